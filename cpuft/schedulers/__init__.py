@@ -16,9 +16,12 @@ SCHEDULERS: dict[str, type[Scheduler[Any]]] = {one.name: one for one in (Slurm, 
 
 
 def parse_job(text: str) -> tuple[Scheduler[Any], str]:
-    """Return (scheduler, identifier) of a job that `cpuft submit` printed as NAME:JOB or NAME:SCOPE/JOB.
+    """Return (scheduler for the job's scope, identifier without the scope) of a job as `cpuft submit` prints it.
 
-    Raises CpuftError: `text` is not of that form.
+    `text` is NAME:JOB or NAME:SCOPE/JOB, such as "slurm:1234", "kubernetes:NAMESPACE/NAME" or "batch:REGION/ID".
+    Nothing is asked: the job need not exist.
+
+    Raises CpuftError: `text` is not of that form, or names no scheduler.
     """
     word = "[A-Za-z0-9][A-Za-z0-9_-]*"
     if not (found := re.fullmatch(f"({'|'.join(SCHEDULERS)}):(?:({word})/)?({word})", text)):

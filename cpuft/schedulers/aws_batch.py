@@ -13,7 +13,8 @@ from cpuft.errors import CpuftError, install_command
 from cpuft.schedulers.base import ContainerOptions, JobLaunch, JobStatus, Scheduler, fill_template
 
 NODE_COMMAND = ("python", "-m", "cpuft.schedulers.aws_batch_node", "/work")
-"""What every node starts: it works in that folder; the main node runs the rest of the command once all nodes are up."""
+"""Beginning of what every node starts. The last argument is the folder to work in; the main node runs the rest of the
+command once all nodes are up."""
 _SECRET = "CPUFT_BATCH_TOKEN"
 """Environment variable in which Batch gives the job's secret to every node."""
 _DEFAULTS = ("--grace-period", "20")
@@ -32,7 +33,7 @@ class BatchOptions(ContainerOptions):
 
     @property
     def scope(self) -> str:
-        """The region."""
+        """The region; "" for the region of the user's AWS settings."""
         return self.region
 
 
@@ -44,9 +45,10 @@ class AwsBatch(Scheduler[BatchOptions]):
     help = "Submit a launch to AWS Batch, as a multi-node parallel job."
 
     def render(self, options: BatchOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return YAML with two API calls, each name with its parameters: the job definition, and the submission.
+        """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`.
 
-        Raises CpuftError: --image, --queue, --secret or --role is missing, or a text is one that Batch would replace.
+        Raises CpuftError: --image or --queue is missing, --secret or --role is missing with several hosts, the launch
+        contains "Ref::", which Batch would replace, or --nodes contradicts --np and --ppn.
         """
         lines = launch.to_shell(options.name, "${AWS_BATCH_JOB_ATTEMPT#1}", *_DEFAULTS)
         if not options.queue:
@@ -79,7 +81,11 @@ class AwsBatch(Scheduler[BatchOptions]):
         return fill_template("aws_batch.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Register the job definition and submit the job; return its region, a slash and its identifier."""
+        """Register the job definition and submit the job; return "REGION/ID".
+
+        Raises CpuftError: boto3 is missing, or AWS refuses one of the calls or does not answer. If the second call
+        fails, the job definition stays registered.
+        """
         import yaml
 
         calls = yaml.safe_load(text)
@@ -89,15 +95,30 @@ class AwsBatch(Scheduler[BatchOptions]):
         return f"{arn.split(':')[3]}/{job['jobId']}"
 
     def cancel(self, job: str) -> None:
-        """Terminate a job."""
+        """Request that Batch terminates a job.
+
+        Raises CpuftError: boto3 is missing, or AWS refuses the call or does not answer.
+        """
         self._call("batch", "terminate_job", {"jobId": job, "reason": "cpuft submit cancel"})
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the job has the tag of cpuft's jobs."""
+        """Return whether the job has the tag of cpuft's jobs, managed-by: cpuft.
+
+        Raises CpuftError: Batch does not know the job any more, boto3 is missing, or AWS refuses the call or does not
+        answer.
+        """
         return bool(self._describe(job)[job].get("tags", {}).get("managed-by") == "cpuft")
 
     def status(self, job: str) -> JobStatus:
-        """Return the state of a job, with the log and exit code of its main node."""
+        """Return the state of a job, with the log and exit code of its main node.
+
+        The state is Batch's own, such as RUNNABLE. The exit code is 0 for SUCCEEDED, for FAILED that of the main node
+        or 1 if there is none or it is 0, otherwise None. The log is empty before the main node has started.
+        `never_starts` is always empty.
+
+        Raises CpuftError: Batch does not know the job any more, boto3 is missing, or AWS refuses a call or does not
+        answer.
+        """
         described = self._describe(job)
         main, state, log = described.get(f"{job}#0", {}).get("container", {}), described[job]["status"], ""
         page = {"logGroupName": "/aws/batch/job", "logStreamName": main.get("logStreamName"), "startFromHead": True}

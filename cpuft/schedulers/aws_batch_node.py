@@ -45,6 +45,7 @@ from cpuft.hosts.cluster import JOB
 from cpuft.terminal import detect_dead_peer
 
 Say = Callable[[str], object]
+"""Function that shows one line to the user."""
 TOKEN = "CPUFT_BATCH_TOKEN"
 """Environment variable with the job's secret, which Batch gets from Secrets Manager."""
 SECONDS = "CPUFT_MEET_SECONDS"
@@ -85,7 +86,9 @@ class Node:
     """A node's place in its job, as Batch's variables have it."""
 
     job: str
+    """Identifier of the job, without the index of the node."""
     index: int
+    """Index of this node."""
     main: int
     """Index of the main node."""
     count: int
@@ -93,15 +96,16 @@ class Node:
     address: str
     """Address of the main node; empty on the main node itself, to which Batch does not tell it."""
     seconds: int
-    """Within which all nodes must have registered."""
+    """Seconds within which all nodes must have registered."""
     token: str = field(repr=False)
     """The job's secret."""
 
 
 def parse_node(environ: Mapping[str, str]) -> Node:
-    """Return this node's place.
+    """Return this node's place in its job, from the variables of Batch, CPUFT_BATCH_TOKEN and CPUFT_MEET_SECONDS (600).
 
-    Raises CpuftError: variables are missing or contradict each other, or the secret is missing or too short.
+    Raises CpuftError: variables are missing or contradict each other, the secret is missing or shorter than 32
+    characters in a job of several nodes, or CPUFT_MEET_SECONDS is not a whole number from 1 to 86400.
     """
     shown = ", ".join(f"{name}={environ.get(name, '')[:40]!r}" for name in _NUMBERS)
     # A node's own identifier is that of its job, followed by # and its index.
@@ -134,12 +138,17 @@ def _is_address(text: str) -> bool:
 
 
 def choose_address(interfaces: Mapping[str, str], routed: str) -> str:
-    """Return the address on which the main node listens, of the addresses of its interfaces.
+    """Return the IPv4 address on which the main node listens, of the addresses of its interfaces.
 
-    It is the only one, or of several the one by which the node reaches other networks, `routed`. Loopback does not
-    count, nor 169.254.0.0/16, by which containers ask for their role.
+    It is `routed` if an interface has that, else the only one. Loopback does not count, nor 169.254.0.0/16, by which
+    containers ask for their role.
 
-    Raises CpuftError: there is none, or the choice is not clear.
+    Parameters
+    ----------
+    interfaces: IPv4 address by name of interface.
+    routed: the address by which the node reaches other networks; empty for none.
+
+    Raises CpuftError: there is none, or there are several and none of them is `routed`.
     """
     own = [one for one in interfaces.values() if not (IPv4Address(one).is_loopback or IPv4Address(one).is_link_local)]
     if routed in own or len(own) == 1:
@@ -157,8 +166,9 @@ class Keys:
         self.host, self.login, mark_key = (
             paramiko.Ed25519Key(file_obj=io.StringIO(text)) for text in (self.host_file, self.login_file, mark)
         )
+        """The same keys as objects of paramiko."""
         self.host_line, self.login_line = (f"{key.get_name()} {key.get_base64()}" for key in (self.host, self.login))
-        """The public keys."""
+        """The public keys, "ssh-ed25519 AAAA..."."""
         self.mark = f".cpuft-{hash_text(mark_key.get_base64(), 16)}"
         """Name of a file of the main node: a node that sees it works in the same folder."""
 
@@ -179,9 +189,17 @@ def serve(keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str
     """Inside, an ssh server listens on one address and port. Open sessions go on after it has stopped.
 
     Whoever has the job's key may log in, but gets neither a terminal nor forwarding. Whatever the command is, `script`
-    (POSIX shell) runs, with the variables `environ`. The server's files are in `folder`, a folder of this user alone.
+    runs. Entering the block takes up to 10 s, until the server listens.
 
-    Raises CpuftError: there is no sshd, the port is in use, or sshd does not start.
+    Parameters
+    ----------
+    keys: the job's keys.
+    folder: for the server's files; a folder of this user alone.
+    place: (IPv4 address, port) on which it listens.
+    environ: variables of the server and of `script`; those whose names no shell can hold are left out of the latter.
+    script: POSIX shell; the client's command is in $SSH_ORIGINAL_COMMAND.
+
+    Raises CpuftError: there is no sshd, the port is in use, or sshd does not start (another attempt may succeed).
     """
     ssh_config.prepare_sshd()
     try:
@@ -226,7 +244,9 @@ def _transient_error(text: str) -> CpuftError:
 def parse_registration(text: str) -> tuple[str, int, int, bool]:
     """Return a node's (address, index, port of its ssh server, whether it sees the main node's folder).
 
-    Raises CpuftError: `text` is not what `register` sends.
+    `text` is "ADDRESS INDEX PORT yes" or the same with "no", as `register` sends it.
+
+    Raises CpuftError: `text` has another form, or the address or port is not valid.
     """
     found = _REGISTRATION.fullmatch(text)
     if not found or int(found[3]) > 65_535 or not _is_address(found[1]):
@@ -237,8 +257,16 @@ def parse_registration(text: str) -> tuple[str, int, int, bool]:
 def register(path: str, environ: Mapping[str, str]) -> int:
     """Register a node with the main node; runs there, for the session of that node, and ends with the session.
 
-    It passes the node's messages on to the socket at `path`, and returns the exit code that comes from there; 255 when
-    either end has gone.
+    It sends the node's address (of SSH_CONNECTION) and what the node asked for (SSH_ORIGINAL_COMMAND) to the main
+    node's socket, then passes on standard input. It waits for the exit code that comes from the socket and returns it;
+    255 when either end has gone.
+
+    Parameters
+    ----------
+    path: the main node's Unix socket.
+    environ: variables that sshd has set for the session.
+
+    Raises OSError: nobody listens on the socket.
     """
     with socket.socket(socket.AF_UNIX) as main:
         main.connect(path)
@@ -279,7 +307,10 @@ class OtherNode:
     _received: bytes = b""
 
     def receive(self) -> list[str]:
-        """Return the lines that have arrived since the last call; notes when the connection has ended."""
+        """Return the complete lines that have arrived since the last call, without line breaks; never waits.
+
+        The list is empty if there is none. `is_gone` becomes True when the connection has ended.
+        """
         try:
             while data := self.connection.recv(4096):
                 self._received += data
@@ -292,13 +323,24 @@ class OtherNode:
         return [line.decode(errors="replace") for line in lines]
 
     def dismiss(self, code: int) -> None:
-        """Let the node end with an exit code."""
+        """Let the node end with an exit code. Nothing happens if its connection has ended."""
         with suppress(OSError):
             self.connection.sendall(f"{code}\n".encode())
 
 
 class Registry:
-    """The other nodes that have registered with the main node through the socket at `path`."""
+    """The other nodes that have registered with the main node through the socket at `path`.
+
+    The socket is made at once.
+
+    Parameters
+    ----------
+    node: the main node.
+    path: path of the Unix socket, which must not exist.
+    say: shows a line about a refused node.
+
+    Raises OSError: the socket cannot be made.
+    """
 
     def __init__(self, node: Node, path: str, say: Say) -> None:
         self._node, self._say = node, say
@@ -311,7 +353,11 @@ class Registry:
         """By index."""
 
     def update(self) -> None:
-        """Take in what has arrived. Never waits."""
+        """Take in what has arrived: new connections, registrations, and nodes that leave or have gone. Never waits.
+
+        A registration that is malformed or has the index of another node is refused: `say` shows why, and the node ends
+        with exit code 2.
+        """
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
@@ -340,17 +386,18 @@ class Registry:
         self.nodes[index] = other
 
     def find_gone(self) -> list[int]:
-        """Return the indexes of the nodes whose sessions have ended."""
+        """Return the indexes of the nodes whose sessions have ended, sorted, as of the last `update`."""
         return sorted(index for index, other in self.nodes.items() if other.is_gone)
 
     def find_leaving(self) -> list[int]:
-        """Return the indexes of the nodes that Batch has sent SIGTERM."""
+        """Return the indexes of the nodes that Batch has sent SIGTERM, sorted, as of the last `update`."""
         return sorted(index for index, other in self.nodes.items() if other.is_leaving)
 
     def wait(self) -> None:
-        """Wait until all nodes have registered.
+        """Wait until all nodes have registered, at most `Node.seconds`.
 
-        Raises CpuftError that names the nodes which have not in time, or have gone before. Another attempt may succeed.
+        Raises CpuftError: names the nodes that have not registered in time, or have gone before. Another attempt may
+        succeed.
         """
         end = time.monotonic() + self._node.seconds
         while True:
@@ -368,7 +415,7 @@ class Registry:
             time.sleep(_POLL_SECONDS)
 
     def dismiss(self, code: int) -> None:
-        """Let all nodes end with an exit code, and wait up to 5 s until they have ended."""
+        """Let all nodes end with an exit code, wait up to 5 s until they have ended, and close the socket."""
         for other in self.nodes.values():
             other.dismiss(code)
         end = time.monotonic() + _LEAVE_SECONDS
@@ -385,7 +432,19 @@ def _name_nodes(indexes: Sequence[int]) -> str:
 def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mapping[str, str], say: Say) -> int:
     """Wait for the other nodes, run the command, and give its exit code to all nodes; return the exit code.
 
-    Raises CpuftError: not all nodes have registered, or the command does not exist.
+    While it runs, the working folder has a marker file (`Keys.mark`), by which other nodes see that they share it. The
+    cluster's files are in a temporary folder, which the command gets as CPUFT_JOB. If this raises, the other nodes end
+    with 75.
+
+    Parameters
+    ----------
+    port: port on which the nodes register.
+    command: argv.
+    environ: variables of the command, without the job's secret.
+    say: shows a line about nodes that were refused, have gone or are leaving.
+
+    Raises CpuftError: not all nodes have registered in time, the command does not exist, this node's address is not
+    clear, or sshd is missing or does not start.
     """
     address = node.address or choose_address(facts.read_interfaces(), facts.read_route(_UNUSED_ADDRESS))
     keys, code = Keys(node), RESUMABLE
@@ -405,7 +464,17 @@ def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappin
 
 
 def write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], folder: str) -> None:
-    """Write the nodes as a cluster, with this node as its head host: its registry entry, hostfile and ssh files."""
+    """Write the nodes as a cluster, with this node as its head host.
+
+    The files in `folder`, which is made, are the registry entry cluster.json, hostfile, ssh_config, known_hosts and the
+    private key id_ed25519.
+
+    Parameters
+    ----------
+    address: IPv4 address of this node.
+    nodes: the other nodes by index.
+    folder: absolute path; its last part is the cluster's name.
+    """
     members = [ssh_config.Member(address, address, "", key=keys.host_line)]
     for _, one in sorted(nodes.items()):
         members.append(ssh_config.Member(one.address, one.address, "", one.port, keys.host_line))
@@ -417,11 +486,20 @@ def write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], fold
 
 
 def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, registry: Registry | None = None) -> int:
-    """Run the job's command and return its exit code; 75 where it failed because a node has gone.
+    """Run the job's command to its end and return its exit code (128 + N if signal N ended it).
 
-    Signals are passed on to it. When another node has gone it gets SIGINT, and SIGTERM when another node is leaving.
+    It is 75 instead where the command failed after another node had gone. SIGTERM, SIGINT and SIGUSR1 are passed on to
+    the command, each once; their handlers stay. When another node has gone, the command gets SIGINT, and is killed if
+    it has not ended 30 s later. When another node is leaving, the command gets SIGTERM.
 
-    Raises CpuftError: the command does not exist.
+    Parameters
+    ----------
+    command: argv.
+    environ: all variables of the command.
+    say: shows a line about nodes that have gone or are leaving.
+    registry: the other nodes; None in a job of one node.
+
+    Raises CpuftError: the command cannot be started.
     """
     try:
         process = execute.start_process(command, environ)
@@ -460,7 +538,15 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
 def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
     """Serve the main node's commands until it ends this node; return the exit code that it gives.
 
-    Raises CpuftError: this node cannot reach the main node, or loses it.
+    SIGTERM does not end the node: the main node is told once that this node is leaving.
+
+    Parameters
+    ----------
+    environ: variables of the main node's commands here, without the job's secret.
+    port: port of the main node.
+
+    Raises CpuftError: this node cannot reach the main node in time, loses it (another attempt may succeed), has another
+    secret than the main node, or has no sshd that starts.
     """
     keys = Keys(node)
     signals: list[int] = []
@@ -489,6 +575,9 @@ def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
 
 def dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, paramiko.Transport]:
     """Log in to the main node, which may start later than this one; return (connection, session).
+
+    `connection` is the socket and `session` paramiko's transport on it, logged in. It tries again every 0.5 s until
+    `node.seconds` have passed.
 
     Raises CpuftError: the main node cannot be reached in time (another attempt may succeed), or has another secret.
     """
@@ -520,7 +609,15 @@ def dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, pa
 def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) -> int:
     """Do a node's part in a job from its start to its end; return the exit code, which is the command's on all nodes.
 
-    `argv` is the folder to work in, which is made, and the command that the main node runs.
+    An error is reported on standard error; the exit code is then 75 if another attempt may succeed, else 2. It changes
+    the working folder and the handler of SIGTERM, which exits with 143 until the command runs or the node has
+    registered.
+
+    Parameters
+    ----------
+    argv: the folder to work in, which is made, and the command that the main node runs.
+    environ: all variables of this process.
+    port: port of the main node.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -33,7 +33,7 @@ class JobOptions:
 
     @property
     def scope(self) -> str:
-        """Where the job's name is unique: a namespace or a region; empty for the scheduler's default."""
+        """Where the job's identifier is valid: a namespace or a region; "" for the scheduler's default."""
         return ""
 
 
@@ -56,14 +56,20 @@ class JobLaunch:
     script: tuple[str, ...] = ()
     """`--` and a script of the user's with its arguments; empty for none."""
     np: int = 1
+    """Number of ranks (--np)."""
     ppn: int = 0
+    """Ranks on each host (--ppn); 0 if not given."""
     run_dir: str = ""
+    """Folder of the run (--run-dir); empty if not given."""
     resume: str = ""
+    """Folder of the run that the launch resumes (--resume); empty for a new run."""
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
-        """Return (number of hosts, ranks on the host that has most), for `nodes` hosts or as --ppn has it where 0.
+        """Return (number of hosts, ranks on the host that has most).
 
-        Raises CpuftError: --nodes, --np and --ppn contradict each other.
+        The number of hosts is `nodes`; if that is 0, --np divided by --ppn and rounded up, or --np without --ppn.
+
+        Raises CpuftError: there are more hosts than ranks, or too few for --np at --ppn ranks each.
         """
         hosts = nodes or (math.ceil(self.np / self.ppn) if self.ppn else self.np)
         if hosts > self.np or (self.ppn and hosts * self.ppn < self.np):
@@ -75,17 +81,15 @@ class JobLaunch:
     def to_shell(self, name: str, restarted: str, *defaults: str) -> str:
         """Return lines of POSIX shell that define the function `launch` and set its arguments, "$@".
 
-        The function replaces its shell by `cpuft launch`. The arguments start a run, or resume the one that an earlier
-        start of the job began (resume.sh).
+        The function replaces its shell by `cpuft launch`, whose path the script has in $cpuft. The arguments start a
+        run, or resume the one that an earlier start of the job began (resume.sh). The run's folder is $run: that of
+        --resume, else of --run-dir, else runs/NAME; a value of $task is added to the last two.
 
         Parameters
         ----------
-        name
-            Name of the run where the launch has no --run-dir.
-        restarted
-            A shell expression that is empty only when the job starts for the first time.
-        defaults
-            Options of the launch; the same options among its own win.
+        name: name of the run where the launch has no --run-dir.
+        restarted: a shell expression that is empty only when the job starts for the first time.
+        defaults: options of the launch; the same options among its own win.
         """
         argv, script = shlex.join(("launch", *defaults, *self.options)), shlex.join(self.script)
         function = f'launch() {{ exec "$cpuft" {argv} "$@" {script}; }}\n'
@@ -103,9 +107,9 @@ class JobStatus:
     state: str
     """The scheduler's own word, e.g. RUNNING."""
     exit_code: int | None
-    """None while the job has not ended."""
+    """Exit code of the job; None while it has not ended."""
     log: str
-    """All that the job has written so far."""
+    """All that the job has written so far; empty where that cannot be read."""
     never_starts: str = ""
     """The scheduler's reason why a waiting job can never start; empty where it can."""
 
@@ -148,30 +152,58 @@ class Scheduler(ABC, Generic[Options]):
     def render(self, options: Options, launch: JobLaunch, cpuft: str) -> str:
         """Return the text of a job that runs a launch. Pure: the same arguments give the same text, nothing is asked.
 
-        `cpuft` is the path of the cpuft program on the job's hosts.
+        Parameters
+        ----------
+        cpuft: path of the cpuft program on the job's hosts.
 
-        Raises CpuftError: an option that the scheduler needs is missing, or a value cannot stand in the text.
+        Raises CpuftError: an option that the scheduler needs is missing, a value cannot stand in the text, or the
+        number of hosts contradicts --np and --ppn.
         """
 
     @abstractmethod
     def submit(self, text: str) -> str:
-        """Submit a job's text and return the job's identifier, with its scope and a slash in front if it has one."""
+        """Submit a job's text, as `render` returns it, and return the job's identifier.
+
+        It is JOB, or SCOPE/JOB for a job with a scope.
+
+        Raises CpuftError: the scheduler's client is missing, refuses the job, or does not answer in time.
+        """
 
     @abstractmethod
     def status(self, job: str) -> JobStatus:
-        """Return the state, exit code and log of a job; `job` is its identifier without the scope."""
+        """Return the state, exit code and log of a job; `job` is its identifier without the scope.
+
+        Raises CpuftError: the scheduler's client is missing or does not answer in time, or the scheduler does not know
+        the job.
+        """
 
     @abstractmethod
     def cancel(self, job: str) -> None:
-        """End a job."""
+        """End a job; `job` is its identifier without the scope.
+
+        Raises CpuftError: the scheduler's client is missing or does not answer in time, or the scheduler does not know
+        the job.
+        """
 
     @abstractmethod
     def is_ours(self, job: str) -> bool:
-        """Return whether `cpuft submit` has submitted a job; only those may be cancelled."""
+        """Return whether `cpuft submit` has submitted a job; only those may be cancelled.
+
+        Raises CpuftError: the scheduler's client is missing or does not answer in time, or the scheduler does not know
+        the job.
+        """
 
 
 def run_client(*argv: str, stdin: str = "") -> str:
-    """Run a scheduler's client and return its standard output. Raises CpuftError when it is missing or refuses."""
+    """Run a scheduler's client (argv), wait for its end for at most 120 s, and return its standard output.
+
+    Parameters
+    ----------
+    stdin: text of its standard input.
+
+    Raises CpuftError: the program is missing, takes longer, or exits with another code than 0; the message has its last
+    words.
+    """
     answer = run_command(argv, ANSWER_SECONDS, stdin)
     if answer.exit_code:
         message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
@@ -180,16 +212,21 @@ def run_client(*argv: str, stdin: str = "") -> str:
 
 
 def read_template(name: str) -> str:
-    """Return the text of a file of this folder."""
+    """Return the text of the file `name` in this folder, such as "resume.sh". Raises OSError: there is none."""
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
 def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) -> str:
-    """Return a YAML template of this folder, filled in.
+    """Return the text of a YAML template of this folder, filled in.
 
-    Each text `$key` becomes the value of that key in `values` or in `options`; keys whose value is None are left out.
+    Each text `$key` becomes the value of that key in `values` or, if it has none, the option of that name. Keys of
+    mappings whose value is None are left out.
 
-    Raises CpuftError: --image is missing.
+    Parameters
+    ----------
+    name: file name of the template.
+
+    Raises CpuftError: --image is missing. Raises KeyError: the template names a key that is in neither.
     """
     import yaml
 
@@ -217,9 +254,16 @@ def follow_job(
 ) -> int:
     """Pass a job's log to `say` as it grows, until the job ends; return the job's exit code.
 
+    The scheduler is asked every 5 s. `say` gets the new part of the log after each answer, also when that is empty.
     After a restart the log may begin again; then all of it is passed on.
 
-    Raises CpuftError: the scheduler has not answered 20 times in a row, or says that the job can never start.
+    Parameters
+    ----------
+    job: identifier without the scope.
+    sleep: waits for a number of seconds.
+
+    Raises CpuftError: the scheduler has not answered, or does not know the job, 20 times in a row; or it says that the
+    job can never start.
     """
     shown, failures = "", 0
     while True:

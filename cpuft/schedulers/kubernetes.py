@@ -41,7 +41,7 @@ class KubernetesOptions(ContainerOptions):
 
     @property
     def scope(self) -> str:
-        """The namespace."""
+        """The namespace; "" for kubectl's own."""
         return self.namespace
 
 
@@ -55,7 +55,8 @@ class Kubernetes(Scheduler[KubernetesOptions]):
     def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
         """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host.
 
-        Raises CpuftError: --image is missing, or the operator would refuse a name, from which it makes host names.
+        Raises CpuftError: --image is missing, the operator would refuse --name or --namespace, from which it makes host
+        names, or --nodes contradicts --np and --ppn.
         """
         hosts, ranks = launch.count_hosts(options.nodes)
         last_host = f"{options.name}-worker-{hosts - 1}"
@@ -85,21 +86,39 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         return fill_template("kubernetes.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Create an MPIJob; return its name, with the namespace in front if one was given."""
+        """Create an MPIJob by kubectl; return "NAME", or "NAMESPACE/NAME" if a namespace was given.
+
+        Raises CpuftError: kubectl is missing, refuses the manifest (also when a job of that name exists), or takes over
+        120 s.
+        """
         created = run_client("kubectl", "create", "--output=name", "--filename=-", stdin=text)
         name = created.strip().rpartition("/")[2]  # "mpijob.kubeflow.org/NAME"
         return f"{self.scope}/{name}" if self.scope else name
 
     def cancel(self, job: str) -> None:
-        """Delete an MPIJob and its pods."""
+        """Delete an MPIJob and its pods by kubectl.
+
+        Raises CpuftError: kubectl is missing, knows no such job, or takes over 120 s.
+        """
         run_client("kubectl", "delete", "mpijob", job, *self._namespace)
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the MPIJob has the label of cpuft's manifests."""
+        """Return whether the MPIJob has the label of cpuft's manifests, app.kubernetes.io/managed-by: cpuft.
+
+        Raises CpuftError: kubectl is missing, knows no such job, or takes over 120 s.
+        """
         return self._get("mpijob", job, r"{.metadata.labels.app\.kubernetes\.io/managed-by}") == ["cpuft"]
 
     def status(self, job: str) -> JobStatus:
-        """Return the state of an MPIJob, with the log and exit code of its launcher's pod while that exists."""
+        """Return the state of an MPIJob, with the log and exit code of its launcher's pod while that exists.
+
+        The state is the condition that is true, the first of Failed, Succeeded, Suspended, Restarting, Running and
+        Created; Pending if there is none. The exit code is 0 for Succeeded, for Failed that of the launcher's container
+        or 1 if there is none, otherwise None. The log is empty if there is no pod or kubectl cannot read it.
+        `never_starts` is always empty.
+
+        Raises CpuftError: kubectl is missing, knows no such job, or takes over 120 s.
+        """
         launcher = f"--selector=training.kubeflow.org/job-name={job},training.kubeflow.org/job-role=launcher"
         true = self._get("mpijob", job, '{.status.conditions[?(@.status=="True")].type}')
         codes = self._get("pods", launcher, "{.items[*].status.containerStatuses[0].state.terminated.exitCode}")
@@ -117,5 +136,8 @@ class Kubernetes(Scheduler[KubernetesOptions]):
 
 
 def escape_variables(text: str) -> str:
-    """Return `text` so that a container's command has it as it is: Kubernetes replaces $(NAME), and $$ by $."""
+    """Return `text` so that a container's command has it as it is: `$` is doubled before `$` and `(`.
+
+    Kubernetes replaces $(NAME), and $$ by $.
+    """
     return re.sub(r"\$(?=[$(])", "$$", text)

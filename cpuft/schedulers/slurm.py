@@ -47,7 +47,8 @@ class Slurm(Scheduler[SlurmOptions]):
     def render(self, options: SlurmOptions, launch: JobLaunch, cpuft: str) -> str:
         """Return a job script that has its hosts for itself alone and requeues itself after an interruption.
 
-        Raises CpuftError: an option that no #SBATCH line can hold.
+        Raises CpuftError: an option that no #SBATCH line can hold, with spaces or quotes; --extra has an open quotation
+        mark; or --nodes contradicts --np and --ppn.
         """
         hosts, ranks = launch.count_hosts(options.nodes)
         directives = [f"--job-name={options.name}", f"--nodes={hosts}", f"--ntasks-per-node={ranks}"]
@@ -69,19 +70,38 @@ class Slurm(Scheduler[SlurmOptions]):
         return f"{head}{setup}cpuft={shlex.quote(cpuft)} retries={options.retries}\n{lines}{requeue}"
 
     def submit(self, text: str) -> str:
-        """Submit a job script; return the job's number."""
+        """Submit a job script by sbatch; return the job's number, such as "1234".
+
+        Raises CpuftError: sbatch is missing, refuses the script, or takes over 120 s.
+        """
         return run_client("sbatch", "--parsable", stdin=text).strip().partition(";")[0]  # "12;cluster"
 
     def cancel(self, job: str) -> None:
-        """End a job."""
+        """End a job by scancel.
+
+        Raises CpuftError: scancel is missing, fails, or takes over 120 s.
+        """
         run_client("scancel", job)
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the job has the comment of cpuft's job scripts. scontrol prints a space after some values."""
+        """Return whether the job has the comment of cpuft's job scripts, "cpuft".
+
+        Raises CpuftError: scontrol is missing, knows no such job (Slurm forgets ended jobs after some minutes), or
+        takes over 120 s.
+        """
         return bool(re.search(r"^ *Comment=cpuft *$", run_client("scontrol", "show", "job", job), re.MULTILINE))
 
     def status(self, job: str) -> JobStatus:
-        """Return the state of a job; of an array, all states, the largest exit code and all logs."""
+        """Return the state of a job; of an array, all different states, the largest exit code and all logs.
+
+        The state is Slurm's own, such as RUNNING (several are separated by ", "), with a reason in parentheses for
+        which the job can never start; this is also `never_starts`. The exit code is None until all jobs of the array
+        have ended; it is 128 + N after signal N, and 1 if Slurm has 0 but the job was not completed, e.g. cancelled.
+        The log is the files of standard output that exist on this machine.
+
+        Raises CpuftError: scontrol is missing, knows no such job (Slurm forgets ended jobs after some minutes), or
+        takes over 120 s. Raises OSError: a log file cannot be read.
+        """
         text = run_client("scontrol", "show", "job", job)
         found = re.findall(r"\bJobState=(\w+)(?: Reason=([\w,]+))?", text)
         hopeless = {reason: reason for _, reason in found if reason in _HOPELESS_REASONS.split()}
