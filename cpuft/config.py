@@ -27,6 +27,7 @@ LABEL_TYPES = ("auto", "class", "number", "multi")
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 ENGINES = ("torch", "ipex", "deepspeed", "ort")
 LAST_PORT = 65535
+"""The largest TCP port."""
 SHARDS = ("none", "optimizer")
 SECTIONS = (
     "Hosts and ranks",
@@ -65,7 +66,10 @@ C = TypeVar("C")
 
 
 def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
-    """Return whether a text is a whole number from `least` to `most`, written with the digits 0 to 9."""
+    """Return whether a text is a whole number from `least` to `most`, written with the digits 0 to 9 only.
+
+    A sign, a space, 20 or more digits and an empty text make the result False.
+    """
     return text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most
 
 
@@ -79,15 +83,17 @@ def option(
     most: float | None = None,
     takes: str = "TEXT",
 ) -> Any:
-    """Return a dataclass field that is an option: its default, its help and the values that it accepts.
+    """Return a dataclass field that is an option; its metadata has the other parameters by their names.
 
     Parameters
     ----------
+    default: the default value, of the field's type.
     help: a phrase that can be understood alone, without a period at its end. It names the unit, what 0 means, and the
         default as "(default: ...)" if that is not the value `default`.
     section: the heading in the help, one of SECTIONS, or empty for the last one.
     choices: the only texts that are accepted; empty for any text.
-    least, most: the smallest and the largest number that is accepted.
+    least, most: the smallest and the largest number that is accepted; None for no limit. A `least` of -1 stands for a
+        default that depends on other options: messages call 0 the smallest number.
     takes: placeholder for the value in the help; shells complete FILE and FOLDER.
     """
     metadata = {"help": help, "section": section, "choices": choices, "least": least, "most": most, "takes": takes}
@@ -287,10 +293,10 @@ class TrainConfig:
     )
 
     def __post_init__(self) -> None:
-        """Choose the learning rate that the user did not give.
+        """Choose the learning rate if it is negative, which means that the user did not give one.
 
-        Adapters need ten times the rate of whole models. The demo has few and short examples: in three epochs at 2e-5
-        it would end at an accuracy of 0.79.
+        2e-4 with LoRA, else 1e-4 for the demo, else 2e-5. Adapters need ten times the rate of whole models. The demo
+        has few and short examples: in three epochs at 2e-5 it would end at an accuracy of 0.79.
         """
         if self.learning_rate < 0:
             rate = 2e-4 if self.lora_rank else 1e-4 if self.task == "demo" else 2e-5
@@ -498,22 +504,28 @@ class BenchConfig:
 
 
 def option_names(config: type) -> list[str]:
-    """Return the option names of a configuration class, in order."""
+    """Return the field names of a configuration class, in their order, with underscores: "batch_size"."""
     return [field.name for field in dataclasses.fields(config)]
 
 
 def format_flag(name: str, value: object = True) -> str:
-    """Return the command-line flag of an option: `--batch-size`, or `--no-fast-path` if the value is False."""
+    """Return the command-line flag of an option: `--batch-size` for "batch_size".
+
+    If `value` is False: `--no-fast-path` for "fast_path". Any other value, also 0, does not change the result.
+    """
     return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
 def find_new_name(name: str, known: Collection[str]) -> tuple[str, bool]:
-    """Return this version's name of an option, and whether a boolean value is to be negated.
+    """Return (this version's name of an option, whether a boolean value is to be negated).
+
+    ("lora_rank", False) for "lora", and ("fast_path", True) for "plain", if these are known. A name that is known stays
+    as it is, also if it is in OLD_NAMES. A name that is neither old nor known is returned unchanged, with False.
 
     Parameters
     ----------
     name: the option's name with underscores, perhaps one of an earlier version (OLD_NAMES).
-    known: names of the options that exist. A name that is neither old nor among them is returned unchanged.
+    known: names of the options that exist.
     """
     new = OLD_NAMES.get(name, name)
     if name in known or new in known:
@@ -523,9 +535,15 @@ def find_new_name(name: str, known: Collection[str]) -> tuple[str, bool]:
 
 
 def rename_old_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return options that an earlier version may have stored, with the names of this version.
+    """Return the options with the names of this version and, where that is the opposite option, negated values.
 
-    `known`: names of the options that exist. Other names, unless they are old ones, stay unchanged.
+    `plain: true` becomes `fast_path: "false"`, and a boolean stays a boolean. A value that is no boolean, nor the text
+    of one, is not negated. If both an old and a new name of an option are given, the later one counts.
+
+    Parameters
+    ----------
+    options: values by names with underscores, perhaps stored by an earlier version.
+    known: names of the options that exist. Names that are neither old nor among them stay unchanged.
     """
     renamed: dict[str, Any] = {}
     for name, value in options.items():
@@ -545,17 +563,25 @@ def _negate(value: Any) -> Any:
 
 
 def format_arguments(config: Any) -> list[str]:
-    """Return the command-line arguments from which `parse_arguments` makes an equal configuration, with all options."""
+    """Return a command-line argument for each option of a configuration: ["--task=mrpc", "--batch-size=32", ...].
+
+    All options are there, also those with their defaults; booleans are True or False. `parse_arguments` makes an equal
+    configuration from the result.
+    """
     return [f"{format_flag(field.name)}={getattr(config, field.name)}" for field in dataclasses.fields(config)]
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
     """Return the configuration that command-line arguments describe; the inverse of `format_arguments`.
 
-    `--name value` is the same as `--name=value`. Booleans have the value True or False. Options that are not given have
-    their defaults. Names of earlier versions are accepted.
+    `--name value` is the same as `--name=value`. Booleans need the value true or false, in any case. Options that are
+    not given have their defaults; of an option that is given twice, the last value counts. Names of earlier versions
+    are accepted.
 
-    Raises CpuftError: an unknown option, or a value that the option does not accept.
+    Raises
+    ------
+    CpuftError: an unknown option (with similar ones), an option without a value, or a value that the option does not
+        accept.
     """
     fields = _fields(config)
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
@@ -576,14 +602,17 @@ def _fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def parse_value(field: dataclasses.Field[Any], kind: type, text: str) -> Any:
-    """Return the value of an option from its text.
+    """Return the value of an option from its text: a str, int, float or bool.
 
     Parameters
     ----------
     field: a field made by `option`.
-    kind: type of the field: str, int, float or bool (True or False).
+    kind: type of the field: str, int, float or bool (true or false, in any case).
 
-    Raises CpuftError: the option does not accept the value; the message names the option and says what it accepts.
+    Raises
+    ------
+    CpuftError: the text is not one of the field's choices, not a finite number of this type in ASCII, or not in the
+        field's range. The message names the option and says what it accepts. Texts without choices are always accepted.
     """
     flag, choices = format_flag(field.name), field.metadata["choices"]
     if choices and text not in choices:
@@ -624,7 +653,15 @@ _VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP
 
 
 def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
-    """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
+    """Return the message for a value that is none of an option's `choices`, with the values to choose from.
+
+    For values that other trainers accept, such as nccl or fp16, it says why cpuft does not; for a compression that was
+    removed, what to give instead.
+
+    Parameters
+    ----------
+    option: the flag, such as --backend.
+    """
     if option == "--grad-compression" and value in REMOVED_COMPRESSIONS:
         return REMOVED_COMPRESSIONS[value]
     known = _VALUES.get(value.lower(), "")
@@ -654,10 +691,14 @@ def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool)
 
     Parameters
     ----------
+    engine: one of ENGINES.
     has_notice: whether the launch has an --interruption-notice.
     is_independent: whether the ranks train independently, to measure the ideal.
 
-    Raises CpuftError: the engine does not support it.
+    Raises
+    ------
+    CpuftError: there is an interruption notice and the engine is not torch, or the ranks are independent and the engine
+        is deepspeed.
     """
     if has_notice and engine != "torch":
         raise CpuftError(
@@ -670,7 +711,15 @@ def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool)
 
 
 def refuse_conflicts(config: TrainConfig) -> None:
-    """Raise CpuftError if two options exclude each other; the message names both, the reason and the next step."""
+    """Raise CpuftError if two training options exclude each other; the message names both, the reason and the next
+    step.
+
+    These are: an engine other than torch with an option in UNSUPPORTED_BY_ENGINE that differs from its default; ort
+    without fp32 and gloo, or with the task text; a label type without the task files; int8 with another engine, without
+    the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a compression
+    that does not work with it; LoRA with from_config; and lora_merge without LoRA. A compression that was removed is
+    refused, too.
+    """
     default = TrainConfig()
     if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
         raise CpuftError(REMOVED_COMPRESSIONS[config.grad_compression])
@@ -764,6 +813,7 @@ class HostMemory:
     ranks: int
     """Ranks that the host gets."""
     free_bytes: int
+    """Bytes of memory that the host has free; 0 if that is not known."""
     machine: str = ""
     """Boot id of the machine, which simulated hosts share; empty if that is not known."""
     machine_bytes: int = 0
@@ -777,17 +827,25 @@ class RunMemory:
     hosts: tuple[HostMemory, ...]
     """The head host first."""
     precision: str
+    """Number format of matrix products: bf16, fp32 or int8."""
     independent: bool = False
     """Whether each rank trains independently."""
 
 
 def format_run_memory(memory: RunMemory) -> tuple[str, ...]:
-    """Return the argument that passes this to a process; no argument if the free memory of a host is not known."""
+    """Return the argument that passes this to a process, as a tuple: ("--host-memory=JSON",).
+
+    The result is () if the free memory of a host is not known (`free_bytes` is 0).
+    """
     return (f"{_MEMORY_FLAG}{json.dumps(asdict(memory))}",) if all(host.free_bytes for host in memory.hosts) else ()
 
 
 def split_run_memory(arguments: Sequence[str]) -> tuple[RunMemory | None, list[str]]:
-    """Return what `format_run_memory` passed, or None if it is not there, and the other arguments."""
+    """Return (the memory that `format_run_memory` passed, or None if it is not there; the other arguments in their
+    order).
+
+    If it is there several times, the last one counts. Raises ValueError: it is not the JSON text of a RunMemory.
+    """
     found = [arg.removeprefix(_MEMORY_FLAG) for arg in arguments if arg.startswith(_MEMORY_FLAG)]
     others = [arg for arg in arguments if not arg.startswith(_MEMORY_FLAG)]
     return (load(RunMemory, parse_json(found[-1])) if found else None), others
@@ -797,9 +855,17 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def parse_bit_rate(rate: str, flag: str = "--net") -> int:
-    """Return the bits per second of a rate such as "1gbit" or "100mbit", as tc(8) writes them; 0 for an empty text.
+    """Return the bits per second of a rate as tc(8) writes them: 10**9 for "1gbit", 10**8 for "100mbit"; 0 for "".
 
-    Raises CpuftError: the text is not a rate; the message names the flag.
+    A number, perhaps with a fraction, then k, m, g, t or nothing (powers of 1000), then "bit", all in lower case.
+
+    Parameters
+    ----------
+    flag: the option to name in the message of an error.
+
+    Raises
+    ------
+    CpuftError: the text has another form, or the rate is 0.
     """
     if not rate:
         return 0
@@ -810,15 +876,23 @@ def parse_bit_rate(rate: str, flag: str = "--net") -> int:
 
 
 TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
+"""Bytes of one element of the types that --dtypes accepts."""
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+"""The collectives that --operations accepts."""
 BenchCase = tuple[str, str, str, int]
 """One measurement: backend (or auto), operation, data type, and bytes of the message."""
 
 
 def list_bench_cases(config: BenchConfig) -> list[BenchCase]:
-    """Return the measurements of `cpuft bench comm` in their order.
+    """Return the measurements of `cpuft bench comm` in their order: a (backend, operation, data type, bytes) for each.
 
-    Raises CpuftError: an unknown name, or a size that is not a number of bytes or not a multiple of a type's size.
+    They are all combinations, in which the size changes fastest, then the type, the operation and the backend; then the
+    whole list is repeated for each further round.
+
+    Raises
+    ------
+    CpuftError: an unknown name in a list, also one with a space before or after it; or a size that is not a positive
+        whole number of bytes, or not a multiple of the bytes of each data type.
     """
     lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
     known = {"backends": BACKENDS, "operations": OPERATIONS, "dtypes": tuple(TYPE_BYTES)}

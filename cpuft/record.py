@@ -61,7 +61,9 @@ class Measurement:
 
     backend: str
     operation: str
+    """all_reduce, all_gather, reduce_scatter or broadcast."""
     dtype: str
+    """Type of the elements as torch names it, such as float32."""
     nbytes: int
     """Bytes of the whole message of all ranks, as nccl-tests count them."""
     ranks: int
@@ -77,17 +79,24 @@ class Measurement:
 
     @property
     def algorithm_bytes_per_second(self) -> float:
-        """Bytes of the message divided by the median time."""
+        """Bytes of the whole message divided by the median time."""
         return self.nbytes / self.median_seconds
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """Algorithm bandwidth times `bus_factor`: bytes per second on the busiest link."""
+        """Bus bandwidth in bytes per second: bytes per second on the busiest link.
+
+        Algorithm bandwidth times 2(n-1)/n for all_reduce of n ranks, (n-1)/n for all_gather and reduce_scatter, 1 for
+        broadcast.
+        """
         return self.algorithm_bytes_per_second * bus_factor(self.operation, self.ranks)
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Return the factor of nccl-tests from algorithm bandwidth to bus bandwidth."""
+    """Return the factor of nccl-tests from algorithm bandwidth to bus bandwidth.
+
+    2(n-1)/n for all_reduce of n ranks, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast and any other name.
+    """
     shares = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
     return shares[operation] * (ranks - 1) / ranks if operation in shares else 1.0
 
@@ -99,14 +108,18 @@ class Link:
     source: str
     """Name of the sending host in the hostfile."""
     target: str
+    """Name of the receiving host in the hostfile."""
     latency_us: float
     """Half of the round-trip time of one byte, in microseconds."""
     bits_per_second: float
     error: str = ""
+    """Why the link could not be measured; empty if it could."""
 
 
 FILE_NAME = "record.jsonl"
+"""Name of the record in the folder of a run."""
 PHASES = ("data", "forward", "backward", "communication", "update")
+"""The phases of a step in their order; `StepLine` has a field PHASE_seconds for each."""
 
 
 @dataclass(frozen=True)
@@ -128,21 +141,26 @@ class Header:
     data: str
     """Checksum of the examples before they were tokenised."""
     options: dict[str, Any]
+    """Values of all fields of TrainConfig by name."""
     world_size: int
     ranks: list[RecordedRank]
     backend: str
+    """Backend that carried the collectives, such as gloo."""
     precision: str
+    """Number format of matrix products: bf16, fp32 or int8."""
     cpu_model: str
     cpu_flags: list[str]
     """CPU flags that decide how fast matrix products are."""
     versions: dict[str, str]
+    """Versions of Python packages by name, such as torch."""
     global_batch: int
     """Examples of one update of all ranks together."""
     parameters: int
     started: str
     """UTC, ISO 8601."""
     products: dict[str, Any] = field(default_factory=dict)
-    """Kernel and measured speed of matrix products on rank 0: see `cpuft.train.precision.measure_products`."""
+    """Kernel and measured speed of matrix products on rank 0, as `cpuft.train.precision.measure_products` returns
+    them: `kernel` (oneDNN's name of the implementation, or empty), `teraflops` in `precision`, and `fp32_teraflops`."""
     independent: bool = False
     """Whether this run measured the ideal: all ranks trained at the same time, each on its share of the examples, and
     exchanged nothing."""
@@ -163,7 +181,7 @@ class Header:
 
     @property
     def hosts(self) -> list[str]:
-        """Host names in the order of their ranks, each name once."""
+        """Host names in the order of their first rank, each name once."""
         return list(dict.fromkeys(rank.host for rank in self.ranks))
 
 
@@ -172,6 +190,7 @@ class StepLine:
     """One update. Seconds are those of rank 0; samples and tokens are the sums over all ranks."""
 
     step: int
+    """Number of the update, from 1."""
     loss: float
     learning_rate: float
     samples: int
@@ -224,6 +243,7 @@ class InterruptedLine:
     updates: int
     """Updates of the whole run."""
     by: str
+    """Name of the signal, such as SIGTERM, or a text about the interruption notice."""
     leaving: tuple[int, ...] = ()
     """Ranks on hosts that have an interruption notice."""
 
@@ -233,7 +253,9 @@ class EvaluationLine:
     """Metrics of one evaluation on a validation split."""
 
     step: int
+    """Number of the last update before the evaluation."""
     metrics: dict[str, float]
+    """Value of each metric by its name, such as accuracy."""
     examples: int
     """Number of examples of the split."""
     seconds: float
@@ -260,14 +282,15 @@ class Footer:
     bytes_per_step: float = 0.0
     """Mean bytes that rank 0 gave to collectives in one update."""
     phases: list[dict[str, float]] = field(default_factory=list)
-    """For each rank the mean seconds of a steady step by phase."""
+    """For each rank the mean seconds of a steady step by the names in PHASES; empty in a record of an older version."""
 
 
 @dataclass(frozen=True)
 class Record:
-    """A record as it was read; `footer` is None if the run is not complete."""
+    """The record of a run as it was read; `footer` is None if the run is not complete."""
 
     path: str
+    """Path of the record file, for messages."""
     header: Header
     steps: list[StepLine] = field(default_factory=list)
     evaluations: list[EvaluationLine] = field(default_factory=list)
@@ -276,17 +299,20 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation; empty if there was none."""
+        """Metrics of the last evaluation by name; empty if there was none."""
         return self.evaluations[-1].metrics if self.evaluations else {}
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Return metrics as one line for people and programs."""
+    """Return metrics as one line: "accuracy 0.8627  f1 0.9012", with two spaces between metrics; empty for none."""
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:
-    """Return the steps without the first tenth, in which caches and kernels warm up."""
+    """Return the steps without the first tenth (rounded down), in which caches and kernels warm up.
+
+    Of fewer than ten steps, all are returned.
+    """
     return steps[len(steps) // 10 :]
 
 
@@ -306,22 +332,29 @@ _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 
 
 def format_line(line: Line) -> str:
-    """Return the line as one JSON object without a newline, its kind first."""
+    """Return the line as one JSON object without a newline, its kind first: `{"kind": "step", "step": 1, ...}`."""
     return json.dumps({"kind": _NAMES[type(line)]} | dataclasses.asdict(line), allow_nan=True)
 
 
 class Writer:
     """Writes a record line by line and flushes each line, so that a killed run leaves all of them.
 
-    The file is locked while the writer is open.
+    The file is locked (flock) while the writer is open. Use the writer in a `with` block, which closes the file; if the
+    block raised an error, an error of closing does not replace it.
     """
 
     def __init__(self, run_dir: str, begun: str | None = None) -> None:
-        """Create the record in `run_dir`.
+        """Create record.jsonl in `run_dir`, and the folder if necessary.
 
         Parameters
         ----------
-        begun: the lines that the record of a resumed run begins with; they replace the record that is there.
+        begun: None for a new run. For a resumed run the text that the record begins with, complete lines; it replaces
+            the record that is there.
+
+        Raises
+        ------
+        FileExistsError: `begun` is None, and there is a record already.
+        OSError: the folder or the file cannot be made or written.
         """
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -337,7 +370,7 @@ class Writer:
         beside.rename(path)
 
     def write(self, line: Line) -> None:
-        """Append a line. Raises OSError with the name of the record if the disk does not store it."""
+        """Append a line and flush it. Raises OSError with the name of the record if the disk does not store it."""
         try:
             self._file.write(format_line(line) + "\n")
             self._file.flush()
@@ -354,9 +387,20 @@ class Writer:
 
 
 def parse_lines(text: str, path: str) -> list[Line]:
-    """Return the lines of a record.
+    """Return the lines of a record in their order; empty lines are left out.
 
-    Raises CpuftError if the format has another version, or if a line other than the last one is broken.
+    A last line without a newline is left out if it cannot be parsed, because a killed process has not finished it.
+    Names of keys and options of earlier versions are replaced by those of this version.
+
+    Parameters
+    ----------
+    text: the content of the record.
+    path: of the record, for error messages only.
+
+    Raises
+    ------
+    CpuftError: another line is not a JSON object with a known kind, lacks a key or has an unknown one or a value of
+        another type, or the header is of another version of the format. The message has the number of the line.
     """
     lines = text.split("\n")
     parsed: list[Line] = []
@@ -376,7 +420,14 @@ def parse_lines(text: str, path: str) -> list[Line]:
 
 
 def parse_record(text: str, path: str = "record") -> Record:
-    """Return the record of a run from its text. Raises CpuftError as `parse_lines` does, and if there is no header."""
+    """Return the record of a run from its text.
+
+    `path` is only stored in the result and named in messages. Lines about interruptions are not part of the result.
+
+    Raises
+    ------
+    CpuftError: the first line is not the header of a run, or a line is broken, other than an unfinished last one.
+    """
     parsed = parse_lines(text, path)
     if not parsed or not isinstance(parsed[0], Header):
         raise CpuftError(
@@ -393,9 +444,18 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def parse_measurements(text: str, path: str) -> list[Measurement]:
-    """Return the measurements of `cpuft bench comm`.
+    """Return the measurements in the text of a comm.jsonl, which `cpuft bench comm` wrote, in their order.
 
-    Raises CpuftError if the text holds none, or is of another version.
+    Empty if the file has only its header.
+
+    Parameters
+    ----------
+    path: of the file, for error messages only.
+
+    Raises
+    ------
+    CpuftError: the text does not begin with the header of such a file, is of another version of the format, or has a
+        broken line, other than an unfinished last one.
     """
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
@@ -434,7 +494,17 @@ def _parse_line(text: str) -> Line:
 
 
 def read_record(run_dir: str) -> Record:
-    """Return the record in the folder of a run, or the record file itself. Raises CpuftError if there is none."""
+    """Read the record of a run.
+
+    Parameters
+    ----------
+    run_dir: the folder of the run, in which the record is record.jsonl, or the path of the record itself.
+
+    Raises
+    ------
+    CpuftError: there is no such file or it cannot be opened; it has no header, because the run ended before its first
+        step; it is of another version of the format; or a line is broken, other than an unfinished last one.
+    """
     path = Path(run_dir)
     path = path / FILE_NAME if path.is_dir() else path
     try:
@@ -447,27 +517,36 @@ def read_record(run_dir: str) -> Record:
 
 @dataclass(frozen=True)
 class EarlierMeasurements:
-    """What the first start of a run has measured, which later starts on the same hosts reuse."""
+    """What the first start of a run has measured, and which later starts of the run reuse."""
 
     ranks: int
     """Number of ranks then."""
     backend: str = ""
-    """The backend that `auto` chose; "" if nothing was measured."""
+    """The backend that `auto` chose; "" if nothing was measured, because --backend was given or there was one rank."""
     gradients: str = ""
-    """The compression that `auto` chose, as in the header."""
+    """The compression level that was chosen by measuring; "" if none was (`Header.gradients`)."""
     products: dict[str, Any] = field(default_factory=dict)
-    """Speed of matrix products, as in the header."""
+    """Kernel and speed of matrix products (`Header.products`)."""
     products_of: tuple[str, ...] = ()
-    """What the products were measured with, see `describe_products`."""
+    """What `products` was measured with, the result of `describe_products`; the speed is reused only where it is
+    equal."""
 
 
 def read_measurements(header: Header) -> EarlierMeasurements:
-    """Return the measurements in a record's header."""
+    """Return the measurements in a record's header: number of ranks, backend, compression, and matrix products.
+
+    The backend is "" if it was not chosen by measuring, because --backend was given or there was one rank.
+    """
     was_given = header.options.get("backend") != "auto" or header.world_size == 1
     backend = "" if was_given else header.backend
     return EarlierMeasurements(header.world_size, backend, header.gradients, header.products, describe_products(header))
 
 
 def describe_products(header: Header) -> tuple[str, ...]:
-    """Return what the speed of matrix products depends on: the CPU's model and flags, precision and torch's version."""
+    """Return what the speed of matrix products depends on, as texts to compare.
+
+    The elements are the CPU model, then each of the header's CPU flags as an element of its own, then the precision,
+    then torch's version ("" if the header does not have it): ("Intel(R) Xeon(R) ...", "avx2", "amx_bf16", "bf16",
+    "2.6.0").
+    """
     return (header.cpu_model, *header.cpu_flags, header.precision, header.versions.get("torch", ""))
