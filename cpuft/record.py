@@ -150,9 +150,9 @@ class Header:
     """Number format of matrix products: bf16, fp32 or int8."""
     cpu_model: str
     cpu_flags: list[str]
-    """CPU flags that decide how fast matrix products are."""
+    """Those of `cpuft.hardware.DECIDING_FLAGS` that the CPU has; they decide how fast matrix products are."""
     versions: dict[str, str]
-    """Versions of Python packages by name, such as torch."""
+    """Versions of Python packages by name, such as torch, and of `python`."""
     global_batch: int
     """Examples of one update of all ranks together."""
     parameters: int

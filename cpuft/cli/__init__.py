@@ -45,7 +45,8 @@ class _LazyGroup(click.Group):
         return cast(click.Command, getattr(importlib.import_module(f"cpuft.cli.{cmd_name}"), cmd_name))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Raises click.UsageError: there is no such verb; names the verbs that are most like it."""
+        """Return what click's own method returns. Raises click.UsageError: there is no such verb; names the most
+        similar ones."""
         if args[0] not in VERBS and not ctx.resilient_parsing:
             raise click.UsageError(f"there is no command cpuft {args[0][:60]}: {suggest_names(args[0], VERBS)}", ctx)
         return super().resolve_command(ctx, args)
@@ -62,9 +63,15 @@ def cli() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and exit.
+    """Run the verb that the arguments name, and exit. Never returns.
 
-    Bad input is answered with one line and exit code 2, a full disk with one line and exit code 74.
+    The exit code is the verb's own, and 0 if it has none. Bad input is answered with one line on standard error and
+    exit code 2, a full disk with one line and exit code 74, an interrupting signal N with one line and exit code 128 +
+    N, and Ctrl-C at a question with exit code 130. Any other exception is a bug and is raised.
+
+    Parameters
+    ----------
+    args: the arguments without the program's name; None for those of this process.
     """
     protect_streams()
     exit_code = 2

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "fairseq")
+"""The other tools, as `Alias.theirs` names them."""
 
 
 @dataclass(frozen=True)
@@ -25,21 +26,29 @@ class Alias:
     """How cpuft's option differs, or why there is none."""
 
     def names(self, *tools: str) -> list[str]:
-        """Return the names that these tools have for the option."""
+        """Return the names that these tools have for the option, such as ["--log_dir"]; empty if they have none.
+
+        Parameters
+        ----------
+        tools: some of TOOLS; other names are ignored.
+        """
         parts = [part.split() for part in self.theirs.split("; ")]
         return [name for tool, *names in parts for name in names if tool in tools]
 
 
 @functools.cache
 def read_aliases() -> tuple[Alias, ...]:
-    """Return the lines of aliases.txt."""
+    """Return the lines of aliases.txt in their order; the file is read once per process."""
     lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
     parts = [[part.strip() for part in line.split("|")] for line in lines if not line.startswith("#")]
     return tuple(Alias(ours.strip("-") and ours, *rest) for ours, *rest in parts)
 
 
 def find_alias(name: str) -> Alias | None:
-    """Return the line with this option of another tool; dashes and underscores are the same in names."""
+    """Return the first line with this option of another tool, such as --num_processes; None if no tool has the option.
+
+    Dashes and underscores are the same in names.
+    """
     return next((alias for alias in read_aliases() if _dashed(name) in map(_dashed, alias.names(*TOOLS))), None)
 
 
@@ -48,13 +57,18 @@ def _dashed(name: str) -> str:
 
 
 def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bool = False) -> str:
-    """Return what to write instead of the options of other tools; empty if there are none among the arguments.
+    """Return what to write instead of the options of other tools: "write --np instead of --nproc_per_node".
+
+    The phrases for options to replace, options to leave out and a missing `--` before a script are separated by `; `.
+    Empty if none of them applies.
 
     Parameters
     ----------
     arguments: the command line up to `--`.
-    flags: the flags of the verb. An option of another tool is only answered if the verb has cpuft's option for it.
-    script: whether the verb runs scripts, whose own options stand after `--`.
+    flags: the flags of the verb. An option of another tool is only answered if the verb has cpuft's option for it, or
+        if it is to be left out.
+    script: whether the verb runs scripts, whose own options stand after `--`. The arguments after the first one that
+        ends in .py then count as the script's.
     """
     place = next(
         (number for number, text in enumerate(arguments) if script and text.endswith(".py") and text[0] != "-"),

@@ -26,7 +26,10 @@ def choose_progress() -> str:
 
 
 def print_plans(plans: Sequence[RunPlan]) -> None:
-    """Print the plans of runs, one after another, as one shell script."""
+    """Print the stages of one or more plans of runs, in their order, as one bash script on standard output.
+
+    The notes are those of the first plan. `partial_cleanup` is left out.
+    """
     from cpuft.plan import Plan, format_plan
 
     stages = tuple(stage for plan in plans for stage in plan.full_plan.stages)
@@ -35,9 +38,13 @@ def print_plans(plans: Sequence[RunPlan]) -> None:
 
 
 def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
-    """Run a short form of the doctor's checks on the hosts of a cluster, unless --no-check was given.
+    """Run a short form of the doctor's checks on the hosts of a cluster, and print each warning on standard error.
 
-    Raises CpuftError: a check found a problem that would make the run fail.
+    Does nothing if --no-check was given (`config.check` is False).
+
+    Raises
+    ------
+    CpuftError: a check found a problem that would make the run fail or hang. The message has the codes of the checks.
     """
     from cpuft.doctor.examine import check_before_launch
 

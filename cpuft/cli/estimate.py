@@ -23,11 +23,13 @@ if TYPE_CHECKING:
 
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
+"""Number of updates of the short training that is done without RUN."""
 PROBE_SECONDS = 60.0
-"""Time limit of the probe's steps. On a slow disk, starting the ranks takes about as long again."""
+"""Seconds that the ranks of the short training may take, with their start. Preparing the data comes before."""
 
 
 MOST_HOSTS = 1024
+"""Largest number that --hosts accepts."""
 _host_option = partial(option, section=SECTIONS[0])
 
 
@@ -73,9 +75,10 @@ class EstimateConfig:
 
 
 def parse_hosts(text: str) -> list[int]:
-    """Return the numbers of hosts in a text such as "1,2,4", ascending and each once.
+    """Return the numbers of hosts in a text such as "1,2,4", ascending and each once. Spaces around a number are
+    allowed.
 
-    Raises CpuftError: the text is something else.
+    Raises CpuftError: a part of the text is not a whole number from 1 to 1024, or is empty.
     """
     numbers = [number.strip() for number in text.split(",")]
     if not all(is_count(number, most=MOST_HOSTS) for number in numbers):
@@ -97,8 +100,9 @@ def parse_hosts(text: str) -> list[int]:
 def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     """Estimate time, speed, efficiency and price on 1 to 64 hosts before you rent them.
 
-    The estimate is based on RUN, the folder of a run with one rank, and on the speed of the network between the hosts.
-    Without RUN, --task is trained on this machine for half a minute.
+    The estimate is based on RUN, the folder of a run with one rank, and on the speed of the network between the hosts,
+    which you give with --bandwidth, --link or --instance. Without RUN, 16 steps of --task are trained on this machine
+    for at most a minute. With --hosts, you can choose other numbers of hosts, up to 1024.
     """
     from cpuft.record import read_record
     from cpuft.report.estimate import (
@@ -185,7 +189,8 @@ def _output_on_stderr() -> Iterator[None]:
 
 
 def _probe(train: TrainConfig) -> Record:
-    """Train for half a minute on this machine and return the record of this run, whose files are then removed."""
+    """Train 16 steps on this machine for at most a minute, and return the record of this run, whose files are then
+    removed."""
     import tempfile  # takes half the time of `cpuft estimate --help`
 
     from cpuft.hosts.cluster import gather_cluster

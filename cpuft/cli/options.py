@@ -71,15 +71,24 @@ class _FieldType(click.ParamType[Any]):
 
 
 class FieldOption(click.Option):
-    """An option made from a field of a configuration. Shells complete paths after those that take FILE or FOLDER."""
+    """An option made from a field of a configuration. Shells complete paths after those that take FILE or FOLDER.
+
+    `section` is its heading in the help, one of SECTIONS or empty.
+    """
 
     def __init__(self, names: list[str], section: str, takes: str, **attributes: Any) -> None:
+        """`takes`: placeholder for the value in the help. `attributes`: those of click.Option."""
         complete = complete_paths if takes in ("FILE", "FOLDER") else None
         super().__init__(names, metavar=takes, shell_complete=complete, **attributes)
         self.section = section
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return the flag and its help, with the default in brackets unless the help describes the default itself."""
+        """Return (the flag with its placeholder, its help): ("--batch-size N", "Number of examples ... [32]").
+
+        The help ends with the default in brackets, unless the default is an empty text, or the help describes the
+        default itself. The flag of a boolean has no placeholder; if it is on by default, it is `--[no-]NAME`, and the
+        help ends with [yes].
+        """
         flag, text = self.opts[0], str(self.help)
         if self.is_flag:
             return (f"--[no-]{flag[2:]}", f"{text} [yes]") if self.default else (flag, text)
@@ -89,15 +98,20 @@ class FieldOption(click.Option):
 
 
 def complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Let the shell complete the paths of files, or of folders only."""
+    """Let the shell complete the paths of files, or of folders only if the parameter takes FOLDER.
+
+    Returns one item, which tells the shell to do so.
+    """
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="dir" if param.metavar == "FOLDER" else "file")]
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Offer the runs below the path that is typed, also those of comparisons; if there are none, let the shell offer
-    folders."""
+    """Return the folders of runs below the path that is typed, also those of comparisons, as completions in order.
+
+    If there are none, the single item lets the shell offer folders.
+    """
     from click.shell_completion import CompletionItem
 
     begin = glob.escape(incomplete)
@@ -119,7 +133,13 @@ DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="Print what would be do
 
 
 def make_options(config: type, *without: str) -> list[FieldOption]:
-    """Return a click option for each field of a configuration class, except those named in `without`."""
+    """Return a click option for each field of a configuration class, in the order of the fields.
+
+    Parameters
+    ----------
+    config: a dataclass whose fields were made by `cpuft.config.option`.
+    without: names of fields that get no option; unknown names are ignored.
+    """
     types = get_type_hints(config)
     return [_make_option(field, types[field.name]) for field in dataclasses.fields(config) if field.name not in without]
 
@@ -135,19 +155,35 @@ def _make_option(field: dataclasses.Field[Any], kind: type) -> FieldOption:
 
 
 def pick(config: type[C], values: dict[str, Any]) -> C:
-    """Return the configuration with those of the values that are its fields, and defaults for all other fields."""
+    """Return the configuration with those of the values that are its fields, and defaults for all other fields.
+
+    Parameters
+    ----------
+    values: by the names of fields; values of other names are ignored.
+    """
     return config(**{name: values[name] for name in option_names(config) if name in values})
 
 
 def given_options() -> dict[str, ParameterSource]:
-    """Return the options that the command line or the file of --config gave to the running verb, with the source."""
+    """Return the options and arguments that the user gave to the running verb, by name, each with its source.
+
+    The source is COMMANDLINE, or DEFAULT_MAP for the file of --config. Raises RuntimeError: no click command is
+    running.
+    """
     context = click.get_current_context()
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name: source for name, source in sources.items() if source in _GIVEN}
 
 
 def refuse_options(config: type, reason: str) -> None:
-    """Raise CpuftError if the command line gave an option of this class; the message is the flag and the reason."""
+    """Raise CpuftError if the command line gave an option of this class; the message is the flag and the reason.
+
+    Options from the file of --config are not refused.
+
+    Parameters
+    ----------
+    reason: the rest of the sentence that begins with the flag, such as "is for cpuft's own training: leave it out".
+    """
     given = given_options()
     for name in option_names(config):
         if given.get(name) is ParameterSource.COMMANDLINE:
@@ -158,10 +194,11 @@ class CheckedCommand(click.Command):
     """A command that accepts old option names and refuses control characters in its options and arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments as click does.
+        """Parse the arguments into `ctx.params`, after old flags have been replaced; return the arguments that are left
+        over.
 
-        Raises click.UsageError: a value contains a control character. Arguments of type UNPROCESSED, which are the
-        user's own command, may contain any character.
+        Raises click.UsageError: an unknown option or a wrong value, or a value contains a control character. Arguments
+        of type UNPROCESSED, which are the user's own command, may contain any character.
         """
         rest = super().parse_args(ctx, self.rename_old_flags(ctx, args))
         for param in self.get_params(ctx) if not ctx.resilient_parsing else ():
@@ -177,7 +214,8 @@ class CheckedCommand(click.Command):
     def rename_old_flags(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Return the arguments with the flags of this version in place of old ones (`cpuft.config.OLD_NAMES`).
 
-        One line on standard error names the new flags, unless a shell is completing the command line.
+        What follows `--` stays as it is, and so do values of options. If anything was replaced, one line on standard
+        error names the new flags, unless a shell is completing the command line.
         """
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         names = {str(option.name) for option in options}
@@ -216,9 +254,15 @@ class Verb(CheckedCommand):
     """
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments as click does, with the values of the YAML file for options that are not among them.
+        """Parse the arguments into `ctx.params`, with the values of --config's YAML file for options that are not among
+        them.
 
-        Raises click.UsageError or CpuftError: an unknown option, a wrong value, or options that exclude each other.
+        Returns the arguments that are left over. While a shell completes the line, nothing is refused and no file is
+        read.
+
+        Raises click.UsageError or CpuftError: an unknown option, an option of another tool (with cpuft's own), a wrong
+        value, options that exclude each other (ALTERNATIVES), a control character, or a file of --config that
+        `read_config` refuses.
         """
         args = self.rename_old_flags(ctx, args)
         if ctx.resilient_parsing:  # A shell is completing the line: nothing is refused, and no file is read.
@@ -271,19 +315,26 @@ class Verbs(click.Group):
     command_class = CheckedCommand
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the list; click itself would cut each sentence at the end of its line."""
+        """Write the list of verbs; click itself would cut each sentence at the end of its line."""
         verbs = {name: self.get_command(ctx, name) for name in self.list_commands(ctx)}
         with formatter.section("Commands"):
             formatter.write_dl([(name, verb.get_short_help_str(1000)) for name, verb in verbs.items() if verb])
 
 
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
-    """Return the option values of a YAML file, as texts under the names of the options, for click's default_map.
+    """Return the option values of a YAML file by option name, as texts in the form of the command line.
 
-    Dashes and underscores are the same in keys. Old names are accepted, with one line on standard error.
+    click takes the result as its default_map. A list becomes a text with commas. Dashes and underscores are the same in
+    keys. Old names are accepted, with one line on standard error. The values are not checked here. An empty file is {}.
 
-    Raises CpuftError: the file cannot be read, is not YAML or not a mapping; a key is not one of the `known` options or
-    is there twice; a value is not one that an option can have.
+    Parameters
+    ----------
+    known: names of the options with underscores.
+
+    Raises
+    ------
+    CpuftError: the file cannot be read, is not YAML or not a mapping; a key is an option of another tool, is not one of
+        the `known` options or is there twice; a value is missing, is a mapping, or contains a control character.
     """
     values = _read_mapping(path)
     flags = {f"--{name}" for name in known} | {format_flag(name) for name in known}

@@ -60,7 +60,15 @@ def predict(dry_run: bool, **values: Any) -> None:
 def check_request(asked: PredictConfig, header: Header) -> None:
     """Check what `cpuft predict` is asked for.
 
-    Raises CpuftError: not exactly one of --file and --split, no such split of the task, or no model in the run.
+    Parameters
+    ----------
+    header: of the record of the run.
+
+    Raises
+    ------
+    CpuftError: not exactly one of --file and --split is given; --split is neither validation nor test; --split test for
+        a task that is not GLUE's, or with --with-input; --data-dir with --file, or for a task that is not GLUE's; or
+        the run has no model.
     """
     if bool(asked.file) == bool(asked.split):
         problem = "both are given" if asked.file else "neither is given"
@@ -84,7 +92,12 @@ def check_request(asked: PredictConfig, header: Header) -> None:
 
 
 def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...]) -> Step:
-    """Return the step that predicts, in a process of its own."""
+    """Return the step that predicts, in a Python process of its own on this machine. Nothing runs yet.
+
+    Parameters
+    ----------
+    settings: environment variables of the process.
+    """
     from cpuft.argv import module_command
     from cpuft.plan import Step
 
@@ -93,7 +106,13 @@ def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...]) -> Step
 
 
 def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings for threads and memory that a single rank on this machine would have."""
+    """Return the settings for threads and memory that a single rank on this machine would have.
+
+    These are the variables that begin with KMP_, LD_PRELOAD, MALLOC_, OMP_ or THP_. A value of the user's own in
+    `environ` replaces cpuft's.
+
+    Raises CpuftError: the facts about this machine, such as its cores, cannot be gathered.
+    """
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.hosts.topology import Interface, plan_placement
     from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables

@@ -105,7 +105,13 @@ def aws(dry_run: bool, policy: bool, **values: Any) -> None:
 
 
 def make_verb(kind: str) -> Verb:
-    """Return the verb that makes clusters of a kind, from the kind's options."""
+    """Return the verb that makes clusters of a kind, from the kind's options; the docstring of the options class is its
+    help.
+
+    Parameters
+    ----------
+    kind: a key of PROVIDERS whose entry has options, such as hosts; KeyError for an unknown one.
+    """
     options = load_options(kind)
 
     def make(dry_run: bool, **values: Any) -> None:

@@ -53,9 +53,9 @@ class Health:
     time: float
     """The host's clock, in seconds since 1970."""
     executable: str
-    """Path of the Python interpreter that ran the probe."""
+    """Path of the Python interpreter that ran the probe, as that process knows it."""
     packages: dict[str, str]
-    """Versions of the installed packages that training depends on."""
+    """Versions of the installed packages that training depends on, by name."""
     mpi: str
     """First line of `mpirun --version`. Empty if there is no mpirun; it begins with "broken" if mpirun failed."""
     kernels: str
@@ -89,7 +89,7 @@ class Health:
     steal: float
     """Share of CPU time taken by other guests of the hypervisor, from 0 to 1."""
     ssh: dict[str, str]
-    """Error message of an ssh login to each peer. Empty if the login worked."""
+    """Error message of an ssh login to each peer, by the peer's name in the hostfile. Empty if the login worked."""
     listens: bool
     """Whether the probe could listen on the agreed port. Otherwise other hosts could not connect to it."""
     connected: dict[str, float]
@@ -104,7 +104,9 @@ class HostState:
     address: str = ""
     """Address of the host, or empty if its name cannot be resolved."""
     facts: HostFacts | None = None
+    """What the host reported about its hardware and system; None if it could not be examined."""
     health: Health | None = None
+    """What the probe found on the host; None if it could not be examined."""
     failure: str = ""
     """Why the host could not be examined. Empty if it could."""
     kind: str = ""
@@ -127,6 +129,7 @@ class ClusterState:
     """Everything that the checks look at."""
 
     hosts: tuple[HostState, ...]
+    """A state for each line of the hostfile, in its order."""
     python: str = ""
     """Path where every host should have the Python of the training environment. Empty if any Python will do."""
     ranks: dict[str, int] = field(default_factory=dict)
@@ -136,16 +139,20 @@ class ClusterState:
 
     @property
     def answering(self) -> tuple[tuple[HostState, HostFacts, Health], ...]:
-        """The hosts that could be examined, each with its facts and its health."""
+        """The hosts that could be examined, in the order of the hostfile: (state, its facts, its health) for each."""
         return tuple((h, h.facts, h.health) for h in self.hosts if h.facts and h.health)
 
 
 Find = Callable[[ClusterState], Iterator[Finding]]
+"""A function that yields the findings of a check, without code."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A registered check. `cause` and `next_step` apply to its findings that have none of their own."""
+    """A registered check. `cause` and `next_step` apply to its findings that have none of their own.
+
+    `code` is such as CPUFT-007, `title` a sentence that names the problem, and `find` yields the findings.
+    """
 
     code: str
     title: str
@@ -158,7 +165,10 @@ _REGISTERED: dict[str, Check] = {}
 
 
 def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[Find], Find]:
-    """Register the decorated function as a check."""
+    """Return a decorator that registers a function as a check, and returns it unchanged.
+
+    The parameters are the fields of `Check`. Raises AssertionError: two checks have the same code.
+    """
 
     def register(find: Find) -> Find:
         assert code not in _REGISTERED, f"two checks have the code {code}"
@@ -169,7 +179,10 @@ def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[F
 
 
 def find_all(state: ClusterState) -> list[Finding]:
-    """Run all checks and return their findings in the order of the codes."""
+    """Run all checks and return their findings in the order of the codes; empty if there is no problem.
+
+    Each finding gets the code of its check, and the check's cause and next step if it has none of its own.
+    """
     return [
         replace(one, code=check.code, cause=one.cause or check.cause, next_step=one.next_step or check.next_step)
         for check in CHECKS

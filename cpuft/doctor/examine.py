@@ -56,19 +56,19 @@ def examine_hosts(
 ) -> ClusterState:
     """Examine all hosts of a hostfile at the same time.
 
+    A program that needs only Python 3 runs on each host for up to 30 s. It changes nothing there, but the hosts connect
+    to each other on a random TCP port, and log in to each other by ssh.
+
     Parameters
     ----------
-    ranks
-        Ranks planned on each host, by its name in the hostfile, if a launch is planned.
-    full
-        Whether every host logs in to every other by ssh, instead of only the head host.
-    try_outside
-        Whether this machine tries to connect to a port of each host, if it is outside the hosts' network.
+    ranks: ranks planned on each host, by its name in the hostfile; None if no launch is planned.
+    full: whether every host logs in to every other by ssh, instead of only the head host.
+    try_outside: whether this machine tries to connect to a port of each host, if it is outside the hosts' network.
 
     Returns
     -------
-    ClusterState
-        One state for each host. The state of a host that could not be examined has the reason as `failure`.
+    One state for each host, in the order of `hosts`. The state of a host that could not be examined, for example
+        because it does not answer, has the reason as `failure`, and neither facts nor health; no error is raised.
     """
     addresses = [_resolve(host, access) for host in hosts]
     try_outside = try_outside and not access.transport.bootstrap and not any(map(access.transport.is_here, hosts))
@@ -81,15 +81,19 @@ def examine_hosts(
 
 
 def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
-    """Examine the hosts of a run and pass each warning to `say`.
+    """Examine the hosts of a run and pass one line for each check with warnings to `say`.
 
-    If the run has only one host, it warns only of what can differ from run to run, and only a problem that no run
-    survives is an error: no other host would have to wait for it.
+    If the run has only one host, the function warns only of what can differ from run to run, and only too small a
+    /dev/shm or too low a limit of open files is an error: no other host would have to wait for the run.
+
+    Parameters
+    ----------
+    say: called with each line.
 
     Raises
     ------
-    CpuftError
-        Something would make the run fail or hang. The message has the codes of the checks.
+    CpuftError: something would make the run fail or hang; of several hosts, also one that cannot be examined. The
+        message has the code, host, evidence and next step of each error.
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     findings = find_all(examine_hosts(tuple(one.host for one in cluster.assignments), cluster.access, ranks))
@@ -114,12 +118,12 @@ def _read_routes() -> str:
 def is_outside(address: str, routes: str) -> bool:
     """Return whether this machine reaches an IPv4 address through a gateway, so that it is on another network.
 
+    False if no route leads to the address.
+
     Parameters
     ----------
-    address
-        If it is not an IPv4 address, such as a name behind a bastion, the result is False.
-    routes
-        Content of /proc/net/route.
+    address: if it is not an IPv4 address, such as a name behind a bastion, the result is False.
+    routes: content of /proc/net/route; lines that cannot be parsed are ignored.
     """
     try:
         target = int.from_bytes(socket.inet_aton(address), sys.byteorder) if address.count(".") == 3 else None
@@ -162,7 +166,8 @@ def _make_orders(
 
 
 def choose_port() -> int:
-    """Return a random port that is probably free: it is below the range that the kernel assigns to clients."""
+    """Return a random TCP port from 20000 to 31999: it is probably free, because it is below the range that the
+    kernel assigns to clients. Nothing checks that."""
     return random.SystemRandom().randrange(20000, 32000)
 
 
@@ -233,7 +238,16 @@ def _run_probe(host: Host, order: str, access: Access) -> str:
 
 
 def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:
-    """Run the fix of each finding that has one, on its host; return one line on the result of each."""
+    """Run the fix of each finding that has one, on its host, one after another.
+
+    Returns
+    -------
+    One line for each fix: "CPUFT-028 on node1: fixed", or "... the fix failed (OUTPUT)".
+
+    Raises
+    ------
+    CpuftError: another host cannot be reached, or a fix takes more than 60 s there; the fixes before it have been made.
+    """
     hosts = {one.name: one.host for one in state.hosts}
     lines = []
     for finding in findings:

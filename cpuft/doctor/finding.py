@@ -15,26 +15,36 @@ class Finding:
     """A problem on one host."""
 
     host: str
+    """Name of the host, as in the hostfile, with its own hostname if that differs."""
     evidence: str
     """What was observed, with figures."""
     cause: str = ""
+    """Why this happens, in a sentence or two."""
     next_step: str = ""
+    """What the user should do."""
     severe: bool = True
     """Whether a run would fail or hang. Otherwise the run is slower than it could be, or its measurements mislead."""
     fix: tuple[str, ...] = ()
     """Command that repairs the problem on that host without risk. Empty if a person must decide."""
     code: str = ""
-    """Code of the check. It means the same in every version."""
+    """Code of the check, such as CPUFT-007. It means the same in every version."""
 
 
 warning = functools.partial(Finding, severe=False)
-"""A finding that does not stop a run."""
+"""Make a finding that does not stop a run; the parameters are those of `Finding` without `severe`."""
 
 
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:
-    """Format findings for a terminal, errors first, and a last line with their number.
+    """Return the findings as text for a terminal, errors first, and a last line with their number.
 
-    Findings that differ only in the host share one entry.
+    Each entry has a line "CODE error on HOSTS: evidence" (or warning), a line with the cause and a line with the next
+    step. Findings that differ only in the host share one entry. Without findings: "2 hosts, 37 checks: no problems
+    found".
+
+    Parameters
+    ----------
+    hosts: number of hosts that were examined.
+    checks: number of checks.
     """
     examined = f"{counted(hosts, 'host')}, {counted(checks, 'check')}"
     if not findings:
@@ -55,12 +65,16 @@ def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str
 
 
 def to_json(findings: Sequence[Finding], hosts: Sequence[str]) -> dict[str, Any]:
-    """Return all findings as one JSON object."""
+    """Return all findings as one JSON object.
+
+    `format` is 1, `hosts` the names of all hosts, and `findings` has an object for each finding with the fields of
+    `Finding`, and `next_move`, the older name of `next_step`.
+    """
     # `next_move` is the name that `next_step` had before; programs that read the object may still expect it.
     values = [asdict(finding) | {"next_move": finding.next_step} for finding in findings]
     return {"format": 1, "hosts": list(hosts), "findings": values}
 
 
 def describe_errors(findings: Sequence[Finding]) -> str:
-    """Return one line with code, host, evidence and next step of each error; empty if there is none."""
+    """Return one line with code, host, evidence and next step of each severe finding; empty if there is none."""
     return " ".join(f"{one.code} on {one.host}: {one.evidence} {one.next_step}" for one in findings if one.severe)

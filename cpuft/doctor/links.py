@@ -33,7 +33,9 @@ _LOADER = (
 def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Arrange all pairs of the numbers 0 to count - 1 in rounds, so that no number is in two pairs of a round.
 
-    Source: the circle method of round-robin tournaments.
+    Returns a tuple of rounds; each round is a tuple of pairs (smaller number, larger number), and each pair is in
+    exactly one round. There are count - 1 rounds, or count if it is odd. Source: the circle method of round-robin
+    tournaments.
     """
     seats = list(range(count + count % 2))
     rounds = []
@@ -47,10 +49,18 @@ def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
     """Measure the links between all pairs of hosts in both directions; pairs without a common host run side by side.
 
+    This takes a little more than 1 s for each of about as many rounds as there are hosts, at most 20 s per round. The
+    hosts connect to each other on a random TCP port.
+
+    Returns
+    -------
+    Two links for each pair of hosts, one in each direction, in the order of `hosts` as sources. A link that could not
+        be measured has its `error`.
+
     Raises
     ------
-    CpuftError
-        Hosts failed to measure. The message names all of them.
+    CpuftError: hosts have no address, cannot be reached, take too long, or could not run the measurement. The message
+        names all of them, or the first one without an address.
     """
     addresses = [access.transport.address(host) for host in hosts]
     rounds = plan_pairs(len(hosts))
@@ -82,10 +92,19 @@ def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[li
 
     Parameters
     ----------
-    names
-        Name of each host by its address.
-    results
-        Of each host in `hosts`, as from `probe.measure_links`.
+    hosts: the names of the hosts.
+    names: name of each host by its address.
+    results: for each host in `hosts` a list of dicts from `probe.measure_links`: `peer` (an address), and `error` or
+        `bits_per_second`, and on the host that connected `latency_us`.
+
+    Returns
+    -------
+    A link for each host as the source and each other host as the target, in the order of `hosts`. What was not measured
+        is 0.
+
+    Raises
+    ------
+    KeyError: a `peer` is not in `names`.
     """
     found = {(host, names[line["peer"]]): line for host, lines in zip(hosts, results) for line in lines}
     links = []
@@ -100,7 +119,10 @@ def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[li
 
 
 def format_links(links: Sequence[Link]) -> str:
-    """Format a table with a row for each sending host and a column for each receiving host."""
+    """Return a table as text, with a row for each sending host and a column for each receiving host.
+
+    A cell is "85 us 9.41 Gbit/s", the first 30 characters of the error, or "-" for a host and itself.
+    """
     hosts = list(dict.fromkeys(link.source for link in links))
     cells = {
         (one.source, one.target): one.error[:30] or f"{one.latency_us:.0f} us {one.bits_per_second / 1e9:.2f} Gbit/s"

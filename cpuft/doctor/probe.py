@@ -30,7 +30,9 @@ RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}(\.sent)?"
 Older versions had no directories of users (the part with digits).
 """
 GOVERNORS = "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
+"""Pattern of the files with the frequency governor of each core."""
 PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpi4py", "oneccl-cpu")
+"""Distribution names of the packages that training depends on."""
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
 _XFEATURE_XTILEDATA = 18  # asm/fpu/types.h
 _SYS_ARCH_PRCTL = 158  # asm/unistd_64.h
@@ -44,18 +46,22 @@ _LINK_TIMEOUT_SECONDS = 8.0
 
 
 def examine(order: dict[str, Any]) -> dict[str, Any]:
-    """Examine this host.
+    """Examine this host; this takes a quarter of a second, and the time of the connections and logins to other hosts.
 
     Parameters
     ----------
-    order
-        `port` (to listen on, the same on all hosts), `peers` (addresses to connect to), `seconds` (for these
-        connections), `greeting` (see `try_ports`), `ssh_options` and `ssh_peers` (see `try_ssh`).
+    order: a dict of `port` (to listen on, the same on all hosts), `peers` (addresses to connect to), `seconds` (most
+        time for these connections), `greeting` (text to send to whoever connects; if it is not empty, a machine outside
+        the cluster is expected to connect, too), `ssh_options` (arguments for ssh) and `ssh_peers` (names of hosts to
+        log in to). `greeting` may be missing.
 
     Returns
     -------
-    dict
-        The fields of `cpuft.doctor.checks.Health`.
+    The values of all fields of `cpuft.doctor.checks.Health`, by their names.
+
+    Raises
+    ------
+    KeyError: a key is missing in `order`.
     """
     now = time.time()
     busy_cores, steal = sample_cpu()  # first, so that it does not measure the work of this probe itself
@@ -105,7 +111,7 @@ def _read_field(path: str, name: str) -> str:
 
 
 def read_packages() -> dict[str, str]:
-    """Return the versions of those packages in `PACKAGES` that are installed."""
+    """Return the versions of those packages in PACKAGES that are installed, by name."""
     versions = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -116,7 +122,12 @@ def read_packages() -> dict[str, str]:
 def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
     """Return the first line of `mpirun --version`: of the mpirun in `folder`, else in PATH, else srun in a Slurm job.
 
-    Empty if there is none of them. Begins with "broken: " if the program failed.
+    Empty if there is none of them. Begins with "broken: " if the program cannot be started, prints nothing on its
+    standard output or takes more than 15 s. Never raises.
+
+    Parameters
+    ----------
+    folder: by default that of the Python interpreter; mpiexec.hydra comes before mpirun there.
     """
     path = next((p for p in (f"{folder}/mpiexec.hydra", f"{folder}/mpirun") if os.access(p, os.X_OK)), "")
     path = path or shutil.which("mpirun") or ("SLURM_JOB_ID" in os.environ and shutil.which("srun")) or ""
@@ -131,14 +142,17 @@ def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
 
 
 def find_kernels() -> str:
-    """Return the path of a C++ compiler for the fast path's kernels, else of precompiled kernels, else nothing."""
+    """Return the path of a C++ compiler for the fast path's kernels ($CXX or g++, else c++).
+
+    Without one, the path of a precompiled library in site-packages/cpuft_kernels; empty if there is none either.
+    """
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     precompiled = glob.glob(f"{sysconfig.get_path('purelib')}/cpuft_kernels/*.so")
     return compiler or (precompiled[0] if precompiled else "")
 
 
 def resolve_own_name() -> str:
-    """Return the address to which this host resolves its own name, or nothing."""
+    """Return the IPv4 address to which this host resolves its own name; empty if it cannot."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -146,7 +160,7 @@ def resolve_own_name() -> str:
 
 
 def can_use_amx() -> bool:
-    """Return whether the kernel lets a process use AMX tiles."""
+    """Ask the kernel for permission to use AMX tiles, which this process then keeps; return whether it was granted."""
     try:
         return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
     except (AttributeError, OSError):
@@ -154,7 +168,7 @@ def can_use_amx() -> bool:
 
 
 def read_free_bytes(path: str) -> int:
-    """Return the bytes that an unprivileged user can still write below `path`, or -1 if it does not exist."""
+    """Return the bytes that an unprivileged user can still write below `path`, or -1 if it cannot be examined."""
     try:
         state = os.statvfs(path)
     except OSError:
@@ -167,8 +181,8 @@ def sample_cpu() -> tuple[float, float]:
 
     Returns
     -------
-    tuple
-        The number of busy cores, and the share of CPU time (0 to 1) that other guests of the hypervisor took.
+    (number of busy cores of this host, share of CPU time from 0 to 1 that other guests of the hypervisor took). (0.0,
+        0.0) if /proc/stat cannot be read.
     """
     before = _read("/proc/stat").split("\n")[0].split()[1:]
     time.sleep(_CPU_SAMPLE_SECONDS)
@@ -181,16 +195,21 @@ def sample_cpu() -> tuple[float, float]:
 
 
 def read_mtus() -> dict[str, int]:
-    """Return the MTU of each network interface."""
+    """Return the MTU of each network interface in bytes, by its name, such as eth0 or lo."""
     paths = glob.glob("/sys/class/net/*/mtu")
     return {path.split("/")[4]: int(_read(path)) for path in paths if _read(path).isdecimal()}
 
 
 def find_leftovers(root: str = "/var/tmp") -> list[str]:
-    """Find what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a rank, or the path of a directory.
+    """Return what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a rank, or the path of a
+    directory.
 
     A rank is left over when it has been handed to process 1, because its mpirun is gone. A run's directory is left over
-    when it is a day old and no process names it.
+    when it is a day old and no process of this user names it. Nothing is removed. Empty if nothing is left.
+
+    Parameters
+    ----------
+    root: folder that holds the runs' directories.
     """
     ranks, mentioned = [], ""
     for path in filter(_is_own, glob.glob("/proc/[0-9]*")):
@@ -209,9 +228,9 @@ def find_listening() -> dict[str, str]:
 
     Returns
     -------
-    dict
-        Address by process and port: "hydra_pmi_proxy (pid 12), port 40000" -> "10.0.0.1". A socket that several
-        processes share is listed once, for the lowest process id: ranks inherit the sockets of mpirun.
+    The address by process and port: "hydra_pmi_proxy (pid 12), port 40000" -> "10.0.0.1", "0.0.0.0" or "::" for all
+        interfaces. Loopback addresses are left out. A socket that several processes share is listed once, for the
+        lowest process id: ranks inherit the sockets of mpirun.
     """
     found = {}
     sockets = [line.split() for line in (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()]
@@ -241,19 +260,21 @@ def _is_own(path: str) -> bool:
 
 
 def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -> dict[str, Any]:
-    """Listen on `port`, and connect to the same port of every peer, for at most `seconds`.
+    """Listen on `port`, and connect to the same port of every peer, for at most about `seconds`.
+
+    The function returns earlier if it has connected to all peers and all of them have connected to this host.
 
     Parameters
     ----------
-    greeting
-        If not empty, wait also for a connection from a machine that is no peer. Every connection is sent the greeting,
-        so that the other side knows that it reached this probe.
+    peers: IPv4 addresses or names.
+    greeting: if not empty, wait also for a connection from a machine that is no peer. Every connection is sent the
+        greeting, so that the other side knows that it reached this probe.
 
     Returns
     -------
-    dict
-        `listens`: whether the port was free. `connected`: milliseconds that each connection took, by address of the
-        peer; peers that were not reached are missing.
+    `listens`: whether the port was free; if it was not, nothing is tried.
+    `connected`: milliseconds that each connection took, by address of the peer; peers that were not reached are
+        missing.
     """
     end = time.monotonic() + seconds
     connected: dict[str, float] = {}
@@ -293,7 +314,16 @@ def _time_connection(peer: str, port: int, end: float) -> float:
 
 
 def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
-    """Log in to each peer by ssh; return the error message for each, empty if the login worked."""
+    """Log in to all peers by ssh at the same time, for at most 8 s, without a password; return the error message for
+    each.
+
+    The message is the last line of ssh's errors, "exit code N" if it printed none, and empty if the login worked.
+
+    Parameters
+    ----------
+    options: arguments for ssh, such as ["-F", "FILE"].
+    peers: names of the hosts, which are the keys of the result.
+    """
 
     def attempt(peer: str) -> str:
         command = ["ssh", *options, "-o", "BatchMode=yes", "-o", "ConnectTimeout=4", peer, "true"]
@@ -309,21 +339,24 @@ def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
 
 
 def measure_links(order: dict[str, Any]) -> list[dict[str, Any]]:
-    """Measure the links to other hosts over one TCP connection each.
+    """Measure the links to other hosts, one after another, over one TCP connection each.
 
     All hosts call this at once, each with its own list of peers in an order in which no host is busy with two peers.
 
     Parameters
     ----------
-    order
-        `port` (free on all hosts), `peers` (pairs of address and whether this host opens the connection, in turn),
-        `seconds` (for sending in each direction).
+    order: a dict of `port` (free on all hosts), `peers` (pairs of address and whether this host opens the connection,
+        in turn), and `seconds` (for sending in each direction).
 
     Returns
     -------
-    list of dict
-        For each peer its address as `peer`, and either `error` or `bits_per_second` as received on this host. If this
-        host opened the connection, also `latency_us`: half a round trip of one byte, the median of 200.
+    A dict for each peer, in order: its address as `peer`, and either `error` (a text) or `bits_per_second` as received
+        on this host. If this host opened the connection, also `latency_us`: half a round trip of one byte, the median
+        of 200.
+
+    Raises
+    ------
+    OSError: the port is not free on this host.
     """
     results: list[dict[str, Any]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:

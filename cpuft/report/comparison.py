@@ -24,9 +24,10 @@ The table stands here because reports are also made where scipy is not installed
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of the mean of two or more values.
+    """Return half the width of the 95 % confidence interval of the mean (Student's t) of two or more values.
 
-    For more than 31 values the interval is a little too wide, because the table of quantiles ends there.
+    For more than 31 values the interval is a little too wide, because the table of quantiles ends there. Raises
+    statistics.StatisticsError: there are fewer than two values.
     """
     quantile = _STUDENT_T[min(len(values) - 1, len(_STUDENT_T)) - 1]
     return quantile * statistics.stdev(values) / math.sqrt(len(values))
@@ -52,7 +53,7 @@ class IdealComparison:
     samples_per_second: float
     """Samples per second of the ideal: the sum of the rates of its ranks."""
     efficiency: float
-    """Samples per second of the run divided by those of the ideal."""
+    """Speed of the run divided by that of the ideal: ideal_seconds / step_seconds."""
     step_seconds: float
     """Mean seconds of a step of the run."""
     ideal_seconds: float
@@ -61,13 +62,22 @@ class IdealComparison:
     """Seconds of a step that the ideal does not need, by the keys of `MISSING_TIME`; empty if the record does not tell
     the times of all ranks.
 
-    They add up to step_seconds - ideal_seconds. `waiting`: the slowest rank waits for gradients. `slowed`: the ranks
-    compute longer than in the ideal, on average. `uneven`: the slowest rank computes longer than the average.
+    They add up to step_seconds - ideal_seconds, and a part may be negative. `waiting`: the slowest rank waits for
+    gradients. `slowed`: the ranks compute longer than in the ideal, on average. `uneven`: the slowest rank computes
+    longer than the average. `rest`: what is left.
     """
 
 
 def find_ideals(group: Sequence[Record], ideals: Sequence[Record]) -> list[Record]:
-    """Return the ideals with as many ranks on the same hosts and the same batch, in the order of their start."""
+    """Return those ideals that belong to a group of repeats, in the order of their start; empty if there are none.
+
+    They have as many ranks, the same hosts in the same order and the same global batch as the first run of the group.
+
+    Parameters
+    ----------
+    group: one or more repeats of a run.
+    ideals: records of independent ranks.
+    """
     wanted = _place(group[0])
     return sorted((one for one in ideals if _place(one) == wanted), key=lambda one: one.header.started)
 
@@ -77,7 +87,11 @@ def _place(record: Record) -> tuple[int, int, list[str]]:
 
 
 def compare_with_ideal(run: Record, ideal: Record) -> IdealComparison | None:
-    """Compare a run with its ideal. Returns None if one of them has no steps that can be compared."""
+    """Compare a run with its ideal over the steps that both can be compared in.
+
+    Returns None if there are no such steps, if the ideal's record does not have the times of all ranks, or if a mean
+    time is 0.
+    """
     common = slice(len(run.steps) // 10, count_common(ideal.steps, len(run.steps)))
     own, alone = run.steps[common], ideal.steps[common]
     ranks = run.header.world_size
@@ -97,9 +111,10 @@ def compare_with_ideal(run: Record, ideal: Record) -> IdealComparison | None:
 
 
 def count_common(steps: Sequence[StepLine], most: int) -> int:
-    """Return how many steps every rank of an ideal had made when the first rank was ready.
+    """Return how many steps every rank of an ideal had made when the first rank had made all of its own.
 
-    Until then all hosts were busy. The result is at most `most`, and at least a tenth of it.
+    Until then all hosts were busy. The result is at most `most`, and more than a tenth of it; so it is `most // 10 + 1`
+    if there are no steps or no times of the ranks, but 0 if `most` is 0.
     """
     ends = [list(itertools.accumulate(rank)) for rank in _by_rank(steps)]
     first = min((rank[-1] for rank in ends), default=0.0)
@@ -108,9 +123,17 @@ def count_common(steps: Sequence[StepLine], most: int) -> int:
 
 
 def divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> dict[str, float]:
-    """Return the seconds of a step beyond those of the ideal, by the keys of `MISSING_TIME`.
+    """Return the mean seconds of a step beyond those of the ideal, by the keys of `MISSING_TIME`.
 
-    `every` is the number of updates after which the ranks synchronise.
+    The parts add up to the mean step time minus `ideal_seconds`, and may be negative: `waiting` (for gradients, without
+    waiting for the slowest rank), `slowed` (mean compute time of all ranks beyond the ideal's), `uneven` (compute time
+    of the slowest rank beyond the mean) and `rest`.
+
+    Parameters
+    ----------
+    steps: one or more, with `compute_seconds` of all ranks.
+    ideal_seconds: seconds of a step of the ideal.
+    every: number of updates after which the ranks synchronise.
     """
     mean = statistics.fmean(statistics.fmean(line.compute_seconds) for line in steps)
     meetings = itertools.groupby(steps, key=lambda line: (line.step - 1) // every)
@@ -128,7 +151,7 @@ def divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every: 
 
 
 def average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
-    """Return the mean of repeated measurements."""
+    """Return the mean of one or more repeated comparisons, field by field; without parts if one of them has none."""
     return IdealComparison(
         statistics.fmean(one.samples_per_second for one in found),
         statistics.fmean(one.efficiency for one in found),
@@ -143,7 +166,16 @@ def average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
 
 
 def describe_ideal(label: str, against: IdealComparison) -> str:
-    """Return one sentence: the share of the ideal that a run reached, and where the rest of the time went."""
+    """Return one sentence: the share of the ideal that a run reached, and where the rest of the time went.
+
+    "np 4 reached 93 % of the ideal (410.2 samples/s); of its steps' time 7.0 % is missing: waiting for gradients 3.1 %,
+    ..." Without parts, or if the run was as fast as the ideal, the sentence ends after the first part.
+
+    Parameters
+    ----------
+    label: name of the run, such as "np 4".
+    against: the comparison of the run with its ideal.
+    """
     said = f"{label} reached {against.efficiency * 100:.0f} % of the ideal ({against.samples_per_second:.1f} samples/s)"
     missing = 1 - against.efficiency
     if missing <= 0 or not against.parts:
@@ -178,6 +210,7 @@ MOST_EFFICIENCY = 1.1
 """A larger efficiency gets a note. A little over 1 is normal, because smaller shares fit the caches better."""
 
 MOST_SECONDS = 1e9
+"""A longer time in a record is impossible; `compare` refuses the record."""
 
 
 @dataclass(frozen=True)
@@ -190,6 +223,7 @@ class Row:
     """Number of different hardware threads that the ranks were pinned to, on all hosts together."""
     global_batch: int
     train_seconds: float
+    """Seconds of all updates, without evaluation; the mean of the repeats, as all numbers here."""
     samples_per_second: float
     """Samples per second without the first tenth of the steps."""
     samples_per_second_per_rank: float
@@ -198,10 +232,12 @@ class Row:
     efficiency: float
     """Speedup divided by (ranks / ranks of the baseline)."""
     metrics: dict[str, float]
+    """Metrics of the last evaluation by name; empty if there was none."""
     path: str
-    """Folder of the first repeat."""
+    """Path of the record of the first repeat."""
     repeats: int
     ideal: IdealComparison | None
+    """The comparison with the ideal, the mean of the repeats; None if no ideal was measured."""
     intervals: dict[str, float]
     """Half the width of the 95 % confidence intervals of samples_per_second, speedup, efficiency, and of the efficiency
     relative to the ideal (`ideal`); empty without repeats. Speedup and efficiency compare runs of the same round."""
@@ -221,15 +257,24 @@ class Comparison:
     """`weak`: the batch per rank is the same in all runs. `strong`: the global batch is. `mixed`: neither is. `single`:
     all runs have the same number of ranks."""
     rows: tuple[Row, ...]
+    """One row per run, or per group of repeats, ordered by the number of ranks and then by the start."""
     notes: tuple[str, ...]
     """What a reader must know to understand the numbers."""
 
 
 def compare(records: list[Record]) -> Comparison:
-    """Compare complete runs.
+    """Compare complete runs of the same job with the one with the fewest ranks, and with their ideals.
 
-    Raises CpuftError if there is no run, if a run is not complete or trained nothing, or if the runs differ in what
-    must be equal, with the names of what differs.
+    Parameters
+    ----------
+    records: in any order; those of independent ranks (`Header.independent`) are the ideals. Runs that differ only in
+        when they ran are repeats, and share a row with their mean.
+
+    Raises
+    ------
+    CpuftError: there is no run apart from ideals; a record is not complete, trained on no examples or has impossible
+        times; the records differ in task, model, data, precision or an option that must be equal, such as epochs or
+        learning_rate (the message names what differs); or the record of the baseline holds no number of epochs.
     """
     if all(record.header.independent for record in records):
         raise CpuftError(
@@ -281,7 +326,16 @@ def _refuse_impossible(record: Record) -> None:
 
 
 def refuse_differences(records: list[Record]) -> None:
-    """Raise CpuftError if runs differ in what must be equal. The error names the runs and what differs."""
+    """Raise CpuftError if one of the records differs from the first one in what must be equal.
+
+    That is task, model, checksum of the data, precision, and the options epochs, max_steps, max_length, padding,
+    learning_rate, lora_rank, gradient_accumulation, seed, dropout, engine, mlm_probability and whole_word_mask. An
+    option that a record does not have counts as off. The message names both records and what differs, with the values.
+
+    Parameters
+    ----------
+    records: one or more.
+    """
     first = records[0]
     for record in records[1:]:
         pairs = [(n, getattr(first.header, n), getattr(record.header, n)) for n in _MUST_BE_EQUAL]
@@ -296,7 +350,11 @@ def refuse_differences(records: list[Record]) -> None:
 
 
 def find_scaling(records: list[Record]) -> str:
-    """Return the kind of scaling of these runs: see `Comparison.scaling`."""
+    """Return the kind of scaling of these runs.
+
+    "single" if all have the same number of ranks; else "weak" if the batch per rank is the same, "strong" if the global
+    batch is, and "mixed" if neither is.
+    """
     per_rank = {record.header.global_batch / record.header.world_size for record in records}
     in_all = {record.header.global_batch for record in records}
     if len({record.header.world_size for record in records}) == 1:
@@ -307,7 +365,7 @@ def find_scaling(records: list[Record]) -> str:
 
 
 def count_cores(record: Record) -> int:
-    """Return the number of different hardware threads of all ranks."""
+    """Return the number of different hardware threads that the ranks were pinned to, on all hosts together."""
     return len({(place.host, cpu) for place in record.header.ranks for cpu in place.cpus})
 
 
@@ -317,7 +375,11 @@ def shares_cores(row: Row, base: Row) -> bool:
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
-    """Return groups of runs that differ only in when they ran, in the order of the runs."""
+    """Return groups of runs that differ only in when they ran, in the order of the runs.
+
+    The runs of a group have the same global batch, the same ranks on the same hosts and CPUs, and the same versions and
+    options. A run without repeats is a group of its own.
+    """
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header
@@ -364,7 +426,10 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
 
 
 def note_ideals(rows: Sequence[Row]) -> list[str]:
-    """Return notes that explain the ideal and compare each run with its own."""
+    """Return notes for the reader: what the ideal is, and a sentence for each run that has an ideal.
+
+    A run that was more than 1.1 times as fast as its ideal gets another note. Empty if no row has an ideal.
+    """
     found = [describe_ideal(f"np {row.np}", row.ideal) for row in rows if row.ideal]
     if not found:
         return []
@@ -382,7 +447,11 @@ def note_ideals(rows: Sequence[Row]) -> list[str]:
 
 
 def note_repeats(rows: Sequence[Row]) -> list[str]:
-    """Return notes that explain the intervals and name the differences that are not clear."""
+    """Return notes for the reader: what the intervals mean, and which differences are not clear.
+
+    A difference from the first row, or from the ideal, is not clear if it is within the interval. Empty without
+    intervals.
+    """
     base, notes = rows[0], list[str]()
     if any(row.intervals for row in rows):
         notes.append(
@@ -397,7 +466,11 @@ def note_repeats(rows: Sequence[Row]) -> list[str]:
 
 
 def note_restarts(records: Sequence[Record]) -> list[str]:
-    """Return a note for each run that was restarted: what was lost, and how long that took."""
+    """Return a note for each run that was restarted automatically: how often, on how many ranks, why, and what was
+    lost.
+
+    The note has the lost seconds and the repeated updates. Empty if no run was restarted.
+    """
     notes = []
     for record in records:
         again = [line for line in record.resumptions if line.because]
@@ -415,7 +488,17 @@ def note_restarts(records: Sequence[Record]) -> list[str]:
 
 
 def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
-    """Return notes on the baseline, the kind of scaling, and whatever limits the meaning of the numbers."""
+    """Return notes on the baseline, the kind of scaling, and whatever limits the meaning of the numbers.
+
+    The first two notes are always there. Others say for example that runs had different numbers of examples, CPUs or
+    software versions, that more ranks shared the same cores, or that an efficiency above 1.1 is not plausible.
+
+    Parameters
+    ----------
+    rows: one or more, the baseline first.
+    scaling: as in `Comparison`: weak, strong, mixed or single.
+    records: of the runs, without ideals.
+    """
     base = rows[0]
     notes = [
         f"speedup and efficiency are relative to np {base.np} ({counted(base.hosts, 'host')}).",

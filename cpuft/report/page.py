@@ -24,10 +24,20 @@ _MOST_BARS = 40
 
 
 def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = ()) -> Path:
-    """Write the page of these runs, and return its path.
+    """Write the page of these runs to `path`, and return `path`. An older page of cpuft there is replaced.
 
-    Raises CpuftError if the runs cannot be compared or have no steps, if matplotlib or Jinja2 is not installed, or if
-    `path` is a file that cpuft has not written.
+    Parameters
+    ----------
+    records: of runs and their ideals, in any order.
+    path: its folder is made if necessary.
+    predictions: estimates to draw into the figure of the speedup, up to twice the most ranks of the runs.
+
+    Raises
+    ------
+    CpuftError: matplotlib or Jinja2 is not installed; the runs cannot be compared (see `compare`: there is none, one is
+        incomplete, or they are not the same job); a run has no steps; or something else than a page of cpuft is at
+        `path`.
+    OSError: the page cannot be written.
     """
     try:
         from jinja2 import Environment, StrictUndefined
@@ -47,7 +57,10 @@ def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Esti
 
 
 def read_estimates(path: str) -> list[Estimate]:
-    """Return the estimates that `cpuft estimate --json` printed into a file. Raises CpuftError for anything else."""
+    """Return the estimates that `cpuft estimate --json` printed into the file at `path`.
+
+    Raises CpuftError: the file cannot be read, or holds something else.
+    """
     try:
         found = load(dict[str, Any], parse_json(Path(path).read_text(encoding="utf-8")))
         return load(list[Estimate], found.get("predictions"))
@@ -62,7 +75,23 @@ def _in_order(records: Sequence[Record]) -> list[Record]:
 
 
 def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequence[Estimate]) -> dict[str, Any]:
-    """Return what the template needs: texts and tables, and figures as pairs of a caption and an SVG."""
+    """Return what the template page.html needs, by name.
+
+    `title` and `verdict`: texts. `columns` and `rows`: headings and cells of the table of results. `legend`: (label,
+    number of the colour, whether the line is dashed) for each run. `figures`: by heading, a list of (caption, SVG).
+    `hosts`: folder, ranks per host, CPU model, CPU flags and precision of each run. `links`: folder, backend, MB sent
+    per step, seconds of waiting and their share of a step, for each run. `settings`: pairs of name and value. `notes`:
+    texts.
+
+    Parameters
+    ----------
+    runs: one record for each row of the comparison, each with one or more steps.
+    predictions: estimates to draw; may be empty.
+
+    Raises
+    ------
+    CpuftError: matplotlib is not installed.
+    """
     columns = table_columns(comparison)
     return {
         "title": format_title(comparison),
@@ -83,7 +112,12 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
 
 
 def format_verdict(comparison: Comparison) -> str:
-    """Return the main result in one sentence: the run with the most ranks compared with the one with the fewest."""
+    """Return the main result in one sentence: the run with the most ranks compared with the one with the fewest.
+
+    It tells the speedup with its interval and the efficiency, or that there is no clear difference in speed; and the
+    share of the ideal, if that was measured. If all runs have the same number of ranks: samples per second and metrics
+    of the last row.
+    """
     base, last = comparison.rows[0], comparison.rows[-1]
     metrics = "".join(f", {name} {value:.4f}" for name, value in last.metrics.items())
     if last.np == base.np:
@@ -181,7 +215,8 @@ def _metric_line(label: str, name: str, run: Record, place: Sequence[float], col
 
 
 def label_runs(runs: Sequence[Record]) -> list[str]:
-    """Return a label per run: `np 4`, with the folder if several runs have the same number of ranks."""
+    """Return a label for each run: "np 4", or "np 4, FOLDER" for all if two of the runs have the same number of
+    ranks."""
     sizes = [run.header.world_size for run in runs]
     labels = [f"np {size}" for size in sizes]
     twice = len(set(sizes)) < len(sizes)
@@ -189,7 +224,7 @@ def label_runs(runs: Sequence[Record]) -> list[str]:
 
 
 def folder_of(run: Record) -> str:
-    """Return the name of a run's folder, at most its last 24 characters."""
+    """Return the last 24 characters of the name of a run's folder."""
     path = Path(run.path)
     return (path.parent if path.suffix == ".jsonl" else path).name[-24:]
 
@@ -214,7 +249,11 @@ def _phases(runs: Sequence[Record]) -> tuple[str, str]:
 
 
 def phases_of(run: Record) -> list[dict[str, float]]:
-    """Return the mean seconds of a step by phase, for each rank that the record knows."""
+    """Return for each rank the mean seconds of a step, by the names in PHASES, without the first tenth of the steps.
+
+    Where the record has no phases of all ranks, because it is old or not complete, the list has rank 0 only. Raises
+    statistics.StatisticsError: it has no steps either.
+    """
     if run.footer and run.footer.phases:
         return run.footer.phases
     steady = drop_warm_up(run.steps)
@@ -239,7 +278,11 @@ def _link_row(run: Record) -> list[str]:
 
 
 def list_settings(runs: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return options and versions with their values; if runs differ, the value of each run in order."""
+    """Return pairs of name and value, first of all options, then of the versions of packages.
+
+    If the runs differ in a value, the value of each run in their order, separated by commas; null where a run has none.
+    Underscores in names become spaces.
+    """
     listed = []
     for kind in ("options", "versions"):
         found = [getattr(run.header, kind) for run in runs]
@@ -259,11 +302,9 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
 
     Returns
     -------
-    tuple[list[str], list[str]]
-        The folders of runs, each one once, and the paths without a record, which a shell pattern such as DIR/* may
-        name.
-        A path that does not exist is returned as a run, and so is a single path without a record: reading it explains
-        what is wrong.
+    (folders of runs, each one once; paths without a record, which a shell pattern such as DIR/* may name). A path that
+        does not exist, and a file that ends in .jsonl, is returned as a run. If no run was found at all, the first path
+        is returned as the only run, and there are no others: reading it explains what is wrong.
     """
     runs: list[str] = []
     others: list[str] = []
@@ -280,12 +321,16 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def page_path(paths: Sequence[str]) -> Path:
-    """Return the path of the page: in the only folder among `paths`, else in the working directory."""
+    """Return the path of the page: report.html in the only one of `paths` if that is a folder, else in the working
+    directory."""
     return (Path(paths[0]) if len(paths) == 1 and Path(paths[0]).is_dir() else Path()) / "report.html"
 
 
 def write_report(comparison: Comparison, run_dir: str) -> Path:
-    """Write report.txt, report.md and report.json, and return the path of report.md."""
+    """Write report.txt, report.md and report.json into a folder, and return the path of report.md.
+
+    The folder is made if necessary, and older files are replaced. Raises OSError: a file cannot be written.
+    """
     texts = {
         "txt": format_text(comparison),
         "md": format_markdown(comparison),
@@ -297,7 +342,24 @@ def write_report(comparison: Comparison, run_dir: str) -> Path:
 
 
 def write_all(runs: Sequence[str], run_dir: str) -> Iterator[str]:
-    """Write all reports of a comparison that has just ended, and yield the lines to show."""
+    """Write report.txt, report.md, report.json and report.html of a comparison into a folder, and yield the lines to
+    show.
+
+    The lines are the comparison as text, then "page: PATH" (or "no page: REASON", for example without matplotlib), then
+    "report: PATH" with the path of report.md. As this is a generator, nothing is written before its first line is
+    taken.
+
+    Parameters
+    ----------
+    runs: the folders of the runs.
+    run_dir: the folder of the comparison.
+
+    Raises
+    ------
+    CpuftError: a record cannot be read, or the runs cannot be compared (see `compare`: one is incomplete, or they are
+        not the same job).
+    OSError: a file cannot be written.
+    """
     records = [read_record(run) for run in runs]
     comparison = compare(records)
     path = write_report(comparison, run_dir)

@@ -46,13 +46,14 @@ class Line:
     """One line of a plot."""
 
     label: str
+    """Name of the line in a legend."""
     x: list[float]
     y: list[float]
     off: list[float] | None = None
-    """Half the width of the interval at each point."""
+    """Half the width of the interval at each point, drawn as an error bar; None for no intervals."""
     dashed: bool = False
     colour: int = -1
-    """Number of the colour; -1 for the colour of the text."""
+    """Number of the colour (modulo COLOURS); -1 for the colour of the text."""
 
 
 def _colour(number: int) -> str:
@@ -90,16 +91,30 @@ def _for_page(svg: str, name: str) -> str:
 
 
 def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
-    """Return at most `most` values, each the mean of neighbours; NaN stays NaN and leaves a gap in the line."""
+    """Return at most `most` values, each the mean of as many neighbours; up to `most` values stay as they are.
+
+    NaN and infinity are left out of a mean. If no value is left for it, it is NaN, which is a gap in the line.
+    """
     size = max(1, math.ceil(len(values) / most))
     parts = [[v for v in values[at : at + size] if math.isfinite(v)] for at in range(0, len(values), size)]
     return [sum(part) / len(part) if part else math.nan for part in parts]
 
 
 def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: str = "", counts: bool = False) -> str:
-    """Draw lines in one panel and return the SVG.
+    """Draw lines in one panel and return the SVG as text, for an HTML page with the colours --c0, --c1, ...
 
-    With `counts`, x counts things: both axes begin at 0, and the labels stand in a legend.
+    Parameters
+    ----------
+    name: what the figure shows, for screen readers; not drawn.
+    axes: labels of the x axis and the y axis.
+    lines: values beyond 1e100 and NaN leave a gap.
+    marker: matplotlib's marker for each point, such as "o"; lines with intervals always have "o".
+    counts: x counts things: both axes begin at 0, each x has a tick, and the labels of the lines stand in a legend.
+        Otherwise the labels are not drawn.
+
+    Raises
+    ------
+    CpuftError: matplotlib is not installed.
     """
     found: list[str] = []
     with _figure(name, 3.2, found) as figure:
@@ -121,7 +136,19 @@ def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: 
 
 
 def draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
-    """Draw one stacked bar per label, from top to bottom, and return the SVG."""
+    """Draw one stacked bar per label, from top to bottom, with a legend of the parts; return the SVG as text for an
+    HTML page.
+
+    Parameters
+    ----------
+    name: what the figure shows, for screen readers; not drawn.
+    axis: label of the x axis.
+    parts: name of a part -> its length in each bar, in the order of `labels`.
+
+    Raises
+    ------
+    CpuftError: matplotlib is not installed.
+    """
     found: list[str] = []
     with _figure(name, 1.3 + 0.24 * len(labels), found) as figure:
         panel = figure.subplots()
@@ -139,9 +166,15 @@ def draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list
 
 
 def write_plot(record: str) -> Path:
-    """Plot the record of `cpuft bench comm` into an SVG beside it, and return its path.
+    """Plot the record of `cpuft bench comm` into an SVG file beside it, and return the path of the SVG.
 
-    Raises CpuftError if there is no such record, or if matplotlib is not installed.
+    comm.jsonl is plotted into comm.svg: median time and bus bandwidth over the size of the message. An older plot is
+    replaced.
+
+    Raises
+    ------
+    CpuftError: matplotlib is not installed, or the file is not a record of cpuft bench comm of this version.
+    OSError: the record cannot be read, or the plot cannot be written.
     """
     try:
         from matplotlib.figure import Figure

@@ -1,4 +1,4 @@
-"""Write a comparison as text, Markdown, JSON and files."""
+"""Write a comparison as text, Markdown and JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from cpuft.terminal import format_table
 
 
 def table_columns(comparison: Comparison) -> list[str]:
-    """Return the headings of the table, each with its unit or its baseline."""
+    """Return the headings of the table in their order, each with its unit or its baseline.
+
+    np, hosts, cores, global batch, train seconds, samples/s, samples/s per rank, speedup vs np N, efficiency vs np N;
+    then ideal samples/s and "of the ideal" if a row has an ideal; then the names of all metrics.
+    """
     base = comparison.rows[0].np
     fixed = ["np", "hosts", "cores", "global batch", "train seconds", "samples/s", "samples/s per rank"]
     metrics = [name.replace("_", " ") for name in _metric_names(comparison)]
@@ -20,7 +24,11 @@ def table_columns(comparison: Comparison) -> list[str]:
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
-    """Return the cells of the table as texts, one list per run."""
+    """Return the cells of the table as texts, one list per run in the order of `table_columns`.
+
+    A number with an interval is "410.2 ±3.1". Speedups end with x, efficiencies are in percent. What a run does not
+    have is "-".
+    """
     names = _metric_names(comparison)
     ideals = any(row.ideal for row in comparison.rows)
     return [
@@ -59,7 +67,11 @@ def _metric_names(comparison: Comparison) -> list[str]:
 
 
 def format_title(comparison: Comparison) -> str:
-    """Return the headline: task, model, length, precision and kind of scaling."""
+    """Return the headline: "mrpc with bert-base, 3 epochs, bf16, weak scaling".
+
+    A limit of updates replaces the epochs ("200 updates"). Without several numbers of ranks, there is no kind of
+    scaling.
+    """
     c = comparison
     kind = "" if c.scaling == "single" else f", {c.scaling} scaling"
     length = f"{c.max_steps} updates" if c.max_steps else f"{c.epochs:g} epochs"
@@ -67,13 +79,13 @@ def format_title(comparison: Comparison) -> str:
 
 
 def format_text(comparison: Comparison) -> str:
-    """Return the comparison as text for a terminal."""
+    """Return the comparison as text for a terminal: the title, the table and the notes, with a newline at the end."""
     columns = [column.replace(" ", "\n", 1) for column in table_columns(comparison)]
     return format_table(columns, table_rows(comparison), format_title(comparison), comparison.notes)
 
 
 def format_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown."""
+    """Return the comparison as Markdown: a heading, the table and a list of the notes, with a newline at the end."""
     columns = table_columns(comparison)
     lines = [f"## {_escape(format_title(comparison))}", "", _format_cells(columns), "|" + " ---: |" * len(columns)]
     lines += [_format_cells(row) for row in table_rows(comparison)]
@@ -91,7 +103,10 @@ def _escape(text: str) -> str:
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as one JSON object; `runs` are the rows of the table."""
+    """Return the comparison as one JSON object with the fields of `Comparison`, in which `rows` is called `runs`.
+
+    Each of the `runs` has the fields of `Row`; its `ideal` has those of `IdealComparison`, or is null.
+    """
     values = dataclasses.asdict(comparison)
     values["runs"] = list(values.pop("rows"))
     values["notes"] = list(values["notes"])
