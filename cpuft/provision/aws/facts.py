@@ -50,22 +50,25 @@ class Instance:
     """One rented instance. Times are in seconds since the epoch, here and in the other classes."""
 
     id: str
+    """Such as i-0123456789abcdef0."""
     cluster: str
+    """Name of its cluster, from its tag; empty without one."""
     state: str
+    """As AWS writes it: pending, running, shutting-down, terminated, stopping or stopped."""
     type: str
     zone: str
     private: str
-    """Address that the other instances use."""
+    """Address that the other instances use; empty once it is terminated."""
     public: str
-    """Address that everyone else uses."""
+    """Address that everyone else uses; empty without one."""
     spot: bool
     launched: float
     ended: float
     """When it was terminated; 0 if it was not, or if AWS does not say."""
     until: int
-    """When its lease ends, by its tag."""
+    """When its lease ends, by its tag; 0 without one."""
     generation: int
-    """Value of `SecurityGroup.generation` when it was requested."""
+    """Value of `SecurityGroup.generation` when it was requested; 0 without its tag."""
     index: int
     """Its number among the instances that were started by the same call."""
     group: str = ""
@@ -80,12 +83,15 @@ class SecurityGroup:
     cluster: str
     vpc: str
     owner: str
+    """ARN of the user or role that made the cluster."""
     until: int
     """When the lease of the cluster ends."""
     generation: int
     """When missing instances were last requested."""
     ingress: tuple[Rule, ...]
+    """Rules for incoming connections."""
     egress: tuple[Rule, ...]
+    """Rules for outgoing connections."""
     limit: int = 0
     """The time to which running jobs may extend the lease."""
 
@@ -99,16 +105,19 @@ class Resources:
     caller: str
     """ARN of the user or role that asked."""
     group: SecurityGroup | None = None
+    """None if it does not exist."""
     instances: tuple[Instance, ...] = ()
     """The head host comes first. Includes terminated instances as long as AWS still lists them."""
     placement_group: str = ""
+    """Its name; empty if it does not exist."""
     key_pair: str = ""
+    """Its name; empty if it does not exist."""
     volumes: tuple[str, ...] = ()
     """Ids of disks that are no longer attached to an instance."""
 
     @property
     def live(self) -> tuple[Instance, ...]:
-        """Instances that can be used, or will be soon."""
+        """Instances that are pending or running: they can be used, or will be soon. The head host comes first."""
         return tuple(one for one in self.instances if one.state in LIVE)
 
 
@@ -118,8 +127,11 @@ class Zone:
 
     name: str
     subnet: str
+    """Id of its default subnet."""
     vpc: str
+    """Id of the network of the subnet."""
     free_addresses: int
+    """Addresses in the subnet that are not in use."""
     spot_price: float = 0.0
     """Dollars per hour now; 0 if unknown."""
 
@@ -132,7 +144,9 @@ class BaseImage:
     root: str
     """Name of its root device."""
     gigabytes: int
+    """Size of its root disk; 0 if unknown."""
     architecture: str
+    """"x86_64" or "arm64"; empty if unknown."""
     name: str = ""
 
 
@@ -142,23 +156,26 @@ class Offer:
 
     type: str
     vcpus: int
+    """Hardware threads of an instance."""
     architectures: tuple[str, ...]
+    """Such as ("x86_64",)."""
     in_placement_groups: bool
     """Whether placement groups accept the type."""
     markets: tuple[str, ...]
     """"on-demand", "spot" or both."""
     zones: tuple[Zone, ...]
-    """Zones that offer the type and have a default subnet."""
+    """Zones that offer the type and have a default subnet, by name."""
     all_zones: tuple[str, ...]
-    """Names of all zones with a default subnet."""
+    """Names of all zones with a default subnet, sorted."""
     image: BaseImage
     quota: float | None
     """vCPUs that may run at the same time; None if unknown."""
     used: int
     """vCPUs that run now and count against the quota."""
     cores: int = 0
+    """Cores of an instance; 0 if unknown."""
     threads: tuple[int, ...] = ()
-    """Possible numbers of hardware threads per core; empty for no choice."""
+    """Possible numbers of hardware threads per core, as AWS says them; (2,) if it says nothing."""
     efa: bool = False
     """Whether the type has an Elastic Fabric Adapter."""
     has_spot_role: bool = True
@@ -178,7 +195,9 @@ class Ami:
     recipe: str
     """Digest of its recipe; empty for an AMI that cpuft did not make."""
     gigabytes: int
+    """Size of its disks together."""
     snapshots: tuple[str, ...]
+    """Ids of the snapshots of its disks."""
 
 
 @dataclass(frozen=True)
@@ -195,17 +214,23 @@ class OwnImages:
     """All AMIs and snapshots that cpuft has made in an account and region."""
 
     images: tuple[Ami, ...]
+    """The oldest first."""
     snapshots: tuple[Snapshot, ...]
 
     @property
     def orphans(self) -> tuple[Snapshot, ...]:
-        """Snapshots whose AMI was deleted: a deletion stopped halfway."""
+        """Snapshots whose AMI was deleted: a deletion stopped halfway. () if there are none."""
         known = {snapshot for image in self.images for snapshot in image.snapshots}
         return tuple(one for one in self.snapshots if one.id not in known)
 
 
 def normalize_owner(arn: str) -> str:
-    """Return the owner that an ARN stands for. A role that is assumed in several sessions is the same owner."""
+    """Return the owner that an ARN stands for.
+
+    An assumed role loses its session: `arn:aws:sts::1:assumed-role/ROLE/SESSION` becomes
+    `arn:aws:sts::1:assumed-role/ROLE`, because a role that is assumed in several sessions is the same owner. Other ARNs
+    are returned unchanged.
+    """
     return arn.rpartition("/")[0] if ":assumed-role/" in arn else arn
 
 
@@ -225,7 +250,11 @@ def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
 
 
 def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
-    """Return the rules in IpPermissions of a security group, one for each address range or group that is allowed."""
+    """Return the rules in IpPermissions of a security group, sorted; () if there are none.
+
+    There is one for each address range or group that is allowed. A port is -1 if AWS names none, as for all protocols
+    ("-1").
+    """
     rules = []
     for one in permissions:
         peers = [peer["CidrIp"] for peer in one.get("IpRanges", ())]
@@ -238,7 +267,11 @@ def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
 
 
 def format_rules(rules: Iterable[Rule]) -> list[dict[str, Any]]:
-    """Return IpPermissions of rules, in the form that calls take."""
+    """Return IpPermissions with one entry for each rule, in the form that calls take.
+
+    The form of a rule's peer decides: `sg-...` is a security group, `pl-...` a prefix list, a text with a colon an IPv6
+    range, and any other text an IPv4 range.
+    """
     permissions = []
     for protocol, first, last, peer in rules:
         one: dict[str, Any] = {"IpProtocol": protocol}
@@ -260,7 +293,10 @@ def _list_instances(response: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def parse_instances(response: Mapping[str, Any]) -> tuple[Instance, ...]:
-    """Return the instances in a response to DescribeInstances, the one that was launched first first."""
+    """Return the instances in a response to DescribeInstances, sorted by launch time; () if there are none.
+
+    Instances of one call, which start at the same time, are sorted by their number in the call.
+    """
     found = [_parse_instance(one) for one in _list_instances(response)]
     return tuple(sorted(found, key=lambda one: (one.launched, one.index, one.id)))
 
@@ -286,9 +322,10 @@ def _parse_instance(found: Mapping[str, Any]) -> Instance:
 
 
 def drop_earlier_cluster(instances: Iterable[Instance], group: SecurityGroup | None) -> tuple[Instance, ...]:
-    """Return instances without the terminated ones of an earlier cluster of the same name.
+    """Return instances without the terminated ones of an earlier cluster of the same name, in the same order.
 
-    AWS lists terminated instances for about an hour.
+    These are terminated instances whose tag names another security group than `group`. AWS lists terminated instances
+    for about an hour. Without a `group`, all instances are returned.
     """
     earlier = [one for one in instances if group and one.state == "terminated" and one.group not in ("", group.id)]
     return tuple(one for one in instances if one not in earlier)
@@ -319,12 +356,16 @@ def _count_vcpus(response: Mapping[str, Any], spot: bool) -> int:
 
 
 def is_standard(instance_type: str) -> bool:
-    """Whether a type counts against the quota of standard instances: families A, C, D, H, I, M, R, T and Z."""
+    """Whether a type counts against the quota of standard instances: families A, C, D, H, I, M, R, T and Z.
+
+    The first letter of the type decides, apart from the names that begin with `inf`, `hpc`, `mac` and `trn`. Types that
+    do not exist are not noticed.
+    """
     return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("inf", "hpc", "mac", "trn"))
 
 
 def parse_images(response: Mapping[str, Any]) -> tuple[Ami, ...]:
-    """Return the AMIs in a response to DescribeImages, the oldest first."""
+    """Return the AMIs in a response to DescribeImages, the oldest first; () if there are none."""
     found = [_parse_image(one) for one in response.get("Images", ())]
     return tuple(sorted(found, key=lambda one: (one.created, one.id)))
 
@@ -343,17 +384,26 @@ def _parse_image(found: Mapping[str, Any]) -> Ami:
 
 
 def choose_image(images: Sequence[Ami]) -> Ami | None:
-    """Return the newest AMI that instances can start from; None without one."""
+    """Return the newest AMI that instances can start from (state "available"); None without one.
+
+    Parameters
+    ----------
+    images
+        The oldest first.
+    """
     return next((one for one in reversed(images) if one.state == READY), None)
 
 
 def read_table() -> dict[str, ListedType]:
-    """Return the table of instance types and their list prices that comes with cpuft, by type."""
+    """Return the table of instance types and their list prices in us-east-1 that comes with cpuft, by type."""
     return parse_table(TABLE.read_text(encoding="utf-8"), str(TABLE))
 
 
 def find_own_address() -> str:
-    """Return the public address of this machine. Raises CpuftError when it cannot be found out."""
+    """Return the public address of this machine, as a web service of AWS sees it. The answer is not checked.
+
+    Raises CpuftError when the service cannot be reached or does not answer within 10 s.
+    """
     try:
         with urllib.request.urlopen(_ADDRESS_SERVICE, timeout=10) as answer:
             return str(answer.read(100).decode(errors="replace")).strip()
@@ -364,7 +414,17 @@ def find_own_address() -> str:
 
 
 def find_resources(client: AwsClient, name: str, now: float) -> Resources:
-    """Return everything that carries the tag of the cluster `name`. Raises CpuftError when AWS cannot be asked."""
+    """Return everything in the client's region that carries the tag of the cluster `name`.
+
+    What does not exist is None, "" or (). Changes nothing.
+
+    Parameters
+    ----------
+    now
+        Present time in seconds since the epoch; it becomes `Resources.now`.
+
+    Raises CpuftError when AWS refuses a call or does not answer.
+    """
     filters = [{"Name": f"tag:{TAG}", "Values": [name]}]
     groups = client.query("describe_security_groups", Filters=filters).get("SecurityGroups", ())
     places = client.query("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
@@ -389,7 +449,10 @@ def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tu
 
     Returns
     -------
-    By the name of the cluster: its security group (None if it was deleted) and its instances.
+    By the name of the cluster, in alphabetical order: (its security group, its instances). The group is None if it was
+    deleted. {} without clusters.
+
+    Raises CpuftError when AWS refuses a call or does not answer.
     """
     filters = [{"Name": "tag-key", "Values": [TAG]}]
     groups = [_parse_group(one) for one in client.query("describe_security_groups", Filters=filters)["SecurityGroups"]]
@@ -403,9 +466,13 @@ def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tu
 
 
 def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
-    """Return what AWS offers of the instance type that the options ask for.
+    """Return what AWS offers of the instance type that the options ask for. Changes nothing.
 
-    Raises CpuftError when the type or the AMI does not exist, or the region has no default network.
+    The AMI is --image, otherwise the newest one of --recipe, otherwise Debian 12's. Spot prices and the role for spot
+    instances are looked up only with --spot.
+
+    Raises CpuftError when the type or the AMI does not exist in the region, the recipe cannot be read, the region has
+    no default network, or AWS refuses a call or does not answer.
     """
     details = _find_type(client, config.type)
     cpus = details["VCpuInfo"]
@@ -451,7 +518,12 @@ def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
 
 
 def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
-    """Return the present price of a spot instance in dollars per hour, by zone. Zones without a price are left out."""
+    """Return the present price of a spot instance in dollars per hour, by name of the zone.
+
+    Zones without a price are left out; {} for a type without spot prices.
+
+    Raises CpuftError when AWS refuses the call or does not answer.
+    """
     products = ["Linux/UNIX", "Linux/UNIX (Amazon VPC)"]
     response = client.query(
         "describe_spot_price_history", InstanceTypes=[instance_type], ProductDescriptions=products, MaxResults=100
@@ -493,7 +565,11 @@ def _find_recipe_image(client: AwsClient, path: str) -> str:
 
 
 def find_own_images(client: AwsClient) -> OwnImages:
-    """Return all AMIs of this account that cpuft has made in this region, and their snapshots."""
+    """Return all AMIs of this account that cpuft has made in this region, and their snapshots.
+
+    They are found by their tag. Both are empty if there are none. Raises CpuftError when AWS refuses a call or does not
+    answer.
+    """
     filters = [{"Name": "tag-key", "Values": [IMAGE]}]
     snapshots = client.query("describe_snapshots", OwnerIds=["self"], Filters=filters).get("Snapshots", ())
     return OwnImages(
@@ -503,7 +579,10 @@ def find_own_images(client: AwsClient) -> OwnImages:
 
 
 def find_image(client: AwsClient, name: str) -> Ami | None:
-    """Return this account's AMI of a name, whoever has made it; None without one."""
+    """Return this account's AMI of a name, whoever has made it and whatever its state; None without one.
+
+    Raises CpuftError when AWS refuses the call or does not answer.
+    """
     filters = [{"Name": "name", "Values": [name]}]
     return next(iter(parse_images(client.query("describe_images", Owners=["self"], Filters=filters))), None)
 

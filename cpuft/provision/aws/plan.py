@@ -73,10 +73,11 @@ class RentalFacts:
     files: Mapping[str, str]
     """Texts of the cluster's files on this machine, by path."""
     directory: str
+    """Directory of the cluster's files on this machine."""
     hostfile: str
     region: str
     ssh_from: str = ""
-    """The only address range that may reach ssh."""
+    """The only address range that may reach ssh, such as "203.0.113.7/32"."""
     offer: Offer | None = None
     """None when nothing is missing that would have to be rented."""
     refused: Mapping[str, str] | None = None
@@ -88,7 +89,8 @@ class RentalFacts:
 def parse_ssh_from(text: str) -> str:
     """Return the address range of --ssh-from: `203.0.113.7` is `203.0.113.7/32`.
 
-    Raises CpuftError for what is no IPv4 address or range, and for a range of more than 65,536 addresses.
+    Raises CpuftError for what is no IPv4 address or range, such as "" or `203.0.113.7/24`, whose last bits are not 0,
+    and for a range of more than 65,536 addresses.
     """
     try:
         found = ipaddress.IPv4Network(text.strip())
@@ -102,7 +104,20 @@ def parse_ssh_from(text: str) -> str:
 
 
 def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: str) -> None:
-    """Check that AWS offers what is missing. Raises CpuftError that names the option to change."""
+    """Check that AWS offers what is missing. Raises CpuftError that names the option to change.
+
+    The conditions are: the type is not offered on the wanted market, is not x86-64 or cannot run with
+    --threads-per-core 1; the AMI is not for x86-64; --zone does not exist or does not offer the type; no zone offers
+    the type; no zone's subnet has a free address for each missing instance; or the quota of vCPUs does not suffice
+    (standard types only).
+
+    Parameters
+    ----------
+    resources
+        What exists: --nodes less its live instances are missing.
+    region
+        Name of the region, for messages.
+    """
     missing = config.nodes - len(resources.live)
     market = "spot" if config.spot else "on-demand"
     if market not in offer.markets:
@@ -148,14 +163,22 @@ def _check_quota(config: AwsConfig, offer: Offer, missing: int) -> None:
 
 
 def check_owner(name: str, resources: Resources) -> None:
-    """Raise CpuftError when somebody else made the cluster."""
+    """Raise CpuftError when somebody else made the cluster: the owner in its tags is not who asked.
+
+    Without a security group, nothing is raised.
+    """
     group = resources.group
     if group and group.owner != resources.caller:
         raise CpuftError(f"cluster {name} belongs to {group.owner}, and you are {resources.caller}: use another --name")
 
 
 def check_rental(config: AwsConfig, resources: Resources) -> None:
-    """Raise CpuftError when what exists can never become what the options ask for."""
+    """Raise CpuftError when what exists can never become what the options ask for.
+
+    The conditions are: somebody else made the cluster; its lease has ended, and no instance is left, its limit has
+    passed too or instances are missing; it has more instances than --nodes; or an instance has another type or is in
+    another zone than the options say.
+    """
     check_owner(config.name, resources)
     name, live, group, now = config.name, resources.live, resources.group, resources.now
     remove = f"remove it with `cpuft provision down {name}`"
@@ -175,7 +198,10 @@ def check_rental(config: AwsConfig, resources: Resources) -> None:
 
 
 def needs_offer(config: AwsConfig, resources: Resources) -> bool:
-    """Whether something is missing for which `RentalFacts.offer` is needed."""
+    """Whether something is missing for which `RentalFacts.offer` is needed.
+
+    True if instances or the security group are missing, or the placement group of several instances.
+    """
     lacks_placement_group = config.placement_group and config.nodes > 1 and not resources.placement_group
     return len(resources.live) < config.nodes or not resources.group or lacks_placement_group
 
@@ -183,8 +209,13 @@ def needs_offer(config: AwsConfig, resources: Resources) -> bool:
 def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
     """Return the steps that create what is missing in AWS, and the cluster's files on this machine.
 
-    Raises CpuftError as `check_rental`, NoCapacityError when every zone has refused, and CpuftError when the keys of
-    the cluster are on another machine.
+    The plan is empty if nothing is missing. The stages are, as far as they are needed: the cluster's record, its keys,
+    the security group or its rules, and the placement group and key pair. If the security group exists and instances
+    are missing, the stages that start all missing instances, or none, in one zone follow; until it exists, a note names
+    them.
+
+    Raises CpuftError when the cluster can never become what the options ask for (`check_rental`) or its keys are on
+    another machine, and NoCapacityError when every zone has refused.
     """
     resources = facts.resources
     check_rental(config, resources)
@@ -236,12 +267,18 @@ def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
 
 
 def list_options(config: AwsConfig) -> dict[str, str]:
-    """Return the options for the cluster's record, without those that apply to one run only."""
+    """Return the options for the cluster's record, by name and as texts.
+
+    `yes` and `recipe`, of one run only, are "False" and "".
+    """
     return {key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()}
 
 
 def find_notice_url(config: AwsConfig) -> str:
-    """Return where the hosts find interruption notices; empty for on-demand instances, which are never reclaimed."""
+    """Return the URL where the hosts find interruption notices.
+
+    It is "" for on-demand instances, which are never reclaimed.
+    """
     return NOTICE_URL if config.spot else ""
 
 
@@ -253,7 +290,10 @@ def _make_key_error(name: str, facts: RentalFacts) -> CpuftError:
 
 
 def check_ssh_config(name: str, facts: RentalFacts) -> str:
-    """Return the path of the cluster's ssh configuration on this machine. Raises CpuftError when it is not here."""
+    """Return the path of the cluster's ssh configuration on this machine.
+
+    Raises CpuftError when it is not here, because another machine made the cluster.
+    """
     path = f"{facts.directory}/ssh_config"
     if path not in facts.files:
         raise _make_key_error(name, facts)
@@ -261,7 +301,7 @@ def check_ssh_config(name: str, facts: RentalFacts) -> str:
 
 
 def resource_name(name: str) -> str:
-    """Return the name of a cluster's security group, key pair and placement group."""
+    """Return the name of a cluster's security group, key pair and placement group: `cpuft-NAME`."""
     return f"cpuft-{name}"
 
 
@@ -327,15 +367,18 @@ def _plan_others(config: AwsConfig, facts: RentalFacts) -> list[Step]:
 
 
 def uses_placement_group(config: AwsConfig, offer: Offer) -> bool:
-    """Whether the instances get a placement group. A single instance needs none, and some types cannot use one."""
+    """Whether the instances get a placement group.
+
+    True with --placement-group, several instances and a type that can use one.
+    """
     return config.placement_group and config.nodes > 1 and offer.in_placement_groups
 
 
 def choose_zone(config: AwsConfig, resources: Resources, offer: Offer, refused: Mapping[str, str]) -> Zone:
     """Return the zone to start instances in.
 
-    All instances of a cluster are in one zone: that of the instances that exist, otherwise the cheapest for spot
-    instances, otherwise the first by name.
+    All instances of a cluster are in one zone: that of the instances that exist, otherwise --zone, otherwise the
+    cheapest for spot instances (an unknown price counts as 0), otherwise the first by name.
 
     Parameters
     ----------
@@ -395,7 +438,14 @@ def _plan_launch(
 def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: Zone, count: int) -> dict[str, Any]:
     """Return the parameters of RunInstances that do not depend on other resources of the cluster.
 
-    AWS can check them in a dry run before anything exists.
+    AWS can check them in a dry run before anything exists. An instance that shuts down terminates.
+
+    Parameters
+    ----------
+    count
+        Number of instances; AWS starts all of them or none.
+
+    Raises CpuftError if --lease is not valid and no security group says when the lease ends.
     """
     disk: dict[str, Any] = {"VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     disk["VolumeSize"] = max(config.disk, offer.image.gigabytes)
@@ -427,6 +477,10 @@ def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: Zo
 def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     """Return the steps that delete everything with the cluster's tag, in the order that AWS allows, then its record.
 
+    As long as instances exist that are neither terminated nor shutting down, the only step is their termination; the
+    rest comes with the next plan. The files on this machine are removed only if cpuft wrote them. The plan is empty
+    when nothing is left.
+
     Raises CpuftError when somebody else made the cluster.
     """
     resources, region = facts.resources, facts.region
@@ -452,9 +506,11 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
 
 
 def plan_tag_extension(name: str, facts: RentalFacts, until: int) -> Plan:
-    """Return the step that sets the end of the lease in the tags to `until`, in seconds since the epoch.
+    """Return one step that sets the end of the lease in the tags to `until`, in seconds since the epoch.
 
-    Raises CpuftError when the cluster has no instances any more.
+    The limit becomes `until` as well if that is later.
+
+    Raises CpuftError when the cluster has no instances any more, or when somebody else made it.
     """
     check_owner(name, facts.resources)
     group, live = facts.resources.group, facts.resources.live
@@ -467,14 +523,30 @@ def plan_tag_extension(name: str, facts: RentalFacts, until: int) -> Plan:
 
 
 def plan_instance_extension(resources: Resources, until: int) -> tuple[Step, ...]:
-    """Return the steps that set the end of the lease on the instances, which terminate themselves at that time."""
+    """Return a step for each live instance that sets the end of its lease there; () without instances.
+
+    Parameters
+    ----------
+    until
+        New end of the lease in seconds since the epoch. The limit becomes `until` as well if that is later.
+    """
     limit = max(until, resources.group.limit if resources.group else 0)
     command, why = make_extend_command(until, limit), "set the end of the lease on the instance"
     return tuple(Step(why, command, host=one.private) for one in resources.live)
 
 
 def plan_record_extension(name: str, facts: RentalFacts, until: int) -> Stages:
-    """Return the step that writes the end of the lease into the cluster's record, if this machine has one."""
+    """Return one stage that writes the end of the lease into the cluster's record on this machine.
+
+    () if this machine has no record, or if the record says the same already.
+
+    Parameters
+    ----------
+    until
+        New end of the lease in seconds since the epoch.
+
+    Raises CpuftError if the record is damaged or can be written by other users.
+    """
     path = f"{facts.directory}/{FILE_NAME}"
     if path not in facts.files:
         return ()
@@ -487,16 +559,18 @@ def plan_record_extension(name: str, facts: RentalFacts, until: int) -> Stages:
 def is_young(resources: Resources, recorded: float, seconds: float) -> bool:
     """Whether something was requested within the last `seconds`, so that AWS may not list it yet.
 
+    The later of two times counts: `recorded`, and when the missing instances were last requested. False without either.
+
     Parameters
     ----------
     recorded
-        When the cluster's record was written; 0 without one.
+        When the cluster's record was written, in seconds since the epoch; 0 without one.
     """
     requested = max(recorded, float(resources.group.generation) if resources.group else 0.0)
     return resources.now - requested < seconds
 
 
 def count_states(instances: tuple[Instance, ...]) -> str:
-    """Return how many instances are in each state: `1 pending, 2 running`."""
+    """Return how many instances are in each state, by name: `1 pending, 2 running`; "" without instances."""
     states = [one.state for one in instances]
     return ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))

@@ -72,9 +72,10 @@ class Services:
     """What a cluster on AWS needs from outside. Tests replace it."""
 
     open_client: Callable[[str], AwsClient] = AwsClient
-    """Opens a client for a region."""
+    """Opens a client for a region; "" is the one of the AWS configuration."""
     sleep: Callable[[float], None] = time.sleep
     now: Callable[[], float] = time.time
+    """Returns seconds since the epoch."""
     find_address: Callable[[], str] = find_own_address
     appear_seconds: float = 30.0
     """How long `down` waits for instances that were requested a moment ago to appear in AWS's lists."""
@@ -84,10 +85,11 @@ class Services:
 
 @dataclass(frozen=True)
 class AwsFacts:
-    """What exists in AWS, and what the instances say about themselves once all of them run."""
+    """What exists in AWS and, once all instances run, what they say about themselves."""
 
     rental: RentalFacts
     servers: ClusterFacts | None = None
+    """None as long as something is missing in AWS, or if the instances are not logged in to."""
 
 
 class Aws(Provider[AwsConfig, AwsFacts]):
@@ -95,6 +97,9 @@ class Aws(Provider[AwsConfig, AwsFacts]):
 
     Its resources are found by their tags. This machine keeps only the keys, and the files that say how to reach the
     instances.
+
+    Raises CpuftError: --lease or --lease-limit is not valid, boto3 is not installed, the region is unknown or not
+    given, or the name of the cluster or the registry's folder cannot be used. AWS is not asked.
     """
 
     kind = "aws"
@@ -130,12 +135,26 @@ class Aws(Provider[AwsConfig, AwsFacts]):
 
     @classmethod
     def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Aws | None:
-        """Return the cluster that tags in a region may describe; None without a region."""
+        """Return the cluster that tags in a `region` may describe; None without a region.
+
+        AWS is not asked whether such tags exist.
+
+        Raises CpuftError: the name is not valid, boto3 is not installed, or AWS has no such region.
+        """
         return cls(AwsConfig(name=name, region=region), environ) if region else None
 
     @classmethod
     def describe_region(cls, region: str, services: Services | None = None) -> list[str]:
-        """Return lines that describe all clusters that the account has in a region, whoever made them."""
+        """Return lines that describe all clusters that the account has in a region, whoever made them; [] without any.
+
+        Parameters
+        ----------
+        region
+            AWS region; empty for the one of the AWS configuration.
+
+        Raises CpuftError: boto3 is not installed, the region is unknown or not given, or AWS refuses a call or does not
+        answer.
+        """
         services = services or Services()
         client, lines = services.open_client(region), list[str]()
         for name, (group, instances) in find_clusters(client).items():
@@ -149,7 +168,16 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return replace(self.config, spot=False) if self._uses_on_demand else self.config
 
     def gather(self) -> AwsFacts:
-        """Return what exists in AWS; when nothing is missing there, also what the instances say."""
+        """Return what exists in AWS; when nothing is missing there, also what the instances say.
+
+        `make` waits here until the instances run and accept ssh connections, 5 minutes for each, and schedules
+        shutdowns that are missing. Other commands do not wait and change nothing.
+
+        Raises CpuftError when what exists or AWS's offer cannot become what the options ask for; --ssh-from is not
+        valid; this machine's address cannot be found out; AWS refuses a call or does not answer; or instances do not
+        start, cannot be reached or cannot be provisioned. Raises NoCapacityError when every zone has refused, and
+        LeaseError when instances would not terminate themselves.
+        """
         facts = self._gather_rental()
         if self.services.uses_ssh and not plan_rental(self.config, facts).stages:
             facts = self._wait_until_running(facts) if self._waits else facts
@@ -203,7 +231,13 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return facts
 
     def confirm(self, ask: Ask) -> None:
-        """Check the permissions for what has to be rented, then ask whether the user agrees to the price."""
+        """Check the permissions for what has to be rented, then ask whether the user agrees to the price.
+
+        Nothing is asked if no instance is missing. With --yes, the price is shown and nothing is asked. Permissions are
+        checked by dry runs of the calls; nothing is rented.
+
+        Raises CpuftError when the answer is no, a permission is missing, or the options cannot be met.
+        """
         facts = self._gather_rental()
         missing = self.config.nodes - len(facts.resources.live)
         if not missing or not facts.offer:
@@ -233,14 +267,23 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 self.client.dry_run(step.method, step.parameters)
 
     def plan(self, facts: AwsFacts) -> Plan:
-        """Plan what is missing in AWS; when nothing is, plan what is missing on the instances."""
+        """Plan what is missing in AWS; when nothing is, plan what is missing on the instances.
+
+        Raises CpuftError when the cluster can never become what the options ask for or its keys are on another machine,
+        and NoCapacityError when every zone has refused.
+        """
         rental = plan_rental(self.config, facts.rental)
         if rental.stages or not facts.servers:
             return replace(rental, notes=tuple(filter(None, (self._price, *rental.notes))))
         return self._make_nodes(facts.rental.resources).plan(facts.servers)
 
     def run(self, plan: Plan, say: Say) -> None:
-        """Execute a plan. Calls to AWS are made one after another; other steps run as those of any plan."""
+        """Execute a plan. Calls to AWS are made one after another; other steps run as those of any plan.
+
+        A zone without capacity is no error: it is remembered, and the next plan takes another zone.
+
+        Raises CpuftError when AWS refuses a call or does not answer, or when steps fail.
+        """
         for are_calls, stages in itertools.groupby(plan.stages, lambda stage: isinstance(stage[0], CallStep)):
             if are_calls:
                 for step in (step for stage in stages for step in stage):
@@ -260,8 +303,17 @@ class Aws(Provider[AwsConfig, AwsFacts]):
     def make(self, say: Say, ask: Ask) -> str:
         """Make or repair the cluster, and wait until it is ready.
 
-        Nothing is left in two cases: when no zone has capacity, and when instances would not terminate themselves at
-        the end of their lease, because they would cost money forever.
+        With --spot-or-demand, on-demand instances are rented if no zone has spot capacity. Nothing is left in two
+        cases: when no zone has capacity, and when instances would not terminate themselves at the end of their lease,
+        because they would cost money forever.
+
+        Returns
+        -------
+        `cluster NAME: 2 x TYPE, hostfile PATH; next: ...; the instances terminate themselves at 2027-01-15 10:00 UTC`.
+
+        Raises NoCapacityError when no zone has capacity, and CpuftError when the instances were terminated because of
+        their lease, the user refuses, a check or a step fails, AWS refuses a call, or another process works on the same
+        cluster.
         """
         self._waits, self._say = True, say
         try:
@@ -302,7 +354,15 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return super().make(say, ask)
 
     def down(self, say: Say) -> str:
-        """Remove the cluster, including instances that appear late. The sentence says what the cluster has cost."""
+        """Remove the cluster, including instances that appear late; wait until they are terminated, up to 10 minutes.
+
+        Returns
+        -------
+        "cluster NAME was removed" and, if AWS lists instances of it, what the cluster has cost.
+
+        Raises CpuftError when somebody else made the cluster, AWS refuses a call or does not answer, or another process
+        works on the same cluster.
+        """
         self._waits = True
         sentence, instances = super().down(say), self._last_instances
         if not instances:
@@ -310,7 +370,11 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return f"{sentence}; {describe_bill(find_price_of(self.client, instances), instances, self.services.now())}"
 
     def gather_remains(self) -> AwsFacts:
-        """Return what exists; if this command waits, as soon as no instance is about to end or to appear."""
+        """Return what exists in AWS and on this machine.
+
+        After a call of `make` or `down`, this waits while instances shut down (10 minutes at most), or may still appear
+        after a recent request (30 s at most). Raises CpuftError when AWS refuses a call or does not answer.
+        """
         facts = self._gather_resources()
         start = self.services.now()
         while self._waits and self._may_change(facts.resources, self.services.now() - start):
@@ -333,11 +397,21 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return may_appear and waited < self.services.appear_seconds
 
     def plan_down(self, facts: AwsFacts) -> Plan:
-        """Plan the deletion of what is left in AWS and on this machine."""
+        """Plan the deletion of what is left in AWS and on this machine; an empty plan if nothing is.
+
+        Raises CpuftError when somebody else made the cluster.
+        """
         return plan_rental_down(self.name, facts.rental)
 
     def plan_extension(self, lease: str) -> Plan:
-        """Plan that the lease ends `lease` from now: in the tags, on the instances and in the cluster's record."""
+        """Plan that the lease ends `lease` (90m, 4h, 2d) from now.
+
+        The steps change the tags, the instances and the cluster's record. The end may also come earlier than before.
+        Nothing is executed.
+
+        Raises CpuftError: `lease` is not from 10m to 30d, the cluster has no instances, somebody else made it, its ssh
+        configuration is not on this machine, or AWS refuses a call or does not answer.
+        """
         facts = self._gather_resources()
         until = int(facts.resources.now) + parse_lease(lease)
         plan = plan_tag_extension(self.name, facts, until)
@@ -352,12 +426,18 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return plan
 
     def extend(self, lease: str, say: Say) -> str:
-        """Execute `plan_extension`."""
+        """Execute `plan_extension`. Returns "cluster NAME: the instances terminate themselves at 2027-01-15 10:00 UTC".
+
+        Raises CpuftError: the lease cannot be extended (`plan_extension`), AWS refuses a call, or a step fails.
+        """
         self.run(self.plan_extension(lease), say)
         return f"cluster {self.name}: {self._describe_end()}"
 
     def describe_hosts(self) -> list[str]:
-        """Return a line about the lease and the cost, and a line for each instance."""
+        """Return a line about the lease and the cost, and a line for each instance that AWS lists.
+
+        The instances themselves are not asked. Raises CpuftError when AWS refuses a call or does not answer.
+        """
         resources = self._gather_resources().resources
         price = find_price_of(self.client, resources.instances)
         return describe_instances(resources.group, resources.instances, resources.now, price)
