@@ -20,9 +20,11 @@ from cpuft.files import hash_text, open_regular
 from cpuft.serialization import load, parse_json
 
 FOLDER = "checkpoints"
+"""Name of the folder of checkpoints in a run's folder."""
 STATE, RECORD, VALUES = "state.safetensors", "record.jsonl", "values.json"
 """Files of a checkpoint: the state, and the record of a training, or a script's values that are no tensors."""
 CHECKPOINTS_KEPT = 2
+"""How many updates back checkpoints stay: those of the newest two for which a rank has written one."""
 _LAST = "last"
 _META, _NEW, _OLD = "checkpoint.json", ".new", ".old"
 _FORMAT = 1
@@ -32,12 +34,21 @@ _NAME = re.compile(r"(\d{9,})\.(\d+)(\.new|\.old)?")
 
 
 def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, memoryview]) -> Path:
-    """Write a rank's checkpoint of an update, and remove those older than the newest two; return its folder.
+    """Write a rank's checkpoint of an update, and return its folder, such as root/000000100.0 (update 100, rank 0).
+
+    The files are on the disk (fsync) when this returns. `root` is made if necessary. An earlier checkpoint of the same
+    update and rank is replaced. Checkpoints of any rank that are older than this rank's newest two are removed, and so
+    are half-written ones of this rank.
+
+    Parameters
+    ----------
+    update: 0 or more.
+    files: content by file name: STATE, and RECORD or VALUES. `read_checkpoint` refuses other names.
 
     Raises
     ------
     OSError
-        The disk does not take it. Earlier checkpoints stay as they were.
+        The folder cannot be made or written, as on a full disk. Earlier checkpoints of other updates stay as they were.
     """
     target = root / f"{update:09}.{rank}"
     new = root / f"{target.name}{_NEW}"
@@ -99,7 +110,11 @@ def _checksum(meta: Mapping[str, Any]) -> str:
 
 
 def list_checkpoints(root: Path) -> list[tuple[int, Path]]:
-    """Return update and folder of each checkpoint, damaged or not, the newest first."""
+    """Return (update, folder) of each checkpoint in `root`, of all ranks, damaged or not, the newest first.
+
+    Of one update, the folder whose path sorts last comes first. Half-written checkpoints are left out. The list is
+    empty if `root` is missing or cannot be read.
+    """
     return sorted(((int(name[1]), path) for path, name in _list_folders(root) if not name[3]), reverse=True)
 
 
@@ -113,12 +128,15 @@ def _list_folders(root: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, bytearray]:
-    """Return the files of a checkpoint by name.
+    """Return the contents of a checkpoint's files by name: STATE, and RECORD or VALUES. Checksums are verified.
+
+    `path`: folder of the checkpoint.
 
     Raises
     ------
     ValueError
-        The checkpoint is damaged. The message says what is wrong.
+        The checkpoint is damaged, incomplete, of another version, missing, or cannot be read. The message says what is
+        wrong with which file.
     """
     try:
         text = _read(path / _META).decode()
@@ -145,11 +163,13 @@ def _read(path: Path) -> bytearray:
 
 
 def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
-    """Read the newest undamaged checkpoint in a folder.
+    """Read the newest undamaged checkpoint in a folder. A folder that is missing holds none: nothing is raised.
 
     Returns
     -------
-    Its update (-1 if there is none), its files by name, and a message for each newer one that is damaged.
+    (update, files, damaged): the checkpoint's update, the contents of its files by name (see `read_checkpoint`), and a
+    message for each newer checkpoint that is damaged, the newest first. Without an undamaged one, update is -1, files
+    is empty, and all checkpoints have a message.
     """
     damaged: list[str] = []
     for update, path in list_checkpoints(root):
@@ -161,7 +181,10 @@ def read_newest(root: Path) -> tuple[int, dict[str, bytearray], list[str]]:
 
 
 def note_update(root: Path, update: int, rank: int) -> None:
-    """Write beside the checkpoints which update a rank has done: if the record is lost, the launcher reads it there."""
+    """Write the number of the update that a rank has done to `root`/rank-RANK.last, in place of the previous one.
+
+    If the record is lost, the launcher reads it there. Errors of the disk are ignored.
+    """
     with suppress(OSError):  # training goes on with a full disk
         root.mkdir(parents=True, exist_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
@@ -170,7 +193,11 @@ def note_update(root: Path, update: int, rank: int) -> None:
 
 
 def remove_after(root: Path, update: int) -> None:
-    """Remove the checkpoints that are newer than the one from which a run is resumed: they are damaged."""
+    """Remove all checkpoints in `root` that are newer than `update`, and the files rank-N.last of `note_update`.
+
+    For a run that is resumed from `update`: newer checkpoints are damaged. With -1, all are removed. Errors of the disk
+    are ignored, and a missing `root` is no error.
+    """
     for number, path in list_checkpoints(root):
         if number > update:
             _remove(path)
@@ -185,7 +212,10 @@ def _forget_updates(root: Path) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """Remove the checkpoints of a finished run, and their folder if nothing else is in it."""
+    """Remove all checkpoints in `root`, also half-written ones, and its files rank-N.last; then `root` if it is empty.
+
+    Errors of the disk are ignored, and a missing `root` is no error.
+    """
     for path, name in _list_folders(root):
         if name[3]:
             shutil.rmtree(path, ignore_errors=True)
@@ -197,5 +227,5 @@ def remove_all(root: Path) -> None:
 
 
 def to_view(text: Iterable[str]) -> memoryview:
-    """Return lines as the content of a file."""
+    """Return lines, each without its newline, as the content of a file in UTF-8; a newline is added to each."""
     return memoryview("".join(f"{line}\n" for line in text).encode())

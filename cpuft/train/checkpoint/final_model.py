@@ -14,21 +14,32 @@ from cpuft.train.lora import has_adapters, save_adapters
 from cpuft.train.model import load_weights
 
 MODEL_DIR = "model"
+"""Name of the folder of the trained model in a run's folder."""
 
 
 def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made: str = "") -> Path:
-    """Write `run_dir`/model and return its path. A save that breaks off leaves no such folder.
+    """Write the model and its tokenizer to `run_dir`/model and return that path.
+
+    A model of peft is saved as its adapters and head. An existing folder of that name is replaced once everything is
+    written; if the save fails before, it stays as it is.
 
     Parameters
     ----------
-    source: model or tokenizer whose tokenizer is saved with the model.
-    merged: whether a model with adapters is saved whole, with the adapters merged into its weights.
-    made: the JSON of a tokenizer that was made for this run, which is saved in the place of that of `source`.
+    source: folder or hub name whose tokenizer is saved with the model; unused if there is a `made`.
+    merged: save a model of peft whole instead, with the adapters merged into weights that are loaded again; ignored
+        for other models.
+    made: the JSON of a tokenizer that was made for this run, which is saved in place of that of `source`; "" if there
+        is none.
 
     Raises
     ------
     DiskFullError
         The disk is full.
+    CpuftError
+        The tokenizer of `source` cannot be loaded; with `merged`, the base model cannot be loaded or the adapters do
+        not fit it.
+    Exception
+        Whatever else transformers and safetensors raise, such as OSError for a folder that cannot be written.
     """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:

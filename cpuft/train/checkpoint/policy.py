@@ -56,21 +56,27 @@ class Requests:
 
     @property
     def any(self) -> bool:
-        """Whether anything is requested."""
+        """Whether a checkpoint or a stop is requested."""
         return self.checkpoint or self.stop
 
     def encode(self) -> float:
-        """Return the number that a rank contributes to the sum over ranks."""
+        """Return the number that a rank contributes to the sum over ranks: 2 for a stop, 1 for a checkpoint, else 0."""
         return 2.0 if self.stop else float(self.checkpoint)
 
     @classmethod
     def decode(cls, total: float) -> Requests:
-        """Return what ranks have requested together, from the sum of their numbers: 1 is rank 0's checkpoint."""
+        """Return what ranks have requested together, from the sum of their numbers (see `encode`).
+
+        2 or more is a stop, without a checkpoint beside it; 1 is rank 0's checkpoint; 0 is nothing.
+        """
         return cls(checkpoint=total == 1.0, stop=total >= 2.0)
 
 
 class Interrupted(Exception):
-    """The run ends early on all ranks, after a checkpoint from which it can be resumed."""
+    """The run ends early on all ranks, after a checkpoint from which it can be resumed.
+
+    `line`: the line of the interruption for the record.
+    """
 
     def __init__(self, line: InterruptedLine) -> None:
         super().__init__(f"interrupted after update {line.step}")
@@ -85,9 +91,10 @@ class Checkpoints:
 
     Parameters
     ----------
+    exchange: that of the run, by which ranks contribute to the checkpoints of others.
     writer: writes the checkpoints of this rank; None on ranks that only contribute to those of others.
     enabled: whether any rank of the run writes checkpoints.
-    keep_final: whether a last checkpoint is written after the last update.
+    keep_final: whether `write_final` writes a checkpoint after the last update, if `enabled`.
     """
 
     def __init__(
@@ -101,7 +108,12 @@ class Checkpoints:
         self._exchange, self._enabled, self._keep_final = exchange, enabled, enabled and keep_final
 
     def find_requests(self) -> Requests:
-        """Return what this rank requests: to stop if it was told so, or a checkpoint if one is due."""
+        """Return what this rank requests after an update; nothing is sent or written.
+
+        A stop if this process was told by the launcher or an interruption notice that its run must stop; else, on
+        rank 0, a checkpoint if its writer says that one is due; else nothing. Nothing, too, if no rank of the run
+        writes checkpoints.
+        """
         if not self._enabled:
             return Requests()
         if is_interrupted():
@@ -109,19 +121,28 @@ class Checkpoints:
         return Requests(checkpoint=self.writer is not None and self.writer.rank == 0 and self.writer.is_due())
 
     def write(self, update: int) -> None:
-        """Write a checkpoint after an update, in the background. Collective."""
+        """Begin to write a checkpoint after an update. Collective: each rank writes one or contributes to others'.
+
+        It returns when the state is copied; a thread writes the copy. A writer whose previous checkpoint is not on the
+        disk yet writes none. A full disk is a warning on standard error, not an exception.
+        """
         if self.writer:
             self.writer.write(update)
         else:
             self._exchange.contribute_to_checkpoint()
 
     def write_and_stop(self, update: int, updates: int) -> None:
-        """Write a checkpoint after an update and wait for it. Collective.
+        """Write a checkpoint after an update and wait until it is on the disk. Collective.
+
+        At least one rank must have been told to stop. It returns only if no rank could write its checkpoint, as on a
+        full disk: then training goes on.
+
+        `updates`: updates of the whole run, for the line of the interruption.
 
         Raises
         ------
         Interrupted
-            On all ranks, if any rank has written its checkpoint. Otherwise training goes on.
+            On all ranks, if any rank has written its checkpoint.
         """
         causes: list[tuple[str, bool]] = gather(
             (describe_cause(os.environ), is_host_leaving(os.environ)) if is_interrupted() else ("", False)
@@ -137,7 +158,10 @@ class Checkpoints:
             raise Interrupted(line)
 
     def write_final(self, updates: int) -> None:
-        """Write a checkpoint after the last update, on two hosts, while the model is evaluated and saved. Collective.
+        """Begin to write a checkpoint after the last update, if `keep_final` and `enabled` are set. Collective.
+
+        It first waits for a checkpoint that is still being written. A thread writes this one while the model is
+        evaluated and saved; `CheckpointWriter.finish` waits for it.
 
         If the first host is lost before the launcher has fetched the results, the run is evaluated and saved again from
         this checkpoint, and no update is repeated. A run on one host writes none: its checkpoint would be lost as well.
@@ -149,7 +173,10 @@ class Checkpoints:
 
 
 def choose_writer_ranks(ranks: list[RecordedRank]) -> list[int]:
-    """Return the ranks that write checkpoints: rank 0, and the first rank on a second host, if there is one."""
+    """Return the ranks that write checkpoints: [0], or [0, N] with several hosts.
+
+    N is the first rank on another host than rank 0's. `ranks`: all ranks of the run, in their order.
+    """
     others = [rank.rank for rank in ranks if rank.host != ranks[0].host]
     return [0, *others[:1]]
 
@@ -172,7 +199,9 @@ class CheckpointWriter:
 
         Parameters
         ----------
+        state: what checkpoints hold, with the size of the copy.
         root: folder of the checkpoints.
+        rank: of this process; part of the name of its checkpoints.
         every: seconds between two checkpoints; below 0: as many as make their cost DEFAULT_TIME_SHARE of the time; inf:
             none is ever due.
         contribute: takes part in the snapshots of other writers. It is called if this rank makes none.
@@ -181,7 +210,8 @@ class CheckpointWriter:
         self.record: list[str] = []
         """Lines of the record so far."""
         self.cost = state.nbytes / _ASSUMED_BYTES_PER_SECOND
-        """Seconds of a core that the last checkpoint took."""
+        """Seconds that the last checkpoint took, of the pause of training and of a core; an estimate before the
+        first."""
         self._contribute = contribute
         self._state, self._root, self._every = state, root, every
         self._block = torch.empty(0 if math.isinf(every) else state.nbytes, dtype=torch.uint8)
@@ -192,12 +222,18 @@ class CheckpointWriter:
         self._thread.start()
 
     def begin(self, record: list[str], update: int) -> None:
-        """Begin after an update, with the lines of the record up to it."""
+        """Add the lines of the record up to an update, after which training begins; 0 for a new run.
+
+        On ranks other than 0, this also writes the update to rank-N.last beside the checkpoints (see `note_update`).
+        """
         self.record += record
         self._note_update(update)
 
     def add_line(self, line: Line) -> None:
-        """Add a line to the record."""
+        """Add a line to the record that checkpoints hold.
+
+        For the line of an update, ranks other than 0 also write the update to rank-N.last beside the checkpoints.
+        """
         self.record.append(format_line(line))
         if isinstance(line, StepLine):
             self._note_update(line.step)
@@ -207,24 +243,32 @@ class CheckpointWriter:
             note_update(self._root, update, self.rank)
 
     def is_due(self) -> bool:
-        """Return whether it is time for the next checkpoint, and the last one is on the disk."""
+        """Return whether the time between two checkpoints has passed since the last one was begun, or since the start.
+
+        False while the last one is being written to the disk.
+        """
         every = self._every if self._every >= 0 else self.cost / DEFAULT_TIME_SHARE
         return time.monotonic() - self._last >= every and not self._thread.is_alive()
 
     def write(
         self, update: int, wait: bool = False, last_line: Line | None = None, skip_if_busy: bool | None = None
     ) -> bool:
-        """Write a checkpoint after an update.
+        """Copy the state, and write it with the record as the checkpoint of an update, on a thread.
+
+        With an exchange that shards the optimizer this is collective: ranks without a writer contribute. If the disk
+        does not take the checkpoint, or has less than twice its size free, one warning per run is printed on
+        standard error, and nothing is raised.
 
         Parameters
         ----------
         wait: return only when the checkpoint is written.
         last_line: the last line of the record in this checkpoint.
-        skip_if_busy: write no checkpoint while the previous one is being written (default: unless `wait` is set).
+        skip_if_busy: while the previous one is being written, write no checkpoint and only contribute to those of
+            other ranks; else wait for the previous one first. None: skip unless `wait` is set.
 
         Returns
         -------
-        Whether the checkpoint is on the disk; False without `wait`.
+        With `wait`, whether the checkpoint is on the disk; without, always False.
         """
         if self._thread.is_alive() and (not wait if skip_if_busy is None else skip_if_busy):
             self._contribute()
@@ -242,7 +286,7 @@ class CheckpointWriter:
         return wait and self._is_written
 
     def finish(self) -> None:
-        """Wait until the checkpoint that is being written is on the disk."""
+        """Wait until the checkpoint that is being written is on the disk, or has failed; return at once if none is."""
         self._thread.join()
 
     def _write_to_disk(self, update: int, record: list[str], paused: float) -> None:
@@ -273,37 +317,46 @@ class ResumePoint:
     update: int = 0
     """Number of updates that are done; 0 without a checkpoint."""
     text: str = ""
-    """The record up to there."""
+    """The record up to there, as JSON lines; "" without a checkpoint."""
     record: Record | None = field(default=None, compare=False)
+    """The same record, parsed; None without a checkpoint."""
 
 
 @dataclass(frozen=True)
 class HostCheckpoint:
-    """The newest checkpoint of a host."""
+    """The newest checkpoint of a host, without its state. Ranks that have read none send one with update -1."""
 
     host: str
+    """Host name of the rank that has read it."""
     update: int
     """The update of the newest whole checkpoint; -1 if there is none."""
     damaged: list[str]
     """A message for each newer checkpoint that is damaged."""
     header: bytes
+    """The first bytes of the state, as many as were asked for; empty without a checkpoint."""
     text: str
+    """The file beside the state; "" without a checkpoint, or if the checkpoint has no such file."""
     nbytes: int
+    """Size of the state; 0 without a checkpoint."""
 
 
 def find_newest_checkpoint(
     root: Path, world: World, text: str, header: int = 0
 ) -> tuple[HostCheckpoint, Callable[[], torch.Tensor]]:
-    """Find the newest whole checkpoint in `root` on any host. Collective.
+    """Find the newest whole checkpoint in `root` on any host. Collective: the first rank of each host reads `root`.
+
+    Rank 0 prints a line on standard error for each damaged checkpoint that is newer than a host's whole one.
 
     Parameters
     ----------
-    text: name of the file beside the state that all ranks need.
+    text: name of the file beside the state that all ranks need: RECORD or VALUES.
     header: number of bytes at the beginning of the state that all ranks need to compare.
 
     Returns
     -------
-    The checkpoint, and a collective function that returns its state on every rank.
+    (checkpoint, read): the checkpoint, on every rank the same, of equal updates that of the lowest rank, with update -1
+    if there is none; and a collective function without arguments that returns its state on every rank, uint8 of shape
+    (nbytes,). Call `read` only if there is a checkpoint.
 
     Raises
     ------
@@ -326,16 +379,25 @@ def find_newest_checkpoint(
 
 
 def resume(state: TrainingState, root: Path, world: World, options: Mapping[str, Any], data: str) -> ResumePoint:
-    """Restore the newest whole checkpoint in `root` on any host, if there is one. Collective.
+    """Restore the newest whole checkpoint in `root` on any host into model and optimizer, if there is one. Collective.
+
+    Then the first rank of each host removes newer checkpoints there, which are damaged, and the files rank-N.last.
 
     Parameters
     ----------
-    options, data: options and checksum of the examples of this run; those of the checkpoint must be the same.
+    state: of this run's model and optimizer, which are changed.
+    options, data: training options and checksum of the examples of this run, to compare with those of the checkpoint
+        (see `find_difference`).
+
+    Returns
+    -------
+    Where the run continues: `ResumePoint()`, with update 0, if there is no checkpoint.
 
     Raises
     ------
     CpuftError
-        On all ranks alike: the checkpoint is of another job, or all checkpoints are damaged.
+        On all ranks alike, before anything is restored: the checkpoint is of another job, its record is missing,
+        broken or of another version, or there are checkpoints and all of them are damaged.
     """
     newest, read = find_newest_checkpoint(root, world, RECORD, len(state.header))
     record = None
@@ -350,7 +412,22 @@ def resume(state: TrainingState, root: Path, world: World, options: Mapping[str,
 
 
 def find_difference(record: Record, same_tensors: bool, options: Mapping[str, Any], data: str) -> str:
-    """Return what differs between a checkpoint's job and this one, and what to do; empty if they are one job."""
+    """Return the first difference between a checkpoint's job and this one, and what to do; "" if they are one job.
+
+    The text is the end of a sentence about the checkpoint, such as "is of another job, with --seed 1, and this is 2:
+    start a new run without --resume". Options are compared first, in the order of `options`, then the data, then the
+    tensors.
+
+    Parameters
+    ----------
+    record: of the checkpoint.
+    same_tensors: whether names, dtypes and shapes of the state, and the frozen weights, are the same.
+    options: those of this run by name, such as max_grad_norm. All count but those of `config.CHANGEABLE_ON_RESUME`,
+        such as backend or checkpoint_every, which do not decide what is learned, and those that may differ on other
+        hosts: model, from_config, tokenizer, data_dir, train_file, validation_file, precision.
+        An option that the record lacks counts as equal, and one that only the record has is ignored.
+    data: checksum of this run's examples.
+    """
     then = record.header.options
     for name, value in options.items():
         if name not in (*_HOST_OPTIONS, *CHANGEABLE_ON_RESUME) and then.get(name, value) != value:

@@ -43,24 +43,29 @@ _PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 def save_state(step: int, **things: Any) -> bool:
-    """Save these things as they are after `step` steps; the newest two checkpoints stay on the disk.
+    """Save these things as they are after `step` steps; the newest two checkpoints stay on the disk. Collective.
 
     Rank 0 and one rank on a second host write them to $CPUFT_RUN_DIR/checkpoints, while all ranks wait. A checkpoint is
     written completely or not at all. Its format is safetensors and JSON; nothing is pickled.
 
     Parameters
     ----------
-    things: under any names, the same on all ranks: whatever has a `state_dict` (a model, also in
-        DistributedDataParallel, an optimizer, a scheduler), tensors, and everything that JSON can hold, nested.
+    step: number of steps that are done, 0 or more; `load_state` returns it.
+    things: under any names except `step`, the same on all ranks: whatever has a `state_dict` (a model, also in
+        DistributedDataParallel, an optimizer, a scheduler), tensors, None, bool, int, float, str, and lists, tuples and
+        dicts of these, nested, with keys that are str or int.
 
     Returns
     -------
-    Whether the checkpoint is on a disk. If a disk is full, a warning is printed and earlier checkpoints stay.
+    On all ranks alike, whether the checkpoint is on at least one disk. A rank whose disk does not take it prints a
+    warning on standard error, and earlier checkpoints stay.
 
     Raises
     ------
     CpuftError
-        One of the things cannot be saved without pickling, or $CPUFT_RUN_DIR is not set.
+        One of the things, or something in it, is of another type, such as a NumPy number; a tensor has a dtype that
+        safetensors cannot hold here, such as a complex one; $CPUFT_RUN_DIR is not set; or there are several ranks and
+        no process group.
     """
     world, root = _find_checkpoints()
     tensors: dict[str, Tensor] = {}
@@ -82,14 +87,24 @@ def save_state(step: int, **things: Any) -> bool:
 def load_state(**things: Any) -> dict[str, Any] | None:
     """Load the newest checkpoint that `save_state` has written on any host, into the things with the same names.
 
+    Collective. Rank 0 prints a line on standard error for each damaged checkpoint. They are left out, and removed if
+    they are newer than the one that is loaded.
+
+    `things`: each has a `load_state_dict`, such as a model (also in DistributedDataParallel) or an optimizer. It gets
+    what was saved under its name.
+
     Returns
     -------
-    Everything else in the checkpoint by name, and `step`; None if there is no checkpoint.
+    A dict with everything in the checkpoint that is not among `things`, by name, as it was saved (tensors on the CPU;
+    the state dict of what had one), and the number of steps as `step`. None if there is no checkpoint: then nothing is
+    loaded.
 
     Raises
     ------
     CpuftError
-        On all ranks alike: the checkpoint does not fit the things, or all checkpoints are damaged.
+        On all ranks alike: the checkpoint lacks a name or does not fit a thing (those before it are loaded already), it
+        is none of `save_state`, there are checkpoints and all of them are damaged, $CPUFT_RUN_DIR is not set, or there
+        are several ranks and no process group.
     """
     world, root = _find_checkpoints()
     newest, read = find_newest_checkpoint(root, world, VALUES)
@@ -121,10 +136,13 @@ def load_state(**things: Any) -> dict[str, Any] | None:
 
 
 def interrupted() -> bool:
-    """Return whether any rank was told to stop, by the launcher or by an interruption notice on its host.
+    """Return on all ranks alike whether any rank was told to stop, by the launcher or an interruption notice.
+    Collective.
 
-    If so, call `save_state` and exit with code 75. It costs an all-reduce of one number. A script that handles SIGUSR1
-    itself receives that signal instead.
+    If so, call `save_state` and exit with code 75. Once True, it stays True. It costs an all-reduce of one number. A
+    script that handles SIGUSR1 itself receives that signal instead.
+
+    Raises CpuftError: there are several ranks and no process group.
     """
     _check_group(parse_world(os.environ))
     told = torch.tensor([float(is_interrupted())])

@@ -54,9 +54,14 @@ class _Place:
 class TrainingState:
     """The weights of a model and the moments of its AdamW, and where each lies in a block.
 
+    It refers to model and optimizer and copies nothing yet.
+
     Parameters
     ----------
-    shards: of the optimizer, if it is sharded. The block is the same as without.
+    optimizer: AdamW, which may have no state yet.
+    shards: of the optimizer, if it is sharded; else None. The block is the same as without.
+
+    Raises KeyError if the model has a tensor of a dtype that blocks cannot hold, such as a complex one.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, shards: OptimizerShards | None = None) -> None:
@@ -73,10 +78,11 @@ class TrainingState:
         trained_ids = set(map(id, trained))
         self._trained = {name: p for name, p in parameters.items() if id(p) in trained_ids}
         self.header, self._places = _lay_out(self._list_tensors(), checksum_frozen(frozen))
+        """The first bytes of every block: names, dtypes and shapes of the tensors, and the frozen weights' checksum."""
         self.nbytes = len(self.header) + sum(
             place.dtype.itemsize * torch.Size(place.shape).numel() for place in self._places.values()
         )
-        """Size of a block."""
+        """Size of a block in bytes, with its header."""
 
     def _list_tensors(self) -> list[tuple[str, torch.dtype, tuple[int, ...]]]:
         """Return name, type and shape of each tensor in a block."""
@@ -102,9 +108,10 @@ class TrainingState:
 
     @torch.no_grad()
     def snapshot(self, block: Tensor) -> None:
-        """Copy the state into a block, uint8 of shape (nbytes,).
+        """Copy the header and the state into a block, uint8 of shape (nbytes,), which is overwritten.
 
-        With shards this is collective: all other ranks call `Exchange.contribute_to_checkpoint` meanwhile.
+        Parameters without optimizer state get moments and a step of 0. With shards this is collective: all other ranks
+        call this, too, or `Exchange.contribute_to_checkpoint`.
         """
         block[: len(self.header)] = torch.frombuffer(bytearray(self.header), dtype=torch.uint8)
         masters = self._find_masters()
@@ -126,7 +133,11 @@ class TrainingState:
 
     @torch.no_grad()
     def restore(self, block: Tensor) -> None:
-        """Restore the state from a block that has the same header."""
+        """Copy the state from a block into model and optimizer.
+
+        The caller has compared the block's first bytes with `header`: nothing checks it here. Parameters whose step is
+        0 in the block keep the optimizer state that they have.
+        """
         values = {name: self._view(block, WEIGHTS, name) for name in self._weights}
         # Not strict, because a weight with two names is in the block once.
         self._model.load_state_dict(values, strict=False)
@@ -142,7 +153,10 @@ class TrainingState:
 
 
 def checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of these weights, rounded to bf16 as the fast path stores some; empty if there are none."""
+    """Return the SHA-256 of these weights and their names as 64 hexadecimal digits; "" if there are none.
+
+    Weights are rounded to bf16 first, as the fast path stores some.
+    """
     digest = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         digest.update(name.encode())
@@ -151,9 +165,9 @@ def checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return these tensors as one block, a complete safetensors file.
+    """Return copies of these tensors as one block, a complete safetensors file: uint8 of shape (bytes,).
 
-    Raises CpuftError if a tensor has a type that the format cannot hold.
+    Raises CpuftError if a tensor is not of dtype fp64, fp32, fp16, bf16, int64, int32, uint8 or bool.
     """
     for name, tensor in tensors.items():
         if tensor.dtype not in _TYPE_NAMES:

@@ -121,7 +121,7 @@ class MasterWeights:
 
     @contextmanager
     def in_parameters(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Inside, those of `parameters` with a master are their masters, with fp32 copies of their gradients.
+        """Inside, the `parameters` that have a master hold its data, and fp32 copies of their gradients.
 
         Any optimizer can step them so. Other parameters are left as they are. On leaving, also by an exception, the
         masters are rounded into the bf16 compute weights, and the bf16 gradients from before are back.
@@ -149,11 +149,10 @@ class MasterWeights:
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the groups and the state of `optimizer` have masters, with fp32 gradients, in place of bf16
-        parameters.
+        """Inside, the groups and the state of `optimizer` have masters in place of bf16 parameters.
 
-        Parameters without a master stay in the groups. On leaving, also by an exception, the parameters are back in the
-        groups, and the masters are rounded into them.
+        The masters have fp32 copies of the gradients. Parameters without a master stay in the groups. On leaving, also
+        by an exception, the parameters are back in the groups, and the masters are rounded into them.
 
         The parameters keep their dtype: a parameter that gets data of another dtype loses the hook by which
         DistributedDataParallel learns of its gradient, because torch then makes it a new gradient accumulator.

@@ -205,11 +205,11 @@ class FastLayer:
 
 
 def patch_layer(layer: Any, parts: LayerParts) -> None:
-    """Give `layer` the fast forward, in place. Its class becomes a subclass of its own class, so isinstance still
-    holds.
+    """Give `layer` the fast forward, in place.
 
-    Weights of query, key and value become views of one tensor. Gradient checkpointing by transformers, if it is on, is
-    replaced by the layer's own. Call this once for each layer.
+    Its class becomes a subclass of its own class, so that isinstance still holds. Weights of query, key and value
+    become views of one tensor. Gradient checkpointing by transformers, if it is on, is replaced by the layer's own.
+    Call this once for each layer.
 
     Parameters
     ----------
@@ -339,8 +339,8 @@ def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]
 def describe_layers(model: nn.Module) -> str:
     """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`.
 
-    If there are none, the text goes on with the reason, such as `0 of 12 layers replaced, because it does not know
-    GPT2Block (it knows the layers of BERT, ... and DistilBERT)`.
+    If it has replaced none, the reason follows: the layers have parts that it does not know, or they are unknown, as in
+    `0 of 12 layers replaced, because it does not know GPT2Block (it knows the layers of BERT, ... and DistilBERT)`.
     """
     layers = _find_layers(model)
     replaced = sum(isinstance(layer, FastLayer) for layer in layers)
