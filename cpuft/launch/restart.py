@@ -67,20 +67,21 @@ class AttemptResult:
     """How an attempt ended, as far as this machine can know."""
 
     code: int
+    """Exit code of the attempt; 0 for success."""
     failures: tuple[Failure, ...] = ()
     """The most likely cause first."""
     unreachable: frozenset[str] = frozenset()
-    """Hosts of the attempt that do not answer."""
+    """Names of the hosts of the attempt that do not answer."""
     update: int = 0
     """The last recorded update; 0 for none, and for a script."""
     connection_lost: bool = False
     """Whether the connection to the head host was lost."""
     leaving: frozenset[str] = frozenset()
-    """Hosts of the attempt that received an interruption notice."""
+    """Names of the hosts of the attempt that received an interruption notice."""
     connection_error: str = ""
     """Why a connection to a host failed before the ranks started, although the host answers."""
     hosts: tuple[str, ...] = ()
-    """The host of each rank."""
+    """The name of each rank's host, indexed by rank."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,17 @@ class Attempt:
     stopped_at: float
     """Since when the run made no progress, in seconds since 1970."""
     error: CpuftError | None = None
+    """The error that ended the attempt; None if its ranks ended with an exit code."""
 
     @property
     def made_run_folder(self) -> bool:
-        """Whether the attempt came so far that its run folder was made."""
+        """True if the attempt raised no error or lost its head host; another error may have come before the folder was
+        made."""
         return self.error is None or isinstance(self.error, HeadHostLostError)
 
     @property
     def unfetched_from(self) -> str:
-        """The head host that has the only copy of the record; empty if the record was fetched."""
+        """Name of the head host that has the only copy of the record; empty if the record was fetched."""
         return self.error.unfetched_from if isinstance(self.error, HeadHostLostError) else ""
 
 
@@ -109,7 +112,7 @@ class RestartHistory:
 
     first_cluster: Cluster
     leaving: frozenset[str] = frozenset()
-    """Hosts that have received an interruption notice."""
+    """Names of the hosts that have received an interruption notice."""
     used_hosts: dict[str, Host] = field(default_factory=dict)
     """Hosts of the attempts before the last one, by name."""
 
@@ -120,7 +123,7 @@ class RestartDecision:
 
     restart: bool
     reason: str
-    """What was lost, or why a restart would not help."""
+    """What was lost, or why a restart would not help; a phrase such as "host node2 was lost"."""
     error_id: str = ""
     """Identifies an error that may occur again; empty for a loss, which may happen any number of times."""
 
@@ -141,7 +144,22 @@ class RestartPolicy:
     """`RestartDecision.error_id` of earlier attempts."""
 
     def decide(self, result: AttemptResult) -> RestartDecision:
-        """Decide what to do after an attempt that ended with another exit code than 0."""
+        """Decide what to do after an attempt that ended with another exit code than 0. Changes nothing in this object.
+
+        The first of these cases that applies decides:
+
+        - Hosts were lost or received an interruption notice, or a connection to a host failed: restart.
+        - No rank reported a failure: no restart for exit code 2 or 74, otherwise one restart.
+        - The first rank waited in vain for others: one restart.
+        - The first rank was interrupted (exit code 75): no restart.
+        - It ran out of memory: one restart.
+        - It was killed by SIGKILL or SIGTERM, or lost another rank: restart.
+        - It ended with 2 (options or data rejected) or 74 (disk full): no restart.
+        - It failed otherwise: one restart.
+
+        "One restart" means that there is none if `errors` has the same error at the same update; the caller adds the
+        `error_id` of each decision. After `limit` restarts there is no further one in any case.
+        """
         decision = self._explain(result)
         if decision.restart and self.restarts >= self.limit:
             return RestartDecision(
@@ -203,7 +221,10 @@ def _last_line(text: str) -> str:
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
-    """Return how often this job may be restarted: 0 for engines without checkpoints.
+    """Return how often this job may be restarted.
+
+    It is 0 for engines other than torch, which write no checkpoints; otherwise --max-restarts or, without this option,
+    3 on several hosts and 0 on one.
 
     Raises CpuftError: --min-np is more than --np.
     """
@@ -216,7 +237,10 @@ def find_limit(job: Job, cluster: Cluster) -> int:
 
 
 def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """Return the line of a printed plan that tells when the run is restarted; none if it is not."""
+    """Return one line for a printed plan that tells when the run is restarted, in a tuple; () if it is not.
+
+    Raises CpuftError: --min-np is more than --np.
+    """
     limit = find_limit(job, cluster)
     if not limit:
         return ()
@@ -228,7 +252,18 @@ def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
 
 
 def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str], ranks: int, update: int) -> str:
-    """Return the line that announces a restart. `update`: of the checkpoint to continue from; 0 for none."""
+    """Return the line that announces a restart.
+
+    For example "restart 1 of 3: host b was lost; 2 ranks on a, c continue after update 40".
+
+    Parameters
+    ----------
+    number: number of this restart, from 1.
+    limit: how many are allowed.
+    hosts: names of the hosts of the next attempt.
+    ranks: its number of ranks.
+    update: update of the checkpoint to continue from; 0 for none.
+    """
     plural = "s" * (ranks == 1)
     start = f"continue{plural} after update {update}"
     if update <= 0:
@@ -239,7 +274,20 @@ def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str],
 def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say) -> int:
     """Run a job until it succeeds or another attempt would not help; return the exit code of the last attempt.
 
-    Raises CpuftError: an attempt raised one that no restart can mend, or the last attempt raised one.
+    Returns 0 also if the last attempt lost the connection to a head host on which the run had finished, and its results
+    could be fetched. Before each restart, `say` gets a line that announces it. After the last attempt has failed, ranks
+    that are left are killed, the run is removed from its hosts except its checkpoints, and an empty run folder is
+    removed here.
+
+    Parameters
+    ----------
+    plan, cluster: of the first attempt.
+    start: carries out a plan, and returns its exit code.
+    say: called with a line for the user.
+
+    Raises CpuftError: --min-np is more than --np; an attempt raised an error that no restart can mend; the time limit
+    is over; or the last attempt raised an error, such as HeadHostLostError.
+    Raises NotStoredError: this machine could not store the results, and nothing was removed from the hosts.
     """
     policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
     while True:
@@ -339,9 +387,14 @@ def _count_updates(run_dir: str) -> int:
 
 
 def find_leaving_hosts(run_dir: str, hosts: Sequence[str]) -> frozenset[str]:
-    """Return the hosts that had received an interruption notice when the run was interrupted, from its record.
+    """Return the names of the hosts that had received an interruption notice when the run was interrupted.
 
-    `hosts` is the host of each rank.
+    Read from the last line of the run record here; empty if there is no readable record, or it does not end with an
+    interruption.
+
+    Parameters
+    ----------
+    hosts: the name of each rank's host, indexed by rank.
     """
     try:
         record = Path(run_dir, FILE_NAME)
@@ -363,7 +416,12 @@ def _find_last_progress(run_dir: str, begun: float) -> float:
 def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS) -> T:
     """Return what `plan` returns. Call it up to two more times while only a connection to a host fails.
 
-    Raises CpuftError: as the last call of `plan`.
+    Parameters
+    ----------
+    pause: seconds between two calls.
+
+    Raises CpuftError: the error of the last call, or the first error that is not about a connection (`is_transient` is
+    False).
     """
     for _ in range(_RETRIES):
         try:
@@ -378,7 +436,11 @@ def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS
 def plan_next_attempt(
     launch: Launch, history: RestartHistory, plan: RunPlan, last: Cluster, tried: Attempt, reason: str
 ) -> tuple[RunPlan, Cluster, int]:
-    """Choose hosts for the next attempt and plan it. Ends ranks that are left on the hosts.
+    """Choose hosts for the next attempt and plan it. Kills ranks that are left on the hosts.
+
+    Asks all hosts of the hostfile which of them answer and what they have of the run, and removes the run, except its
+    checkpoints, from hosts that the next attempt does not use. Adds the hosts of the last attempt to
+    `history.used_hosts`.
 
     Parameters
     ----------
@@ -389,7 +451,9 @@ def plan_next_attempt(
     -------
     The plan, its cluster, and the update of the checkpoint that the run continues from (0 for none).
 
-    Raises CpuftError: fewer ranks fit on the remaining hosts than --min-np requires, or something is wrong with a host.
+    Raises CpuftError: no host is left, or fewer ranks fit on the remaining hosts than --min-np requires; the newest
+    checkpoint is on a host that would not be used; a host does not answer any more; or the job cannot be planned on
+    these hosts.
     """
     job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
     history.used_hosts.update({one.host.name: one.host for one in last.assignments})
@@ -429,19 +493,20 @@ def choose_hosts(
 ) -> tuple[tuple[Host, ...], int]:
     """Choose the hosts of the next attempt.
 
-    No host gets more ranks than it had in the first attempt; a host that had none gets at most as many as the host with
-    the most ranks.
+    No host gets more ranks than it had in the first attempt. A host that had none gets at most as many as the host with
+    the most ranks, and not more than its slots.
 
     Parameters
     ----------
     hosts: all hosts of the hostfile, in its order.
     excluded: names of hosts that must not be used.
-    first_ranks: number of ranks of each host in the first attempt.
+    first_ranks: number of ranks of each host in the first attempt, by name; not empty.
     np: number of ranks in the first attempt.
 
     Returns
     -------
-    The hosts, and the number of ranks to start on them, at most `np` (0 if no host is left).
+    (all hosts that are not excluded, in their order; number of ranks to start on them, at most `np`, and 0 if no host
+    is left)
     """
     left = tuple(host for host in hosts if host.name not in excluded)
     most = max(first_ranks.values())
@@ -462,9 +527,15 @@ def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Co
 
 
 def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
-    """Remove the run, except its checkpoints, from hosts that the next attempt does not use.
+    """Remove the run, except its checkpoints, from hosts of the last attempt that the next one does not use.
 
-    So is a former head host: it would look like the current one, because it has the lock file of the run.
+    Hosts that do not answer are left out. A former head host is also cleaned up if it is used further: it would look
+    like the current one, because it has the lock file of the run.
+
+    Parameters
+    ----------
+    plan, last: plan and cluster of the last attempt.
+    remaining: the hosts of the next attempt, the head host first.
     """
     names = {one.host.name for one in last.assignments}
     left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})
@@ -474,7 +545,13 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
 
 
 def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
-    """Fetch the run if it had finished on the head host and only the connection was lost; return whether it had."""
+    """Fetch the run if it had finished on the head host and only the connection was lost.
+
+    Returns True if the run was fetched, and then it is also removed from the hosts. False if the ranks work on this
+    machine, the head host does not answer, the run has not finished there, or the head host is lost again.
+
+    Raises NotStoredError: this machine could not store the results.
+    """
     head_host = [one.host for one in cluster.assignments if one.host.name == cluster.head]
     if not cluster.works_remotely or cluster.access.transport.find_unresponsive([cluster.head]):
         return False
@@ -489,7 +566,14 @@ def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say)
 
 
 def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, say: Say) -> None:
-    """Remove a finished run from the hosts that it lost, if they answer again, and name those that do not."""
+    """Remove a finished run from the hosts that it lost, if they answer again, and name with `say` those that do not.
+
+    Kills its ranks there first. Does nothing if the ranks of the last attempt worked in this machine's folders.
+
+    Parameters
+    ----------
+    last: cluster of the last attempt.
+    """
     used, transport = {one.host.name for one in last.assignments}, last.access.transport
     lost = [host for name, host in history.used_hosts.items() if name not in used] if last.works_remotely else []
     transport.find_unresponsive([host.name for host in lost], _LOST_HOST_SECONDS)
@@ -504,9 +588,11 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, sa
 
 
 def complete_resumed_run(job: Job, resumed: ResumedRun) -> ResumedRun:
-    """Add the recorded options of the run, or those of `job` if nothing was recorded yet.
+    """Return what is needed to continue a run: its recorded options, or those of `job` if nothing was recorded yet.
 
-    `resumed.updates` is below 0 if the record of the last attempt is lost; then hosts may know how many were made.
+    Of `resumed`, the host copies, `stopped_at`, `restart_reason` and `fetched_from` are kept. `updates` stays unless it
+    is below 0, which means that the record of the last attempt is lost; then it is the largest number of updates that a
+    host knows, or 0.
     """
     train, copies = job.train, resumed.host_copies
     batch = train.batch_size * train.gradient_accumulation * job.config.np
@@ -522,7 +608,12 @@ def complete_resumed_run(job: Job, resumed: ResumedRun) -> ResumedRun:
 def kill_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = None) -> None:
     """Kill the processes of a run that are left on hosts that answer. A lost mpirun does not end its ranks.
 
-    `hosts`: by default those of the cluster, if there are several.
+    Waits up to 15 s for each host, all at the same time. Errors are ignored.
+
+    Parameters
+    ----------
+    run_dir: the run folder on this machine.
+    hosts: None for those of the cluster if there are several; for a single host nothing is done then.
     """
     command = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir))
     transport, program = cluster.access.transport, Path(kill.__file__).read_text(encoding="utf-8")

@@ -33,7 +33,8 @@ from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
 NEW, MERGE = "new", "merge"
-"""Whether RUN_DIR must not exist yet, or files of an earlier attempt in RUN_DIR are replaced one by one."""
+"""How `python -m cpuft.launch.results` stores a run: RUN_DIR must not exist yet, or files of an earlier attempt in
+RUN_DIR are replaced one by one."""
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
 _SKIPPED = "only plain files and folders of a run are fetched; left out: "
 _HERE = Path(__file__)
@@ -65,11 +66,11 @@ class HeadHostLostError(CpuftError):
     """The head host, or the connection to it, was lost."""
 
     unfetched_from = ""
-    """The head host, if it has the only copy of the run's record."""
+    """Name of the head host, if it has the only copy of the run's record; empty otherwise."""
 
 
 class NotStoredError(CpuftError):
-    """The results of a run could not be stored on this machine. The hosts keep their copy."""
+    """The results of a run could not be stored on this machine. The hosts keep their copy. The exit code is 74."""
 
     exit_code = IO_ERROR
 
@@ -79,11 +80,15 @@ def plan_results(
 ) -> Stages:
     """Plan to fetch the run folder from the head host, and then to remove the run from all hosts.
 
+    The result is () if the ranks work in this machine's own folders. Otherwise it has two stages: one step that
+    fetches, and a step for each host that removes.
+
     Parameters
     ----------
     work: the run folder on the head host.
+    run_dir: the run folder on this machine.
     resumed: whether `run_dir` may exist, and is merged with what comes.
-    former_hosts: further hosts that have files of the run from earlier attempts.
+    former_hosts: names of further hosts that have files of the run from earlier attempts.
     """
     if not cluster.works_remotely:
         return ()
@@ -96,7 +101,14 @@ def plan_results(
 
 
 def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
-    """Plan to remove the run from all hosts, except its checkpoints. Files that may hold secrets are removed first."""
+    """Plan to remove the run from all hosts, except its checkpoints: one stage with a step for each host.
+
+    Files that may hold secrets are removed first. Each step prints the name of the newest checkpoint that it leaves.
+
+    Parameters
+    ----------
+    work: the run folder on the hosts.
+    """
     secrets = os.path.dirname(cluster.sent_file(work, 0))
     command = ("sh", "-c", _REMOVE_ALL_BUT_CHECKPOINTS, "remove_all_but_checkpoints", cluster.folder, secrets, work)
     names = [assignment.host.name for assignment in cluster.assignments]
@@ -113,19 +125,26 @@ def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
 
 
 def write_plan(plan: RunPlan, run_dir: str) -> None:
-    """Write the plan as a shell script into the run folder."""
+    """Write the plan as the shell script `plan.sh` into the run folder, which replaces an earlier one."""
     write_text(Path(run_dir) / "plan.sh", format_plan(plan.full_plan, os.getcwd()))
 
 
 def fetch_and_clean_up(
     plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], is_finished: bool, say: Say
 ) -> None:
-    """Fetch the run from the head host, and remove it from all hosts that answer.
+    """Fetch the run from the head host, write `plan.sh` in the run folder, and remove the run from the hosts.
 
-    Of a run that is not finished, the checkpoints stay on the hosts, and everything stays there if
-    `plan.keep_host_copies` is set.
+    Nothing is removed from hosts that do not answer. Of a run that is not finished, the checkpoints stay on the hosts,
+    and everything stays there if `plan.keep_host_copies` is set.
 
-    Raises HeadHostLostError: the head host could not send the run, and its files stay there.
+    Parameters
+    ----------
+    plan: must have a results part, from `plan_results`.
+    run_dir: the run folder on this machine.
+    is_finished: whether the run succeeded.
+    say: called with a line for the user, for example about hosts that do not answer and so keep their files.
+
+    Raises HeadHostLostError: the head host could not send the run within 30 minutes, and its files stay there.
     Raises NotStoredError: this machine could not store the run, and nothing is removed from the hosts.
     """
     _, *cleanup = plan.results
@@ -161,13 +180,14 @@ def fetch_and_clean_up(
 
 
 def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
-    """Fetch the run's folder from the head host into `run_dir`.
+    """Fetch the run's folder from the head host into `run_dir`, and wait for it up to 30 minutes.
 
     When this function returns, the whole folder is on this machine's disk, so that the copies on hosts may be removed.
-    They must stay if it raises.
+    They must stay if it raises. `say` gets a line every 30 s, and one that names links and devices, which are not
+    fetched.
 
     Raises NotStoredError: the folder came, but this machine could not store it.
-    Raises CpuftError: the head host could not send the folder.
+    Raises CpuftError: the head host could not send the folder, or 30 minutes have passed.
     """
     ((step,), *_) = plan.results
 
@@ -199,9 +219,14 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
 def remove_all_but_checkpoints(
     plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = (), say: Say | None = None
 ) -> None:
-    """Carry out `plan.partial_cleanup` on all hosts but those in `without`.
+    """Remove a run from its hosts, except its checkpoints, as `plan.partial_cleanup` says. Errors on hosts are ignored.
 
-    The hosts that have checkpoints are noted in the local run folder, and `say` is told how to continue.
+    Waits up to 60 s for the hosts. If some have checkpoints, their names are written to the local run folder, and `say`
+    is told how to continue the run.
+
+    Parameters
+    ----------
+    without: names of hosts on which nothing is removed.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
     commands = Plan(command_prefixes=plan.command_prefixes)
@@ -255,12 +280,12 @@ def fetch(run_dir: Path, command: Sequence[str], merge: bool) -> list[str]:
 
     Returns
     -------
-    Names of the archive's links, pipes and devices, which are not stored, each with its kind.
+    Names of the archive's links, pipes and devices, which are not stored, each with its kind, for example "logs/x
+    (symbolic link)".
 
-    Raises
-    ------
-    CpuftError: the command failed.
-    NotStoredError: the archive is incomplete or leads out of the folder, or this machine's disk does not take it.
+    Raises CpuftError: the command failed.
+    Raises NotStoredError: the archive is incomplete or leads out of the folder, `merge` is False and `run_dir` is there
+    and not an empty folder, or this machine's disk does not take the files.
     """
     run_dir = Path(os.path.realpath(run_dir))
     # On the disk of the run's folder, which may be a link to another disk or a mount point.
@@ -324,15 +349,15 @@ def _receive(part: Path, command: Sequence[str]) -> list[str]:
 def extract(source: _Source, part: Path) -> list[str]:
     """Extract the plain files and folders of a tar archive into `part`, a path where nothing is.
 
-    Owners are not restored; files get at most mode 755 and folders too. Each file is synced to the disk.
+    Owners are not restored. Files get at most mode 755 and at least 600, folders at least 700. Each file is synced to
+    the disk.
 
     Returns
     -------
-    Names of links, pipes and devices, which are not stored, each with its kind.
+    Names of links, pipes and devices, which are not stored, each with its kind, for example "logs/x (symbolic link)".
 
-    Raises
-    ------
-    NotStoredError: it is no tar archive, a name leads out of the folder, or a name is there twice.
+    Raises NotStoredError: it is no tar archive, a name leads out of the folder, or a name is there twice.
+    Raises OSError: a file cannot be written.
     """
     skipped = []
     try:
@@ -452,7 +477,11 @@ def _stop(signal_number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Exit code 0, 74 (EX_IOERR) if the results could not be stored here, or 1 if they could not be sent."""
+    """Store a run as `fetch` does. The arguments are "new" or "merge", RUN_DIR and the command that sends the run.
+
+    Exits with 0, 74 (EX_IOERR) if the results could not be stored here, 1 if they could not be sent, or 143 after
+    SIGTERM. Prints a line on standard error for an error, or on standard output if something was left out.
+    """
     how, run_dir, *command = sys.argv[1:]
     signal.signal(signal.SIGTERM, _stop)
     try:

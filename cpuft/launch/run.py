@@ -47,7 +47,7 @@ class LaunchRequest:
     resume: str
     """The folder of the run to resume; empty for a new run."""
     given: frozenset[str]
-    """Names of the options that the user gave with another value than the default, such as "batch_size"."""
+    """Names of the options that the command line or the file of --config gives, such as "batch_size"."""
     progress: str
     """How rank 0 shows its progress: `bar` or `lines`."""
 

@@ -61,6 +61,7 @@ class ActiveRun:
     hosts: tuple[Host, ...]
     """The host of each rank."""
     access: Access
+    """How the hosts are reached."""
 
 
 @dataclass(frozen=True)
@@ -77,10 +78,12 @@ class PendingOperation:
     """A collective or point-to-point operation that has not finished."""
 
     channel: str
-    """The process group or pair of ranks, such as "the world"."""
+    """The process group of the operation, such as "the world" or "group 1". An operation between two ranks has a
+    channel of its own: "the world, between two" (torch) or "the world from 0 to 1 (tag 3)" (cpuft.comm)."""
     sequence: int
     """Number of the operation in its channel."""
     name: str
+    """For example "all_reduce"."""
     seconds: float
     """How long the operation has taken so far."""
     ranks: tuple[int, ...] = ()
@@ -99,7 +102,7 @@ class RankDump:
     rank: int
     host: str
     state: str
-    """Letter of proc(5), GONE or SILENT."""
+    """The process state as a letter of proc(5), such as "R" or "S", or GONE or SILENT."""
     pid: int = 0
     wchan: str = ""
     """The kernel function in which the process sleeps."""
@@ -116,19 +119,27 @@ class RankDump:
 
     @property
     def location(self) -> str:
-        """Innermost place in the user's code or cpuft's training, as "file:line in function"; "" if unknown."""
+        """Innermost place in the user's code or cpuft's training, as "file:line in function".
+
+        The innermost frame at all if the stack shows neither; "" without a stack.
+        """
         own = (one for one in self.frames if _TRAINING.search(one.file) or not _LIBRARIES.search(one.file))
         frame = next(own, self.frames[0] if self.frames else None)
         return f"{_shorten(frame.file)}:{frame.line} in {frame.function}" if frame else ""
 
     @property
     def is_in_collective(self) -> bool:
-        """Whether the stack of the main thread shows code that waits for other ranks."""
+        """True if the main thread's stack has a frame in torch.distributed, torch.autograd's graph, cpuft.comm or
+        mpi4py."""
         return any(_WAITING.search(frame.file) for frame in self.frames)
 
     @property
     def last_operations(self) -> str:
-        """The last operations that the rank started in its process groups, without those between two ranks."""
+        """The last operation that the rank started in each channel, such as "all_reduce #6 of the world".
+
+        Several are separated by ", ", at most three of them, then "...". Channels between two ranks of cpuft.comm are
+        left out. "" if no operation is known.
+        """
         groups = [(channel, *last) for channel, last in self.progress.items() if " from " not in channel]
         texts = [f"{name} #{number} of {channel}" for channel, number, name in groups]
         return ", ".join(texts[:_MOST_OPERATIONS] + ["..."] * (len(texts) > _MOST_OPERATIONS))
@@ -142,14 +153,15 @@ def _shorten(path: str) -> str:
 
 
 def describe_state(dump: RankDump) -> str:
-    """Return the state of a rank's process in words."""
+    """Return the state of a rank's process in words, such as "running" or "asleep in futex_wait_queue"."""
     where = f" in {dump.wchan}" if dump.wchan and dump.state in ("S", "D") else ""
     where += " in C code that keeps the GIL" if dump.holds_gil else ""
     return _STATES.get(dump.state, f"state {dump.state}") + where
 
 
 def format_rank_dump(dump: RankDump) -> str:
-    """Return the text of a rank's `.stack` file."""
+    """Return the text of a rank's `.stack` file: rank, process, state, operations, location, and the stacks of all
+    threads."""
     lines = [f"rank {dump.rank} on {dump.host}, process {dump.pid}"]
     lines += [f"state: {describe_state(dump)}"]
     lines += [f"in operation: {one.text}, for {one.seconds:.1f} s" for one in dump.pending] or ["in no operation"]
@@ -159,7 +171,7 @@ def format_rank_dump(dump: RankDump) -> str:
 
 
 def parse_stack(text: str) -> tuple[Frame, ...]:
-    """Return the frames of the main thread from faulthandler's text.
+    """Return the frames of the main thread from faulthandler's text, innermost first; () if there are none.
 
     This is the thread that got the signal, because the kernel delivers it to the main thread; otherwise the oldest
     thread, which faulthandler writes last.
@@ -194,6 +206,11 @@ class _Report:
 
 def parse_rank_dump(found_json: Any, host: str) -> RankDump:
     """Parse what `cpuft.rank.dump_stacks` printed about one rank. A report that the rank was just writing is ignored.
+
+    Parameters
+    ----------
+    found_json: the parsed JSON object of the rank.
+    host: name of the rank's host.
 
     Raises ValueError: the object has wrong fields.
     """
@@ -234,12 +251,15 @@ def _parse_frame(frame: list[Any]) -> Frame:
 
 
 def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: Iterable[str]) -> tuple[RankDump, ...]:
-    """Return the dumps of all ranks in order, with GONE or SILENT for missing ones.
+    """Return the dumps of all ranks, indexed by rank.
+
+    A rank without a dump gets one with the state SILENT if its host does not answer, and GONE otherwise.
 
     Parameters
     ----------
-    hosts: the host of each rank.
-    silent: hosts that do not answer.
+    found: dumps of some ranks, in any order.
+    hosts: the name of each rank's host, indexed by rank.
+    silent: names of the hosts that do not answer.
     """
     by_rank, lost = {dump.rank: dump for dump in found}, set(silent)
     return tuple(
@@ -248,11 +268,12 @@ def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: It
 
 
 def gather_dumps(run: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
-    """Ask all hosts at once what their ranks are doing.
+    """Ask all hosts at once what their ranks are doing. Waits up to 15 s. A host that does not answer raises nothing.
 
     Returns
     -------
-    The dumps of all ranks in order, and for each host that does not answer the reason.
+    (dumps of all ranks, indexed by rank; for the name of each host that does not answer, or whose answer cannot be
+    read, the error message). The ranks of such a host have the state SILENT.
     """
     program = Path(dump_stacks.__file__).read_text(encoding="utf-8")
     command = run.access.any_python("-c", FROM_STDIN, run.work, str(DUMP_SECONDS))
@@ -277,7 +298,8 @@ def gather_dumps(run: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
 def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
     """Write each rank's dump to logs/rank-N.stack in the run folder on the head host.
 
-    Raises CpuftError: the head host could not store the files.
+    Raises CpuftError: the head host does not answer or could not store the files.
+    Raises OSError: this machine is the head host, and its disk does not take the files.
     """
     files = {f"{run.work}/logs/rank-{dump.rank}.stack": format_rank_dump(dump) for dump in dumps}
     head_host = run.hosts[0]
@@ -294,9 +316,10 @@ def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Which ranks the others wait for."""
+    """Which ranks the others wait for, if that can be said."""
 
     culprits: tuple[int, ...]
+    """These ranks, in ascending order; empty if none can be named."""
     text: str
     """One line that names them and what they are doing, or says why none can be named."""
 
@@ -306,11 +329,18 @@ def diagnose_run(
 ) -> tuple[Diagnosis, set[str]]:
     """Gather and write the dumps of all ranks after some have waited in vain, and before any is ended.
 
-    `hosts` is the host of each rank.
+    Writes logs/rank-N.stack in the run folder on the head host, and names these files with `say`.
+
+    Parameters
+    ----------
+    run_dir: the run folder as the ranks see it.
+    hosts: the name of each rank's host, indexed by rank.
 
     Returns
     -------
-    Which ranks the others wait for, and the hosts that do not answer.
+    (which ranks the others wait for, names of the hosts that do not answer)
+
+    Raises CpuftError: the dumps cannot be written on the head host.
     """
     run = ActiveRun(run_dir, tuple(map(Host, hosts)), Access(transport, sys.executable))
     dumps, silent = gather_dumps(run)
@@ -322,13 +352,16 @@ def diagnose_run(
 def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> Diagnosis:
     """Find the ranks that the others wait for.
 
-    A rank is named if others wait for it and it waits for none. If all wait for each other, because they are in
-    different operations or at different lines, the minority is named. Lines count only if no operation of any rank is
-    known, because the ranks of a healthy run are at different lines.
+    A rank is named if it has ended, is stopped or its host does not answer, or otherwise if others wait for it and it
+    waits for none. If all wait for each other, because they are in different operations or at different lines, the
+    minority is named. Lines count only if no operation of any rank is known, because the ranks of a healthy run are at
+    different lines. If there is no such rank, `culprits` is empty and `text` says why: all ranks are in the same
+    operation, which points to the network; no rank has waited long; or ranks wait for each other and no majority
+    agrees.
 
     Parameters
     ----------
-    dumps: of all ranks in order.
+    dumps: of all ranks, indexed by rank.
     least_seconds: operations that have taken less time are ignored.
     """
     waiting = {dump.rank for dump in dumps if _is_waiting(dump, least_seconds)}
@@ -360,7 +393,12 @@ def _is_waiting(dump: RankDump, least_seconds: float) -> bool:
 def find_behind(dumps: Sequence[RankDump], waiting: RankDump) -> set[int]:
     """Return the ranks because of which the oldest operation of a waiting rank cannot finish.
 
-    They have not started this operation yet, or have started another one with its number.
+    They have not started this operation yet, or have started another one with its number. Empty if all have started it.
+
+    Parameters
+    ----------
+    dumps: of all ranks.
+    waiting: the dump of the waiting rank, which must have a pending operation.
     """
     operation = waiting.pending[0]
     behind = set()
