@@ -18,6 +18,7 @@ from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 
 TABLE = Path(__file__).with_name("instances.csv")
+"""cpuft's own table of instances."""
 
 
 @dataclass(frozen=True)
@@ -25,9 +26,11 @@ class Instance:
     """One kind of rented host."""
 
     name: str
+    """The seller's name of the type, such as m7i.8xlarge."""
     cores: int
     """Number of physical cores."""
     amx: bool
+    """Whether its CPU has AMX."""
     gbits_per_second: float
     """Network rate in Gbit/s, as the seller states it."""
     dollars_per_hour: float
@@ -37,10 +40,25 @@ class Instance:
 
 
 INSTANCE_COLUMNS = tuple(Instance.__dataclass_fields__)
+"""The head line of a table of instances: name, cores, amx (yes or no), gbits_per_second, dollars_per_hour, dated."""
 
 
 def parse_instances(text: str, path: str) -> dict[str, Instance]:
-    """Return the instances of a CSV table with a head line, by name. Raises CpuftError that names a wrong line."""
+    """Return the instances of a CSV table by name; of two lines with the same name, the later one counts.
+
+    The first line of the table is `name,cores,amx,gbits_per_second,dollars_per_hour,dated`; amx is `yes` or anything
+    else for no. Empty lines are left out.
+
+    Parameters
+    ----------
+    path: of the table, for error messages only.
+
+    Raises
+    ------
+    CpuftError: the first line is another one; a line has another number of columns; cores (a whole number) or rate is
+        not a positive number below a million, or the price is negative or a million or more. The message has the number
+        of the line.
+    """
     lines = csv.reader(io.StringIO(text, newline=""))
     found: dict[str, Instance] = {}
     try:
@@ -65,9 +83,12 @@ def _parse_words(words: list[str]) -> Instance:
 
 
 def find_instance(name: str, path: str = "") -> Instance:
-    """Return the instance of this name from the table at `path`, or from the table of cpuft.
+    """Return the instance of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty.
 
-    Raises CpuftError if the table cannot be read, or with similar names if the name is unknown.
+    Raises
+    ------
+    CpuftError: the table does not exist, cannot be read or has a wrong line; or it does not have the name, and the
+        message has similar names.
     """
     table = Path(path) if path else TABLE
     try:
@@ -105,19 +126,24 @@ class Network:
     """The network between the hosts."""
 
     bits_per_second: float
+    """Rate of one host: of the wire, or of payload if `measured`."""
     latency_seconds: float
     """Half of the round-trip time of one byte."""
     cpu_seconds_per_byte: float = CPU_SECONDS_PER_BYTE
+    """Core seconds per byte that a rank sends."""
     measured: bool = False
     """Whether the rate was measured with payload only, and so already counts the headers of frames."""
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of payload per second."""
+        """Bytes of payload per second. A rate that was not measured is multiplied by ETHERNET, the share of payload."""
         return self.bits_per_second / 8 * (1.0 if self.measured else ETHERNET)
 
     def all_reduce_seconds(self, nbytes: float, hosts: int) -> float:
-        """Return the seconds of a ring all-reduce: 2(n-1) messages of an n-th each (Patarasuk and Yuan, 2009)."""
+        """Return the seconds of a ring all-reduce of `nbytes` bytes; 0 for one host.
+
+        2(n-1) messages of an n-th of the bytes each are sent one after another (Patarasuk and Yuan, 2009).
+        """
         return 2 * (hosts - 1) * (self.latency_seconds + nbytes / hosts / self.bytes_per_second)
 
 
@@ -136,12 +162,18 @@ class Job:
     rows: int
     """Examples of the whole training, all epochs together."""
     cores: float
+    """Cores of the host that the times are for."""
     levels: tuple[str, ...]
-    """Compression levels that the job may use."""
+    """Compression levels that the job may use, from exact to the fewest bytes, such as ("none", "bf16", "int8")."""
     parameters: int
+    """Numbers in all gradients except those of word embeddings."""
     factors: int
+    """Numbers in the PowerSGD factors of these gradients."""
     row: int
+    """Numbers in one row of the word embeddings; 0 if embedding rows are not sent by themselves."""
     words: dict[str, float]
+    """Mean number of different tokens in one update, which is the number of embedding rows to send, by the number of
+    ranks."""
     gathered: float = 0.0
     """Bytes of weights that ranks receive from each other in an update if the optimizer is sharded."""
 
@@ -151,15 +183,23 @@ class Job:
         return self.forward_seconds + self.backward_seconds + self.update_seconds
 
     def sent_numbers(self, hosts: int) -> tuple[float, float]:
-        """Return how many numbers an update sends on `hosts` hosts:
+        """Return (numbers that an update on `hosts` hosts sends during the backward pass, numbers of embedding rows
+        after it).
 
-        during the backward pass, and embedding rows after it.
+        The second one is 0 if embedding rows are not sent by themselves.
         """
         words = self.words.get(str(hosts)) or interpolate(self.words, hosts)
         return self.parameters, words * self.row
 
     def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return how many bytes these numbers are at a compression level."""
+        """Return (bytes that an update on `hosts` hosts sends during the backward pass, bytes of embedding rows after
+        it).
+
+        Parameters
+        ----------
+        sent_as: compression level, a key of COMPRESSION_FACTS; KeyError for another. With powersgd, embedding rows are
+            sent as int8.
+        """
         layers, words = self.sent_numbers(hosts)
         in_factors = sent_as == "powersgd"
         layers = self.factors if in_factors else layers
@@ -173,7 +213,9 @@ class Estimate:
 
     hosts: int
     step_seconds: float
+    """Seconds of one update."""
     samples_per_second: float
+    """Samples per second of all hosts together."""
     least: float
     """Lower end of the interval of samples per second."""
     most: float
@@ -183,7 +225,7 @@ class Estimate:
     train_seconds: float
     """Seconds of the whole training, all epochs together."""
     price: float
-    """Price of all hosts for the whole training; 0 if the price of a host is unknown."""
+    """Price of all hosts for the whole training, in the currency of the price of a host; 0 if that is unknown."""
     waited_seconds: float
     """Seconds of a step in which communication is not hidden behind the backward pass."""
     taken_seconds: float
@@ -195,7 +237,12 @@ class Estimate:
 def interpolate(words: dict[str, float], hosts: int) -> float:
     """Return the number of different tokens in an update of `hosts` ranks.
 
-    Between two known numbers of ranks it follows a power law (Heaps' law).
+    Between two known numbers of ranks, and above the largest two, it follows a power law (Heaps' law). Below the
+    smallest known number of ranks it is the number of tokens there. 0 if nothing is known.
+
+    Parameters
+    ----------
+    words: number of different tokens by number of ranks, which is a text such as "2".
     """
     known = sorted((int(ranks), count) for ranks, count in words.items())
     if not known:
@@ -208,9 +255,17 @@ def interpolate(words: dict[str, float], hosts: int) -> float:
 
 
 def read_job(record: Record, compression: str = "auto") -> Job:
-    """Return the job of a record.
+    """Return the job of a record: mean times of its steps without the first tenth, and the sizes of its gradients.
 
-    Raises CpuftError if the run had several ranks, too few steps, or no sizes of its gradients.
+    Parameters
+    ----------
+    compression: `auto`, or the only compression level that the job may use. `auto` stands for the level of the recorded
+        run, or if that had `auto`, too, for all levels that a launch may choose.
+
+    Raises
+    ------
+    CpuftError: the run had several ranks; it has fewer than 4 steps without the first tenth; the record does not hold
+        the sizes of its gradients, because it is old; or the bytes that the compression level sends are not known.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
@@ -240,8 +295,10 @@ def read_job(record: Record, compression: str = "auto") -> Job:
 
 
 def count_gathered_bytes(record: Record) -> float:
-    """Return the bytes of all weights as ranks compute with them (embeddings in fp32), or 0 if the optimizer is not
-    sharded."""
+    """Return the bytes of all weights as ranks compute with them, or 0 if the optimizer is not sharded.
+
+    A weight has 2 bytes with the fast path in bf16, else 4 bytes; embeddings always have 4.
+    """
     header, options = record.header, record.header.options
     if options.get("shard", "none") == "none":
         return 0.0
@@ -251,16 +308,27 @@ def count_gathered_bytes(record: Record) -> float:
 
 
 def count_examples(record: Record) -> int:
-    """Return the examples of all epochs, even if the run was limited to fewer updates."""
+    """Return the examples of all epochs, even if the run was limited to fewer updates.
+
+    Of one epoch if the record does not hold the number of epochs; 0 in a record of an older version.
+    """
     epochs = record.header.options.get("epochs")
     return round(record.header.examples * epochs) if isinstance(epochs, (int, float)) else record.header.examples
 
 
 def find_levels(record: Record, compression: str) -> tuple[str, ...]:
-    """Return the compression levels that a job may use.
+    """Return the compression levels that a job may use, from exact to the fewest bytes.
 
-    These are `compression`, or for `auto` the recorded one, or those that a launch may choose by itself. Raises
-    CpuftError if the bytes that a level sends are not known.
+    Parameters
+    ----------
+    compression: the only level, or `auto` for the level of the recorded run. If that had `auto`, too, the result has
+        all levels that a launch may choose: none (unless the run was in bf16), bf16, and int8 (unless the optimizer is
+        sharded).
+
+    Raises
+    ------
+    CpuftError: the bytes that the level sends are not known, because it is unknown, does not work with a sharded
+        optimizer, or is powersgd and the record does not have the sizes of its factors.
     """
     asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
     allowed = SHARDED_COMPRESSIONS if count_gathered_bytes(record) else tuple(COMPRESSION_FACTS)
@@ -276,13 +344,20 @@ def find_levels(record: Record, compression: str) -> tuple[str, ...]:
 
 
 def find_cores(record: Record) -> float:
-    """Return the cores of the rank, or the CPU time that its control group allows, in cores."""
+    """Return the cores that the ranks could use: the hardware threads they were pinned to.
+
+    If a control group allows less CPU time than that, in cores, that is the result.
+    """
     bound = float(len({cpu for rank in record.header.ranks for cpu in rank.cpus}))
     return min(bound, record.header.cores_allowed or bound)
 
 
 def scale_cores(job: Job, cores: float) -> Job:
-    """Return the job on a host with another number of cores of the same kind."""
+    """Return the job on a host with `cores` cores of the same kind; its times change in inverse proportion to the
+    cores.
+
+    `cores` is above 0.
+    """
     factor = job.cores / cores
     return replace(
         job,
@@ -295,9 +370,18 @@ def scale_cores(job: Job, cores: float) -> Job:
 
 
 def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
-    """Return the network that fits measured all-reduces best: the fastest backend, least squares of relative errors.
+    """Return the network that fits measured all-reduces best, by least squares of relative errors.
 
-    Raises CpuftError if there are fewer than two message sizes of all-reduces of the data type of `sent_as`.
+    Of several backends, the one with the highest rate counts. The CPU cost per byte is that of the largest message.
+
+    Parameters
+    ----------
+    measured: measurements of `cpuft bench comm`; other operations and data types are left out.
+    sent_as: compression level; all-reduces of float32 are used for none, of bfloat16 for any other.
+
+    Raises
+    ------
+    CpuftError: no backend has all-reduces of this data type between several ranks in two or more message sizes.
     """
     dtype = "float32" if sent_as == "none" else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
@@ -311,7 +395,15 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
 def read_doctor_links(text: str, path: str) -> Network | None:
     """Return the median latency and rate of the links in the output of `cpuft doctor --bandwidth --json`.
 
-    Returns None if `text` is something else. Raises CpuftError if no link was measured; `path` is for the message.
+    Links with an error are left out. Returns None if `text` is something else, such as a comm.jsonl.
+
+    Parameters
+    ----------
+    path: of the file, for the error message only.
+
+    Raises
+    ------
+    CpuftError: no link was measured.
     """
     try:
         links = load(list[Link], load(dict[str, Any], parse_json(text)).get("links"), "links")
@@ -343,10 +435,16 @@ def _fit(rows: Sequence[Measurement]) -> Network:
 
 
 def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -> Estimate:
-    """Estimate a step and the whole training on `hosts` hosts.
+    """Estimate a step and the whole training on `hosts` hosts with one rank each.
 
-    `price` is the price of one host per hour. The interval reaches from no CPU cost of communication to twice the known
-    cost, and includes the error of the recorded step.
+    The compression level is the first of the job's levels that is within 2 % of the fastest one. The interval of
+    samples per second reaches from twice the known CPU cost of communication to none, and includes two standard errors
+    of the recorded step.
+
+    Parameters
+    ----------
+    hosts: 1 or more.
+    price: price of one host per hour; 0 if unknown.
     """
     steps = {level: _step(job, network, hosts, level)[0] for level in job.levels}
     sent_as = next(level for level in job.levels if steps[level] <= TIE_RATIO * min(steps.values()))
@@ -395,7 +493,14 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
 
 def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
     """Return the largest number of hosts that is worth it: the hosts that were added last do at least half of what they
-    would do alone."""
+    would do alone.
+
+    The search begins at the first estimate, and ends before the first one that is not worth it.
+
+    Parameters
+    ----------
+    estimates: one or more, with ascending numbers of hosts.
+    """
     best = estimates[0]
     alone = best.samples_per_second / best.hosts
     for one in estimates[1:]:
@@ -418,10 +523,17 @@ COLUMNS = (
     "hours",
     "price",
 )
+"""Headings of the table of estimates."""
 
 
 def describe_job(job: Job, network: Network, source: str) -> list[str]:
-    """Return notes that say what an estimate is made from."""
+    """Return three notes that say what an estimate is made from: the recorded step, the network, and the kind of
+    scaling.
+
+    Parameters
+    ----------
+    source: name of the run, such as its folder.
+    """
     whole, words = job.sent_numbers(2)
     return [
         f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; an "
@@ -436,7 +548,13 @@ def describe_job(job: Job, network: Network, source: str) -> list[str]:
 
 
 def format_estimates(estimates: Sequence[Estimate], notes: Sequence[str], title: str) -> str:
-    """Return the estimates as a table for a terminal."""
+    """Return the estimates as a table for a terminal, then as notes how many hosts are worth it, and the given notes.
+
+    Parameters
+    ----------
+    estimates: one or more, with ascending numbers of hosts.
+    title: first line of the text.
+    """
     worth = count_worthwhile_hosts(estimates)
     verdict = (
         f"worth it: up to {counted(worth, 'host')}; the hosts that were added last do at least half of what they would "
@@ -462,7 +580,15 @@ def _format_row(one: Estimate) -> list[str]:
 
 
 def estimates_to_json(estimates: Sequence[Estimate], notes: Sequence[str]) -> dict[str, Any]:
-    """Return the estimates as one JSON object."""
+    """Return the estimates as one JSON object.
+
+    `predictions` has an object with the fields of `Estimate` for each, `worth` is the largest number of hosts that is
+    worth it (`count_worthwhile_hosts`), and `notes` the notes.
+
+    Parameters
+    ----------
+    estimates: one or more, with ascending numbers of hosts.
+    """
     return {
         "predictions": [asdict(one) for one in estimates],
         "worth": count_worthwhile_hosts(estimates),

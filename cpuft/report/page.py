@@ -114,9 +114,10 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
 def format_verdict(comparison: Comparison) -> str:
     """Return the main result in one sentence: the run with the most ranks compared with the one with the fewest.
 
-    It tells the speedup with its interval and the efficiency, or that there is no clear difference in speed; and the
-    share of the ideal, if that was measured. If all runs have the same number of ranks: samples per second and metrics
-    of the last row.
+    The sentence tells the speedup with its interval, and the share of the ideal if that was measured. It also has the
+    efficiency, or says that the ranks shared the same cores. If the speedup is within its interval of 1, the sentence
+    only says that there is no clear difference in speed. If all runs have the same number of ranks, it tells samples
+    per second and metrics of the last row.
     """
     base, last = comparison.rows[0], comparison.rows[-1]
     metrics = "".join(f", {name} {value:.4f}" for name, value in last.metrics.items())
