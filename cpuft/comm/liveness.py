@@ -90,6 +90,7 @@ class Hub:
         self._hello_seconds = hello_seconds
         listener = socket.create_server((host, 0), backlog=1024)
         self.port: int = listener.getsockname()[1]
+        """The port on which the hub listens."""
         self._ranks: dict[asyncio.StreamWriter, int] = {}
         self._unverified: list[asyncio.Task[str]] = []
         self._refused = 0

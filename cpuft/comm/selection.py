@@ -89,8 +89,9 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
 
 
 def cache_key(hosts: Sequence[str], ranks: int, versions: Mapping[str, str]) -> str:
-    """Return the key of a cached choice: 16 hexadecimal digits, which depend on all arguments but not on the hosts'
-    order.
+    """Return the key of a cached choice: 16 hexadecimal digits.
+
+    It depends on all arguments, but not on the order of `hosts` and `versions`.
 
     Parameters
     ----------
@@ -121,9 +122,9 @@ def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str =
     """Return the backend that `--backend auto` means on these hosts, the same on all ranks.
 
     The choice comes from rank 0's cache; its reason then ends with ", as measured earlier". If it is not there, it is
-    measured within some seconds and then written to rank 0's cache; if that cannot be written, nobody is told. All
-    ranks must call this together, before they make the default process group, and the process must end with
-    `cpuft.comm.exit_process`. A single rank gets gloo without a measurement.
+    measured within some seconds and then written to rank 0's cache; an error in writing is ignored. All ranks must call
+    this together, before they make the default process group, and the process must end with `cpuft.comm.exit_process`.
+    A single rank gets gloo without a measurement.
 
     Parameters
     ----------
@@ -273,8 +274,10 @@ def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, re
     backend: the backend's name in the result; it selects nothing.
     operation: all_reduce, all_gather, reduce_scatter or broadcast.
     dtype: torch's name of the type, such as float32.
-    nbytes: bytes of the whole message of all ranks. What is sent is rounded down to a multiple of the ranks' elements.
-    repeat: number of measured repetitions. There are fewer, but at least 5, if they would take more than three seconds.
+    nbytes: bytes of the whole message of all ranks. It is rounded down to equal parts of the ranks, of an element at
+        least, but not in the result.
+    repeat: number of measured repetitions. If they would take more than three seconds, there are fewer, but never less
+        than 5 for that reason.
 
     Raises KeyError: an unknown operation. Raises AttributeError: an unknown type. Raises ValueError: there is no
     default process group.

@@ -168,8 +168,10 @@ class CclBackend(Backend):
         """For each peer, messages that arrived under a tag that nobody has received yet."""
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
-        """Return true for sum, product, min and max of integers (not uint16 and larger unsigned ones) and floats, not
-        of bool."""
+        """Return true for sum, product, min and max of int8, int16, int32, int64, uint8, fp16, bf16, fp32 and fp64.
+
+        It is false for bitwise reductions and for bool.
+        """
         return dtype in _TYPES and reduction in _REDUCTIONS
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:

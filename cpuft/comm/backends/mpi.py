@@ -177,10 +177,10 @@ class MpiBackend(Backend):
         }
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
-        """Return true for integers, fp32 and fp64, and for 16-bit floats that this library sums correctly; not for
-        bool.
+        """Return true for int8, int16, int32, int64, uint8, fp32 and fp64, and for fp16 and bf16 if MPI has them.
 
-        Bitwise reductions are for integers only.
+        For bitwise reductions, it is true for the integers only. 16-bit floats count if this library sums them
+        correctly. It is false for bool.
         """
         return dtype in self._types and not (reduction.startswith("b") and dtype.is_floating_point)
 
@@ -215,8 +215,10 @@ class MpiBackend(Backend):
         self._comm.Send(self._bytes(address, nbytes), dest=peer, tag=tag)
 
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Call MPI_Recv on bytes, and return the sender's rank. A message longer than `nbytes` raises
-        mpi4py.MPI.Exception."""
+        """Call MPI_Recv on bytes, and return the sender's rank.
+
+        Raises mpi4py.MPI.Exception: the message is longer than `nbytes`.
+        """
         status = self._mpi.Status()
         source = self._mpi.ANY_SOURCE if peer is None else peer
         self._comm.Recv(self._bytes(address, nbytes), source=source, tag=tag, status=status)

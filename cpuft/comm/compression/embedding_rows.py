@@ -22,10 +22,11 @@ _OTHER_LOOKUPS = "_cpuft_other_lookups"
 
 
 def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
-    """Return the word embedding whose gradient can be exchanged by rows, or None.
+    """Return the word embedding whose gradient can be exchanged by rows, or None if there is none.
 
-    It must be a trained torch.nn.Embedding whose weight no other module uses: a weight that an output layer or a second
-    embedding shares has gradients in every row. It must not look up more than input ids, see `check_lookups`.
+    It must be a trained torch.nn.Embedding, returned by the model's get_input_embeddings(), whose weight no other
+    module uses: a weight that an output layer or a second embedding shares has gradients in every row. It must not look
+    up more than input ids, which is known after `check_lookups`. A model without get_input_embeddings() has none.
     """
     try:
         module = model.get_input_embeddings()  # type: ignore[operator]
@@ -38,16 +39,16 @@ def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
 
 
 def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Callable[[], object]) -> bool:
-    """Return whether a model looks up its word embedding by nothing but a batch's input ids.
+    """Run a forward pass and return whether it looks up the word embedding by nothing but a batch's input ids.
 
     If not, `find_embedding` returns None for this model from now on, so that its gradient is exchanged whole. GPT-2,
     for example, also looks up token types in its word embedding: an exchange of the rows of input ids would lose the
-    gradients of these rows.
+    gradients of these rows. The result is True if `find_embedding` returns None already, or if nothing is looked up.
 
     Parameters
     ----------
-    input_ids: of the batch, int64.
-    forward: runs a forward pass of the model on the batch. It is called once.
+    input_ids: of the batch, int64, any shape.
+    forward: runs a forward pass of the model on the batch. It is called once; its exceptions are passed on.
     """
     embedding = find_embedding(model)
     if embedding is None:
@@ -74,6 +75,12 @@ class RowExchange:
 
     It must be made before the model is wrapped. DistributedDataParallel then ignores the parameter and its initial
     value, so all ranks must have the same value.
+
+    Parameters
+    ----------
+    embedding: what `find_embedding` returned for the model.
+    compression: a value of --grad-compression other than auto: rows are sent as bf16 or fp16 for these names, as int8
+        blocks with error feedback for int8 and powersgd, and in the gradient's own type otherwise.
     """
 
     def __init__(
@@ -88,14 +95,18 @@ class RowExchange:
 
     @torch.no_grad()
     def average(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Average the gradient. All ranks call this after the backward pass, before anything reads the gradient.
+        """Average the gradient in place. All ranks call this after the backward pass, before anything reads it.
+
+        It blocks until all ranks' rows are there. The weight must have a gradient.
 
         Parameters
         ----------
         tokens: all tokens that any rank has looked up since the gradient was zero, int64, of any shape, with
             repetitions; the same set on every rank.
 
-        Returns the rows that may differ from zero: int64, ascending, without repetitions.
+        Returns the rows that may differ from zero: int64, one-dimensional, ascending, without repetitions.
+
+        Raises IndexError: a token is not in the vocabulary.
         """
         gradient = self.weight.grad
         assert gradient is not None
@@ -114,11 +125,19 @@ class RowExchange:
         return rows
 
     def clear(self) -> None:
-        """Remove the gradient, so that the backward pass need not add to zeros."""
+        """Set the weight's gradient to None, so that the backward pass need not add to zeros."""
         self.weight.grad = None
 
 
 def make_row_exchange(model: torch.nn.Module, compression: str, group: dist.ProcessGroup) -> RowExchange | None:
-    """Return the row exchange of a model, or None if its word embedding cannot be exchanged by rows."""
+    """Return the row exchange of a model, or None if its word embedding cannot be exchanged by rows.
+
+    With a row exchange, a DistributedDataParallel that is made later leaves the word embedding alone. It can be
+    exchanged by rows if it is trained, a torch.nn.Embedding, and its weight is not shared.
+
+    Parameters
+    ----------
+    compression: a value of --grad-compression other than auto.
+    """
     embedding = find_embedding(model)
     return None if embedding is None else RowExchange(model, embedding, compression, group)

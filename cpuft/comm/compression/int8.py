@@ -23,11 +23,16 @@ BLOCK = 256
 _MAX_AHEAD = 4
 """Buckets whose shares may be under way before the backward pass waits for the first of them."""
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""torch 2.13 warns about the second name, and torch 2.8 has only that one."""
+"""torch's all-gather of equally large tensors: `all_gather(output, input, group=None, async_op=False)`. torch 2.13
+warns about the second name, and torch 2.8 has only that one."""
 
 
 def encoded_bytes(count: int, ranks: int) -> int:
-    """Return the bytes of `count` numbers as blocks, with a share of whole blocks for each rank."""
+    """Return the size of `count` numbers as blocks, which each of `ranks` ranks sends in each direction.
+
+    Each rank's share is padded to whole blocks of 256 numbers, at least one, of 260 bytes each. So even 0 numbers have
+    `260 * ranks` bytes.
+    """
     return ranks * _message_bytes(_share_length(count, ranks))
 
 
@@ -43,14 +48,18 @@ def _message_bytes(length: int) -> int:
 def encode(shares: torch.Tensor) -> torch.Tensor:
     """Encode numbers as 8-bit codes and scales.
 
-    The error of a number is at most 1/254 of the largest magnitude in its block. A block with an infinity or a NaN
-    becomes NaN.
+    A scale is the largest magnitude in a block of 256 numbers divided by 127, and a code is the number divided by it,
+    rounded. The error of a number is at most 1/254 of the largest magnitude in its block. A block with an infinity or a
+    NaN becomes NaN.
 
     Parameters
     ----------
-    shares: fp32, shape (n, length); the length is a multiple of BLOCK.
+    shares: fp32, shape (n, length), contiguous.
 
-    Returns the messages: int8, shape (n, bytes), with the codes first and then the scales.
+    Returns the messages: int8, shape (n, length + length / 256 * 4), with the codes first and then the bytes of the
+    fp32 scales.
+
+    Raises RuntimeError: the length is not a multiple of BLOCK.
     """
     count, length = shares.shape
     blocks = shares.view(count, -1, BLOCK)
@@ -64,7 +73,13 @@ def encode(shares: torch.Tensor) -> torch.Tensor:
 
 
 def decode(message: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the numbers of messages of `encode`: fp32, shape (n, length)."""
+    """Return the numbers of messages of `encode`: fp32, shape (n, length).
+
+    Parameters
+    ----------
+    message: int8, shape (n, bytes).
+    length: of what was encoded, a multiple of BLOCK.
+    """
     scales = message[:, length:].contiguous().view(torch.float32)
     numbers = message[:, :length].float().view(len(message), -1, BLOCK).mul_(scales[:, :, None])
     return numbers.view(len(message), length)
@@ -73,11 +88,12 @@ def decode(message: torch.Tensor, length: int) -> torch.Tensor:
 class BlockMean:
     """The mean of each rank's numbers over a group, while it is under way.
 
-    All ranks must make one, and then call `average_share` and `finish`, in the same order.
+    All ranks must make one, and then call `average_share` and `finish`, once each and in the same order. Making one
+    starts to send the numbers, and does not wait.
 
     Parameters
     ----------
-    numbers: fp32, one-dimensional. They are not changed.
+    numbers: fp32, one-dimensional, of the same length on all ranks. They are not changed.
     """
 
     def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup) -> None:
@@ -91,7 +107,10 @@ class BlockMean:
 
     @property
     def error(self) -> torch.Tensor:
-        """What the mean lacks of this rank's numbers, which must be added to the next ones; after `average_share`."""
+        """What the mean lacks of this rank's numbers, which must be added to the next ones: fp32, shape of the numbers.
+
+        It is complete after `average_share`.
+        """
         return self._error.view(-1)[: self._count]
 
     def average_share(self) -> None:
@@ -107,18 +126,18 @@ class BlockMean:
         self._work = all_gather(self._message, message, group=self._group, async_op=True)
 
     def finish(self) -> torch.Tensor:
-        """Wait for the mean and return it: fp32, one-dimensional, with the same bits on all ranks."""
+        """Wait for the mean and return it: fp32, shape of the numbers, with the same bits on all ranks."""
         assert self._work is not None
         self._work.wait()
         return decode(self._message, self._length).view(-1)[: self._count]
 
 
 class BackgroundMean:
-    """A mean that is computed while the calling thread does something else.
+    """A mean of int8 blocks that is computed while the calling thread does something else. All ranks must make one.
 
     Parameters
     ----------
-    numbers: fp32, one-dimensional.
+    numbers: fp32, one-dimensional, of the same length on all ranks. They are not changed.
     group: no other operation may be under way on it.
     thread: waits for the other ranks.
     """
@@ -136,18 +155,24 @@ class BackgroundMean:
             self._averaged.set_exception(error)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Wait, and return (the mean, this rank's error, which must be added to its next numbers)."""
+        """Wait, and return (the mean, this rank's error), both fp32 in the shape of the numbers.
+
+        The error must be added to this rank's next numbers. Raises what the background thread raised, for example
+        RuntimeError if a rank is lost.
+        """
         self._averaged.result()
         return self._mean.finish(), self._mean.error
 
 
 def average_blocks(numbers: torch.Tensor, unsent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the mean over the ranks of `numbers + unsent`: fp32, one-dimensional. All ranks must call it together.
+    """Return the mean over the ranks of `numbers + unsent`: fp32, one-dimensional, with the same bits on all ranks.
+
+    All ranks must call it together; it blocks until the mean is there.
 
     Parameters
     ----------
-    numbers: fp32, one-dimensional.
-    unsent: of the same shape: what was not sent before. It becomes what must be sent with the next numbers.
+    numbers: fp32, one-dimensional. They are not changed.
+    unsent: of the same shape: what was not sent before. It is overwritten with what must be sent with the next numbers.
     """
     mean = BlockMean(numbers + unsent, group)
     mean.average_share()
@@ -156,7 +181,10 @@ def average_blocks(numbers: torch.Tensor, unsent: torch.Tensor, group: dist.Proc
 
 
 def measure_coding_seconds() -> float:
-    """Return the seconds of this rank per number for the coding of a mean, measured within some milliseconds."""
+    """Return this rank's seconds per number to encode and decode in a mean over ranks: twice one encoding and decoding.
+
+    It measures 2**18 numbers within some milliseconds. No other rank takes part.
+    """
     shares = torch.randn(1, 2**18)
     decode(encode(shares), shares.shape[1])
     start = time.perf_counter()
@@ -166,7 +194,10 @@ def measure_coding_seconds() -> float:
 
 
 class BlockReducer:
-    """Averages DDP's buckets over a group's ranks as blocks. All collectives start in order in the backward pass."""
+    """Averages DDP's buckets over a group's ranks as int8 blocks with error feedback.
+
+    All collectives start in order in the backward pass. One reducer belongs to one model.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -180,7 +211,11 @@ class BlockReducer:
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket; a DDP communication hook. All futures are complete when the last bucket's call returns."""
+        """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
+
+        It returns a future of the bucket's buffer, in its own type, which holds the mean then. It waits for earlier
+        buckets if more than four are under way. All futures are complete when the last bucket's call returns.
+        """
         numbers = bucket.buffer().to(torch.float32, copy=True)
         for parameter, gradient in zip(bucket.parameters(), _split(numbers, bucket), strict=True):
             gradient.add_(self._unsent.get(parameter, torch.zeros(())))

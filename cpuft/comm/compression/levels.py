@@ -18,6 +18,7 @@ class CompressionLevel:
     """A gradient compression, and what an update of this job costs with it."""
 
     name: str
+    """A value of --grad-compression: none, bf16, fp16, int8 or powersgd."""
     layer_bytes: float
     """Bytes sent during the backward pass, counted as the payload of an all-reduce."""
     row_bytes: float
@@ -37,7 +38,11 @@ class LinkModel:
 
 
 def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link: LinkModel) -> float:
-    """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`."""
+    """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`.
+
+    This is compute + coding + max(0, layers - OVERLAP * compute) + rows + messages * latency, where layers and rows are
+    the seconds to send these bytes.
+    """
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     waiting = max(0.0, layers - OVERLAP * compute_seconds) + rows + level.messages * link.latency_seconds
     return compute_seconds + level.coding_seconds + waiting
@@ -47,6 +52,9 @@ def choose_level(
     levels: Sequence[CompressionLevel], compute_seconds: float, link: LinkModel
 ) -> tuple[CompressionLevel, str]:
     """Return the first level whose step is as short as the shortest within 2 %, and the reason in one line.
+
+    The reason gives the figures, for example "a step computes 0.21 s and an all-reduce takes 940 Mbit/s: none 0.4 s,
+    bf16 0.3 s".
 
     Parameters
     ----------

@@ -27,16 +27,17 @@ class LocalSGD:
 
     In a training loop without DistributedDataParallel: make one when all ranks have the same parameters, call
     `synchronize` after every H-th update of the optimizer, and `finish` after the last update. Then all ranks have the
-    same parameters again.
+    same parameters again. Making one also makes a process group of all ranks and a thread.
 
     Parameters
     ----------
-    parameters: the trained parameters.
-    compression: none, bf16, fp16, or int8, which is blocks with error feedback.
-    momentum: of the outer optimizer (Nesterov); 0 means the plain mean of all changes.
+    parameters: the trained parameters; those without requires_grad are left out.
+    compression: none (fp32), bf16, fp16, or int8, which is blocks with error feedback.
+    momentum: of the outer optimizer (Nesterov, with the learning rate 0.7); 0 means the plain mean of all changes.
     embedding: one of the parameters, a word embedding of which only the rows given to `note_tokens` are sent.
 
-    Raises CpuftError: changes of parameters cannot be sent with this compression.
+    Raises CpuftError: changes of parameters cannot be sent with this compression. Raises ValueError: there is no
+    default process group.
     """
 
     def __init__(
@@ -63,7 +64,10 @@ class LocalSGD:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Take the current parameters, which are the same on all ranks, as the starting point."""
+        """Take the current parameters, which are the same on all ranks, as the starting point.
+
+        Whatever was not sent, the momentum, and a mean that is under way are forgotten. No rank waits.
+        """
         all_rows = self._used_rows.new_ones(len(self._used_rows)).nonzero()[:, 0]
         self._common = self._read_parameters(all_rows)
         """The parameters on which all ranks have agreed."""
@@ -74,13 +78,21 @@ class LocalSGD:
         """Waits for the mean that is under way, and applies it to the common parameters."""
 
     def note_tokens(self, tokens: torch.Tensor) -> None:
-        """Note which tokens any rank has looked up: int64, of any shape; the same on all ranks."""
+        """Note which tokens any rank has looked up: int64, of any shape; the same on all ranks.
+
+        Their rows are sent in all later synchronizations. Does nothing without an embedding. Raises IndexError if a
+        token is not in the vocabulary.
+        """
         if self._embedding is not None:
             self._used_rows[tokens.reshape(-1)] = True
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Send this rank's changes since the last call, and apply the mean of all ranks' previous changes."""
+        """Start to send this rank's changes since the last call, and apply the mean of all ranks' previous changes.
+
+        Parameters are written in place: they become those on which all ranks have agreed, plus this rank's latest
+        changes. It waits only if the previous mean is not there yet. The first call applies nothing.
+        """
         rows = self._used_rows.nonzero()[:, 0]
         changes = self._read_changes(rows)
         self._receive_pending()
@@ -91,7 +103,8 @@ class LocalSGD:
     def finish(self) -> None:
         """Send this rank's changes and wait for all means, so that all ranks have the same parameters.
 
-        They may train on and synchronize again. The last changes are averaged without outer momentum.
+        They may train on and synchronize again. The last changes are averaged without outer momentum. With int8, what
+        rounding has left unsent stays for the next synchronization.
         """
         rows = self._used_rows.nonzero()[:, 0]
         changes = self._read_changes(rows)

@@ -26,7 +26,12 @@ _MAX_AHEAD = 2
 class Matrix:
     """The approximation P Q^T of a parameter's gradient, and what has not been sent of the gradient yet.
 
-    `unsent` is fp32, shape (rows, columns).
+    `unsent` is fp32, shape (rows, columns). In each update, call `compute_p`, average its result over the ranks, then
+    the same with `compute_q`, and then `write_approximation`. The factors have r = min(rows, columns, RANK) columns.
+
+    Parameters
+    ----------
+    generator: makes the first Q; in the same state on all ranks.
     """
 
     def __init__(self, rows: int, columns: int, generator: torch.Generator) -> None:
@@ -36,13 +41,16 @@ class Matrix:
         self.p = torch.empty(0)
 
     def compute_p(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Add the gradient to what is unsent, and return this rank's P, to be averaged over the ranks in place."""
+        """Add the gradient to what is unsent, and return this rank's P, to be averaged over the ranks in place.
+
+        P is fp32, shape (rows, r). The gradient has rows * columns numbers in any shape, and does not change.
+        """
         self.unsent.add_(gradient.reshape(self.unsent.shape))
         self.p = self.unsent @ torch.linalg.qr(self.q).Q
         return self.p
 
     def compute_q(self) -> torch.Tensor:
-        """Return this rank's Q for the averaged P, to be averaged over the ranks in place."""
+        """Return this rank's Q for the averaged P, to be averaged over the ranks in place: fp32, shape (columns, r)."""
         self.p = torch.linalg.qr(self.p).Q
         self.q = self.unsent.T @ self.p
         return self.q
@@ -101,7 +109,10 @@ class _BucketUnderWay:
 
 
 class PowerSGD:
-    """Averages DDP's buckets over a group's ranks, as factors where these are smaller; all of it is sent as bf16."""
+    """Averages DDP's buckets over a group's ranks, as factors where these are smaller; all of it is sent as bf16.
+
+    One object belongs to one model.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
@@ -112,7 +123,12 @@ class PowerSGD:
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Average a bucket; a DDP communication hook. All futures are complete when the last bucket's call returns."""
+        """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
+
+        It returns a future of the bucket's buffer, in its own type, which holds the approximated mean then. It waits
+        for earlier buckets if more than two are under way. All futures are complete when the last bucket's call
+        returns.
+        """
         current = _BucketUnderWay(bucket, self._find_matrix, self._group)
         self._sending_p.append(current)
         while len(self._sending_p) > (0 if bucket.is_last() else _MAX_AHEAD):
@@ -131,13 +147,17 @@ class PowerSGD:
 
 
 def count_numbers(shape: torch.Size) -> int:
-    """Return how many numbers are sent for a gradient of this shape: those of its factors, or of itself if fewer."""
+    """Return how many numbers are sent for a gradient of this shape: those of its factors, or of itself if fewer.
+
+    The first dimension is the rows, and all others together are the columns: (rows + columns) * min(rows, columns,
+    RANK), at most rows * columns. A gradient with one dimension is sent as it is.
+    """
     rows, columns = _matrix_shape(shape)
     return min((rows + columns) * min(rows, columns, RANK), rows * columns)
 
 
 def count_bytes(shape: torch.Size) -> int:
-    """Return how many bytes are sent for a gradient of this shape."""
+    """Return how many bytes are sent for a gradient of this shape: two for each of `count_numbers`."""
     return count_numbers(shape) * _WIRE_TYPE.itemsize
 
 

@@ -30,9 +30,9 @@ class Compression:
     """
 
     make_reduce: Callable[[dist.ProcessGroup], Reduce]
-    """Returns what averages buckets over the ranks of a group."""
+    """Takes the group; returns what averages buckets over its ranks."""
     layer_bytes: Callable[[Sequence[torch.Tensor], int], float]
-    """(trained parameters, number of ranks) -> bytes sent during the backward pass."""
+    """(trained parameters, number of ranks) -> bytes sent during the backward pass, as the payload of an all-reduce."""
     row_bytes: Callable[[int, int], float]
     """(numbers in the embedding rows, number of ranks) -> bytes sent for them after the backward pass."""
     messages: int
@@ -106,13 +106,15 @@ TABLE = {
 def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
     """Return what averages buckets of gradients over the ranks of `group`.
 
+    The returned function takes a DDP bucket and returns a future of its buffer, which then holds the mean.
+
     Parameters
     ----------
     compression: `none`; `bf16` or `fp16`, which send half the bytes of fp32 gradients; `int8`, a quarter, as blocks of
         8-bit numbers with error feedback; `powersgd`, the factors of a rank-16 approximation with error feedback, for
         slow networks, and bf16 where the factors would be larger.
 
-    Raises CpuftError: there is no such compression.
+    Raises CpuftError: there is no such compression, or it was removed. `auto` is none: see `resolve_compression`.
     """
     if compression in REMOVED_COMPRESSIONS:
         raise CpuftError(REMOVED_COMPRESSIONS[compression])
@@ -126,13 +128,14 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
 def list_levels(
     parameters: Sequence[torch.Tensor], row_numbers: int, ranks: int, coding_seconds: float
 ) -> list[CompressionLevel]:
-    """Return what an update of a model sends with each compression, from exact to the fewest bytes.
+    """Return what an update of a model sends with each compression: none, bf16, fp16, int8 and powersgd, in this order.
 
     Parameters
     ----------
     parameters: the trained parameters, without a word embedding that is exchanged by rows.
-    row_numbers: numbers in the embedding rows of an update.
-    coding_seconds: time to encode and decode one number.
+    row_numbers: numbers in the embedding rows of an update; 0 without a row exchange.
+    ranks: number of ranks.
+    coding_seconds: time to encode and decode one number, which counts for int8 and powersgd.
     """
     coding = coding_seconds * (_count(parameters) + row_numbers)
     return [
@@ -148,17 +151,24 @@ def list_levels(
 
 
 def resolve_compression(requested: str, precision: str) -> str:
-    """Return `requested`, or for `auto` bf16 if the model trains in bf16, else `none`."""
+    """Return `requested`; for `auto`, bf16 if `precision` is bf16, else `none`. Other names are not checked."""
     return requested if requested != "auto" else "bf16" if precision == "bf16" else "none"
 
 
 def to_wire_type(gradient: torch.Tensor, compression: str) -> torch.Tensor:
-    """Return the gradient in the type in which it is sent; the same tensor if it has that type already."""
+    """Return the gradient in the type in which it is sent: bfloat16 for bf16, float16 for fp16, its own type otherwise.
+
+    It is the same tensor if it has that type already. Unknown names raise nothing.
+    """
     return gradient.to(_wire_type(compression) or gradient.dtype)
 
 
 def wire_type_name(compression: str) -> str:
-    """Return torch's name of the type in which most bytes are sent, for example "bfloat16"."""
+    """Return torch's name of the type in which gradients are sent: "bfloat16" for bf16 and "float16" for fp16.
+
+    It is "float32" for all others: none, int8 and powersgd, although the last two send encoded numbers, and unknown
+    names.
+    """
     return str(_wire_type(compression) or torch.float32).removeprefix("torch.")
 
 
@@ -169,7 +179,11 @@ def _wire_type(compression: str) -> torch.dtype | None:
 def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
     """Let a wrapped model send its gradients compressed. Call it once, before the first backward pass.
 
-    Raises CpuftError: there is no such compression.
+    Parameters
+    ----------
+    compression: none, bf16, fp16, int8 or powersgd.
+
+    Raises CpuftError: there is no such compression. Raises RuntimeError: the model has a communication hook already.
     """
     reduce = make_reduce(compression, model.process_group)
     # A lambda, because DDP compares the annotations of a function with types, and postponed annotations are text.

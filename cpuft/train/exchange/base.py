@@ -17,16 +17,21 @@ from cpuft.train.fast.adamw import clip_gradients
 class Exchange:
     """What brings ranks together in an update. This class itself is the exchange of one rank: nothing is sent.
 
-    An exchange is made after the optimizer has the model's parameters. In every update the training loop calls, on all
-    ranks and in this order: `micro_batch` around each forward and backward pass, `average_gradients`, `clip_gradients`,
-    the optimizer's step, `clear_gradients` and `synchronize_parameters`. Between updates it may call `full_weights` and
-    `contribute_to_checkpoint`. Subclasses override what differs from one rank alone.
+    An exchange is made after the optimizer has the model's parameters, on all ranks together. In every update the
+    training loop calls, on all ranks and in this order: `micro_batch` around each forward and backward pass,
+    `average_gradients`, `clip_gradients`, the optimizer's step, `clear_gradients` and `synchronize_parameters`. Between
+    updates it may call `full_weights` and `contribute_to_checkpoint`. Subclasses override what differs from one rank
+    alone.
+
+    Parameters
+    ----------
+    precision: bf16 or fp32, in which the model is trained.
     """
 
     sends_gradients: ClassVar[bool] = False
     """Whether gradients are sent in every update, so that `--grad-compression auto` has something to choose."""
     allows_warm_up: ClassVar[bool] = True
-    """Whether a backward pass outside of an update is harmless."""
+    """Whether a backward pass outside of an update is harmless, as the loop makes one before the first update."""
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
         self.config = config
@@ -41,31 +46,51 @@ class Exchange:
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether a run with these options on this number of ranks uses this exchange."""
+        """Return whether a run with these options on this number of ranks can use this exchange; here: with one rank.
+
+        The first exchange of `table.EXCHANGES` that returns True is used.
+        """
         return ranks == 1
 
     def reset(self) -> None:
-        """Accept that all parameters were replaced since this exchange was made, by the same ones on all ranks."""
+        """Accept that all parameters were replaced since this exchange was made, by the same ones on all ranks.
+
+        The loop calls it after it has loaded a checkpoint. Here it does nothing.
+        """
 
     def full_weights(self) -> AbstractContextManager[object]:
-        """Return a context in which the model of this rank has all of its fp32 weights, to read or save. Collective."""
+        """Return a context in which the model of this rank has all of its fp32 weights, to read or save.
+
+        Without shards it does nothing. With shards it is collective: all ranks enter it together, and entering gathers
+        the fp32 weights of bf16 parameters.
+        """
         return self.shards.full_weights() if self.shards else nullcontext()
 
     def contribute_to_checkpoint(self) -> None:
-        """Take part in the snapshots that other ranks make, while this rank makes none. Collective with those."""
+        """Take part in the snapshots that other ranks make, while this rank makes none.
+
+        With shards it blocks until all shards have been gathered, and all ranks must call this or make a snapshot
+        together. Without shards it does nothing.
+        """
         for _ in self.shards.gather_state() if self.shards else ():
             pass
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a forward and a backward pass; gradients are sent in the `last` one of an update."""
+        """Return the context of a forward and a backward pass; gradients are sent in the `last` one of an update.
+
+        Here it does nothing.
+        """
         return nullcontext()
 
     def average_gradients(self, find_token_ids: Callable[[], torch.Tensor]) -> float:
-        """Make the gradients the mean over ranks of the sums that each rank has accumulated.
+        """Make the gradients the mean over ranks of the sums that each rank has accumulated. Blocks until they are.
+
+        Here it does nothing and returns 0.0.
 
         Parameters
         ----------
-        find_token_ids: returns all token ids that any rank looked up in this update, int64, with repetitions.
+        find_token_ids: returns all token ids that any rank looked up in this update, int64, with repetitions; the same
+            on all ranks. It is called at most once.
 
         Returns
         -------
@@ -74,16 +99,20 @@ class Exchange:
         return 0.0
 
     def clip_gradients(self) -> None:
-        """Scale all gradients down to the norm `--max-grad-norm`, if it is not 0 and they exceed it."""
+        """Scale all gradients down to the norm `--max-grad-norm`, if it is not 0 and they exceed it.
+
+        With the fused optimizer the gradients stay as they are, and its next step multiplies them by the factor.
+        """
         if self.config.max_grad_norm:
             clip_gradients(self.optimizer, self.bare_model.parameters(), self.config.max_grad_norm)
 
     def clear_gradients(self) -> None:
-        """Drop the gradients that the optimizer has used."""
+        """Set the gradients that the optimizer has used to None."""
         self.optimizer.zero_grad()
 
     def synchronize_parameters(self, update: int, wait: bool) -> None:
         """Bring the ranks' parameters together after this update (counted from 1), if the exchange sends parameters.
 
-        With `wait`, all ranks have the same parameters afterwards. Otherwise the exchange decides when they do.
+        With `wait`, all ranks have the same parameters afterwards. Otherwise the exchange decides when they do. Here it
+        does nothing.
         """

@@ -30,6 +30,7 @@ from cpuft.train.objective.base import Objective
 from cpuft.train.precision import autocast
 
 RANK_COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of ranks for which `count_sent_numbers` counts the tokens of an update."""
 _FAST_SECONDS = 0.02
 """If an exchange takes no longer than this, no compression can gain much, and the step is not measured."""
 _SAMPLED_UPDATES = 4
@@ -48,16 +49,25 @@ def choose_compression(
 ) -> tuple[str, str]:
     """Choose the compression of gradients for `--grad-compression auto`, the same on all ranks. Collective.
 
-    It is called when the model has its fast layers. Several hosts with a slow link between them may need compression.
+    It is called when the model has its fast layers. Several hosts with a slow link between them may need compression. A
+    measurement takes the time of some all-reduces and, if the link is slow, of two forward and backward passes. These
+    leave the model in training mode without gradients.
 
     Parameters
     ----------
-    earlier: what was chosen for these hosts when the run began, if it is being resumed.
+    precision: bf16 or fp32, in which the model is trained.
+    earlier: what was chosen for these hosts when the run began, if it is being resumed; otherwise "".
 
     Returns
     -------
-    The compression and the reason in one line. Both are empty if there was nothing to choose; the reason is empty if
-    the link is fast enough to send gradients as they are.
+    The compression, for example int8, and the reason in one line:
+
+    - both are "" if there was nothing to choose: `--grad-compression` is not auto, the exchange does not send
+      gradients, or all ranks are on one host;
+    - `earlier` and "as when the run began" if `earlier` is one that auto may choose;
+    - bf16 if `precision` is bf16, else none, and "", if the link sends gradients as they are within 20 ms;
+    - otherwise the most exact one with which a step is estimated to be as short as the shortest within 2 %, and the
+      figures.
     """
     base = resolve_compression(config.grad_compression, precision)
     has_choice = config.grad_compression == "auto" and choose_exchange(config, world.size).sends_gradients
@@ -83,12 +93,16 @@ def choose_compression(
 
 
 def make_levels(model: torch.nn.Module, tokens: float, ranks: int, coding_seconds: float) -> list[CompressionLevel]:
-    """Return what an update of a model sends at each compression level, from exact to the fewest bytes.
+    """Return what an update of a model sends with each compression: none, bf16, fp16, int8 and powersgd, in this order.
+
+    The word embedding counts by rows if it can be exchanged by rows: a trained torch.nn.Embedding whose weight is not
+    shared.
 
     Parameters
     ----------
     tokens: number of distinct tokens in an update.
-    coding_seconds: time to encode and decode one number, at the levels that do so.
+    ranks: number of ranks.
+    coding_seconds: time to encode and decode one number, for int8 and powersgd.
     """
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
@@ -98,7 +112,11 @@ def make_levels(model: torch.nn.Module, tokens: float, ranks: int, coding_second
 
 
 def measure_link() -> LinkModel:
-    """Measure an all-reduce between these ranks, with a message of a bucket's size and a tiny one. Collective."""
+    """Measure all-reduces between all ranks, of 1 MiB and of 64 bytes, and return what they cost. Collective.
+
+    The result is the same on all ranks. `latency_seconds` is the median time of the small ones; `seconds_per_byte` is 0
+    if the large ones take no longer. The measurement takes a fraction of a second to some seconds.
+    """
     small = measure_collective("", "all_reduce", "float32", 64, 5).median_seconds
     large = measure_collective("", "all_reduce", "float32", MESSAGE_BYTES, 3).median_seconds
     return LinkModel(max(0.0, large - small) / MESSAGE_BYTES, small)
@@ -126,7 +144,16 @@ def _measure_compute(
 def count_sent_numbers(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared
 ) -> GradientSizes:
-    """Count what an update of this model with these examples sends, as numbers, for several numbers of ranks."""
+    """Count what an update of this model with these examples sends, as numbers of a gradient. No other rank takes part.
+
+    Returns
+    -------
+    parameters: numbers in all gradients but that of a word embedding which is exchanged by rows.
+    embedding_row: numbers in one row of that embedding; 0 if there is none.
+    factors: numbers in the PowerSGD factors of the same gradients as `parameters`.
+    tokens: mean number of distinct tokens in an update, by the number of ranks as a text: "1", "2", "4" to "64"; {}
+        without such an embedding.
+    """
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
     shapes = [
@@ -140,7 +167,10 @@ def count_sent_numbers(
 
 
 def count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
-    """Return the mean number of distinct tokens in an update on this number of ranks."""
+    """Return the mean number of distinct tokens in an update on this number of ranks, of all ranks together.
+
+    It is counted in the first four updates of the training examples, or fewer if there are fewer.
+    """
     tokens, batch = prepared.train, config.batch_size * config.gradient_accumulation * ranks
     updates: Any = plan_updates(tokens, batch, config.seed, _SAMPLED_UPDATES, config.padding == "dynamic")
     found = [

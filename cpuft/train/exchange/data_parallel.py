@@ -40,7 +40,13 @@ def _bucket_bytes(model: torch.nn.Module, compiled: bool) -> int:
 
 
 class DataParallelExchange(Exchange):
-    """DistributedDataParallel for the layers, and an exchange of rows for the word embedding."""
+    """DistributedDataParallel for the layers, and an exchange of rows for the word embedding.
+
+    It is the exchange of several ranks if no option selects another one. Making it is collective. `forward_model` is
+    the wrapped model.
+
+    Raises CpuftError: there is no such gradient compression.
+    """
 
     sends_gradients = True
 
@@ -74,7 +80,7 @@ class DataParallelExchange(Exchange):
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks: this exchange is the default."""
+        """Return whether there are several ranks. This exchange is the default, so it comes last in `table.EXCHANGES`."""
         return ranks > 1
 
     def _note_ready(self, *_: object) -> None:
@@ -90,18 +96,30 @@ class DataParallelExchange(Exchange):
         return sent
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a forward and a backward pass; buckets are sent in the `last` one only."""
+        """Return the context of a forward and a backward pass; buckets are sent in the `last` one of an update only."""
         return nullcontext() if last else self._parallel.no_sync()
 
     def average_gradients(self, find_token_ids: Callable[[], torch.Tensor]) -> float:
-        """Average the gradient rows of the word embedding; the backward pass has averaged everything else."""
+        """Average the gradient rows of the word embedding; the backward pass has averaged everything else.
+
+        It blocks until the rows of all ranks are there. If the word embedding is not exchanged by rows, it only
+        computes the result, and `find_token_ids` is not called.
+
+        Returns
+        -------
+        Seconds of the last backward pass in which this rank waited for messages: those within compressions, and those
+        from the last gradient to this call.
+        """
         waited, self._seconds_in_hook = self._seconds_in_hook + time.perf_counter() - self._last_ready, 0.0
         if self._rows:
             set_gradient_rows(self.bare_model, self._rows.average(find_token_ids()))
         return waited
 
     def clear_gradients(self) -> None:
-        """Set the gradients to zero in place: they are views of DistributedDataParallel's buckets."""
+        """Set the gradients to zero in place, because they are views of DistributedDataParallel's buckets.
+
+        Only the word embedding's gradient becomes None if it is exchanged by rows.
+        """
         self.optimizer.zero_grad(set_to_none=False)
         if self._rows:
             self._rows.clear()

@@ -15,7 +15,13 @@ from cpuft.train.fast.adamw import fp32_weights
 
 
 class LocalSGDExchange(Exchange):
-    """Average the ranks' parameters every `--sync-every` updates: fp32 master weights if the model has them."""
+    """Average the ranks' parameters every `--sync-every` updates: fp32 master weights if the model has them.
+
+    Making it is collective. `--grad-compression auto` means int8 here.
+
+    Raises CpuftError: changes of parameters cannot be sent with this `--grad-compression` (none, bf16, fp16 and int8
+    can).
+    """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
         super().__init__(model, optimizer, config, precision)
@@ -27,21 +33,32 @@ class LocalSGDExchange(Exchange):
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether several ranks average parameters instead of gradients."""
+        """Return whether there are several ranks and `--sync-every` is above 1, so that they average parameters."""
         return ranks > 1 and config.sync_every > 1
 
     def reset(self) -> None:
-        """Count changes from the parameters of now: those of a checkpoint are no change that this start has made."""
+        """Count changes from the parameters of now: those of a checkpoint are no change that this start has made.
+
+        Changes that were not sent yet, and the outer momentum, are forgotten.
+        """
         with fp32_weights(self.bare_model):
             self._local.restart()
 
     def average_gradients(self, find_token_ids: Callable[[], torch.Tensor]) -> float:
-        """Leave gradients as they are, and remember which rows of the word embedding have one."""
+        """Leave gradients as they are, and remember which rows of the word embedding have one.
+
+        Returns 0.0, because it waits for nothing.
+        """
         self._local.note_tokens(find_token_ids())
         return 0.0
 
     def synchronize_parameters(self, update: int, wait: bool) -> None:
-        """Send the changes of every `--sync-every`-th update in the background; with `wait`, finish the average now."""
+        """Send the changes of every `--sync-every`-th update in the background; with `wait`, finish the average now.
+
+        With `wait`, whatever the update is, this blocks until all ranks have the same parameters. Otherwise, after
+        other updates, it does nothing; after an N-th one, it starts to send the changes, and applies the mean of the
+        previous ones, for which it waits if it is not there yet.
+        """
         if wait or update % self.config.sync_every == 0:
             with fp32_weights(self.bare_model):
                 (self._local.finish if wait else self._local.synchronize)()

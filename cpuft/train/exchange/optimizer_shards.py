@@ -29,7 +29,8 @@ from cpuft.comm.selection import BUCKET_ELEMENTS
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
-"""Names of what `OptimizerShards.gather_state` yields; checkpoints have them, too."""
+"""Names of what `OptimizerShards.gather_state` yields: fp32 weights, and AdamW's first and second moments. Checkpoints
+have these names, too."""
 ALIGNMENT = 16
 """The length of a shard is a multiple of this number of elements: a cache line of fp32."""
 
@@ -39,6 +40,7 @@ class ParameterInfo:
     """What decides in which bucket a parameter lies."""
 
     size: int
+    """Number of elements."""
     kind: Hashable
     """Parameters of one kind may share a bucket."""
     block: Hashable
@@ -59,10 +61,12 @@ class ShardPiece:
 
 
 def plan_buckets(parameters: Sequence[ParameterInfo], min_elements: int) -> list[list[int]]:
-    """Return the numbers of the parameters in each bucket, ascending.
+    """Return the numbers of the parameters in each bucket, ascending; an empty list without parameters.
 
-    Each bucket has at least `min_elements` elements, except the last one of each kind. Buckets are in the order in
-    which their gradients are complete, if the backward pass goes through the parameters backwards.
+    Parameters have the numbers of their places in `parameters`. Each bucket has parameters of one kind and at least
+    `min_elements` elements, except the one with the first parameters of each kind. Buckets are in the order in which
+    their gradients are complete, if the backward pass goes through the parameters backwards: that with the last
+    parameters comes first.
     """
     open_buckets: dict[Hashable, list[int]] = {}
     full: list[list[int]] = []
@@ -78,12 +82,23 @@ def plan_buckets(parameters: Sequence[ParameterInfo], min_elements: int) -> list
 
 
 def shard_length(elements: int, ranks: int, unit: int = ALIGNMENT) -> int:
-    """Return the length of each rank's shard of a bucket, a multiple of `unit`; the last shards end in padding."""
+    """Return the number of elements in each rank's shard of a bucket with `elements` elements.
+
+    It is an Nth of them, rounded up to a multiple of `unit`; the last shards end in padding.
+    """
     return -(-elements // (ranks * unit)) * unit
 
 
 def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNMENT) -> list[ShardPiece]:
-    """Return what a rank's shard of a bucket holds of the bucket's parameters, which have these sizes."""
+    """Return what a rank's shard of a bucket holds of the bucket's parameters, in their order.
+
+    A parameter that has no element in the shard is not in the list. A shard that is only padding has an empty list.
+
+    Parameters
+    ----------
+    sizes: number of elements of each parameter in the bucket.
+    unit: the length of a shard is a multiple of it.
+    """
     length, start, found = shard_length(sum(sizes), ranks, unit), 0, []
     begin, end = rank * length, (rank + 1) * length
     for parameter, size in enumerate(sizes):
@@ -95,7 +110,10 @@ def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNME
 
 
 class Bucket:
-    """Parameters of one type, side by side in memory, and this rank's shard of them."""
+    """Parameters of one type, side by side in memory, and this rank's shard of them.
+
+    Making one needs the default process group, but sends nothing.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -115,10 +133,13 @@ class Bucket:
         self.own = slice(rank * length, (rank + 1) * length)
         """This rank's shard in `weights`."""
         self.weights = torch.zeros(ranks * length, dtype=parameters[0].dtype)
+        """The weights of all parameters and the padding: one-dimensional, in the parameters' type, `ranks` times a
+        shard's length."""
         for parameter, view in zip(parameters, self.split(self.weights), strict=True):
             view.copy_(parameter)
             parameter.data = view
         self.has_masters = parameters[0] in masters
+        """Whether the parameters are bf16 with fp32 masters, so that `shard` is not a slice of `weights`."""
         shard = self.weights[self.own]
         if self.has_masters:
             shard = self.fill(torch.zeros(length), masters.pop)
@@ -126,12 +147,17 @@ class Bucket:
         """What the optimizer updates: a slice of `weights`, or of their fp32 masters."""
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Return the part of each parameter, in its shape, of a tensor as long as the bucket."""
+        """Return the part of each parameter, in its shape, of a tensor as long as `weights`; the parts are views."""
         *found, _ = torch.split(whole, [*self._sizes, len(whole) - sum(self._sizes)])
         return [value.view(parameter.shape) for value, parameter in zip(found, self.parameters, strict=True)]
 
     def fill(self, shard: Tensor, find_value: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """Copy into a tensor as long as a shard what is this rank's of the value of each parameter; return it."""
+        """Copy into a tensor as long as a shard what this rank's shard has of the value of each parameter; return that
+        tensor.
+
+        `find_value` is called once for each parameter, in their order, and returns a tensor with the parameter's number
+        of elements. Padding stays as it is.
+        """
         values = [find_value(parameter).reshape(-1) for parameter in self.parameters]
         for piece in self._pieces:
             value = values[piece.parameter][piece.start : piece.start + piece.length]
@@ -143,11 +169,13 @@ class OptimizerShards:
     """This rank's shards of everything that an optimizer updates. They replace the parameters in the optimizer.
 
     They are made when the model has its layers, with the same weights on all ranks, and the optimizer has no state yet.
+    The fp32 masters of bf16 parameters are taken from the model: outside of `full_weights` it cannot be saved.
 
     Parameters
     ----------
     embedding: weight of a word embedding, which gets a bucket of its own. Its shards are whole rows. Without weight
-        decay, ranks send only the rows that `mark_rows` was ever called with.
+        decay, ranks send only the rows that `mark_rows` was ever called with. None if no embedding is exchanged by
+        rows.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, embedding: Tensor | None) -> None:
@@ -155,6 +183,7 @@ class OptimizerShards:
         self._masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
         groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.parameters = [parameter for parameter in model.parameters() if parameter in groups]
+        """The parameters that the optimizer had, in the order of the model."""
         infos = [
             ParameterInfo(p.numel(), (p.dtype, groups[p], p is embedding), p.untyped_storage().data_ptr())
             for p in self.parameters
@@ -165,6 +194,7 @@ class OptimizerShards:
             Bucket(some, masters, unit if some[0] is embedding else ALIGNMENT)
             for some in ([self.parameters[number] for number in bucket] for bucket in planned)
         ]
+        """All buckets, in the order in which their gradients are complete in a backward pass."""
         self._embedding_bucket = next((one for one in self.buckets if one.parameters[0] is embedding), None)
         self._changed_rows: Tensor | None = None
         """Which rows of the embedding and its padding may have changed since the start; None if all may have."""
@@ -182,13 +212,18 @@ class OptimizerShards:
         return self._masters.hand_over(self.parameters) if self._masters else {}
 
     def mark_rows(self, rows: Tensor) -> None:
-        """Note that these rows of the embedding have had gradients; the same ones on all ranks."""
+        """Note that these rows of the embedding have had gradients: int64, of any shape; the same ones on all ranks.
+
+        `gather_weights` sends them from now on. Does nothing if all rows are sent anyway, or if there is no embedding.
+        Raises IndexError if a row is out of range.
+        """
         if self._changed_rows is not None:
             self._changed_rows[rows.reshape(-1)] = True
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Give all ranks the weights of all shards. Collective."""
+        """Give all ranks the weights of all shards, in place in the model's parameters. Collective; blocks until they
+        are there."""
         finish: list[Callable[[], object]] = []
         for bucket in self.buckets:
             own = bucket.weights[bucket.own]
@@ -203,7 +238,11 @@ class OptimizerShards:
 
     @contextmanager
     def full_weights(self) -> Iterator[None]:
-        """Inside this context, the model has all of its fp32 weights on this rank. Collective at its beginning."""
+        """Inside this context, the model has all of its fp32 weights on this rank, to read or save.
+
+        Collective at its beginning if the model has fp32 masters, and otherwise nothing to do. Changes of masters
+        inside are lost.
+        """
         if self._masters is None:
             yield
             return
@@ -216,11 +255,15 @@ class OptimizerShards:
 
     @property
     def step(self) -> float:
-        """Number of updates that the optimizer has made."""
+        """Number of updates that the optimizer has made; 0.0 before the first one."""
         return max(float(state.get("step", 0)) for state in [*self._optimizer.state.values(), {}])
 
     def gather_state(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield all that is sharded: WEIGHTS or one of MOMENTS, the parameter, and the fp32 value in its shape.
+        """Yield all that is sharded, as (kind, parameter, value), bucket by bucket.
+
+        The kind is "exp_avg", "exp_avg_sq" (zeros before the first update) or, for bf16 parameters with masters only,
+        "model". The value is the whole fp32 tensor in the parameter's shape. In a bucket, each kind is yielded for all
+        parameters before the next kind.
 
         Collective: every rank iterates to the end. One bucket at a time is gathered in memory.
         """
@@ -233,9 +276,15 @@ class OptimizerShards:
 
     @torch.no_grad()
     def restore(self, find_value: Callable[[str, nn.Parameter], Tensor], step: Tensor) -> None:
-        """Take this rank's shards of the values that `gather_state` has yielded after `step` updates.
+        """Take this rank's shards of the values that `gather_state` has yielded after `step` updates. Not collective.
 
         The model has its weights back already.
+
+        Parameters
+        ----------
+        find_value: takes a kind and a parameter; returns the value that was yielded for them. Its exceptions are passed
+            on.
+        step: number of updates, a tensor with one element; with 0, no moments are taken.
         """
         for bucket in self.buckets:
             if bucket.has_masters:

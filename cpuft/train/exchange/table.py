@@ -20,5 +20,9 @@ EXCHANGES: dict[str, type[Exchange]] = {
 
 
 def choose_exchange(config: TrainConfig, ranks: int) -> type[Exchange]:
-    """Return the exchange of a run with these options on this number of ranks."""
+    """Return the class of the exchange of a run with these options on this number of ranks, which is at least 1.
+
+    With `--engine deepspeed` it is DeepSpeedExchange, otherwise with one rank Exchange, with `--shard optimizer`
+    ShardedExchange, with `--sync-every` above 1 LocalSGDExchange, and else DataParallelExchange.
+    """
     return next(exchange for exchange in EXCHANGES.values() if exchange.is_selected(config, ranks))

@@ -48,7 +48,11 @@ class _Message:
 
 
 class ShardedExchange(Exchange):
-    """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets like those of DistributedDataParallel."""
+    """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets like those of DistributedDataParallel.
+
+    Making it is collective, moves the parameters into buckets, and replaces them in the optimizer by this rank's
+    shards. With gradient compression bf16 or fp16, gradients are sent in that type, and added up in fp32.
+    """
 
     sends_gradients = True
 
@@ -82,7 +86,10 @@ class ShardedExchange(Exchange):
         return ranks > 1 and config.shard == "optimizer"
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a forward and a backward pass; complete buckets are sent in the `last` one."""
+        """Return the context of a forward and a backward pass; complete buckets are sent in the `last` one.
+
+        It must be called before each pass, because it also begins to count the gradients that are complete.
+        """
         self._missing = [set(bucket.parameters) for bucket in self._dense_buckets]
         self._next = 0 if last else len(self._dense_buckets)
         return nullcontext()
@@ -118,7 +125,15 @@ class ShardedExchange(Exchange):
 
     @torch.no_grad()
     def average_gradients(self, find_token_ids: Callable[[], Tensor]) -> float:
-        """Finish the mean of the gradients: each rank gets that of its own shards."""
+        """Finish the mean of the gradients over the ranks: each rank gets that of its own shards. Blocks until it has.
+
+        `find_token_ids` is called only if the word embedding is exchanged by rows.
+
+        Returns
+        -------
+        Seconds of the last backward pass in which this rank waited for messages, because too many buckets were under
+        way.
+        """
         waited, self._seconds_in_hooks = self._seconds_in_hooks, 0.0
         while self._next < len(self._dense_buckets):  # buckets with parameters that no example has used
             self._send()
@@ -132,13 +147,20 @@ class ShardedExchange(Exchange):
         return waited
 
     def clip_gradients(self) -> None:
-        """Scale gradients down to `--max-grad-norm`; the norm is that of the shards of all ranks together."""
+        """Scale gradients down to `--max-grad-norm`; the norm is that of the shards of all ranks together.
+
+        If the option is 0, nothing happens; otherwise this is collective. With the fused optimizer the gradients stay
+        as they are, and its next step multiplies them by the factor.
+        """
         if self.config.max_grad_norm:
             shards = [bucket.shard for bucket in self._shards.buckets]
             clip_gradients(self.optimizer, shards, self.config.max_grad_norm, dist.all_reduce)
 
     def clear_gradients(self) -> None:
-        """Set the gradients to zero in place: they are views of the buckets."""
+        """Set the parameters' gradients to zero in place, because they are views of the buckets.
+
+        The gradients of shards become None, and so does the word embedding's if it is exchanged by rows.
+        """
         self.optimizer.zero_grad()
         for gradients in self._gradients:
             gradients.zero_()
@@ -146,7 +168,7 @@ class ShardedExchange(Exchange):
             self._rows.clear()
 
     def synchronize_parameters(self, update: int, wait: bool) -> None:
-        """Give all ranks the weights of all shards."""
+        """Give all ranks the weights of all shards, after every update and whatever `wait` is. Collective."""
         self._shards.gather_weights()
 
 
