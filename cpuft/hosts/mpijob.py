@@ -61,7 +61,11 @@ class MpiJobTransport(SshTransport):
         return self._retry(host, partial(super().address, host))
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
-        """As `SshTransport`. Raises CpuftError: also for a worker that does not have the job's key."""
+        """Run a command on another pod; until `deadline`, try again every second while the pod cannot be reached.
+
+        Raises CpuftError: the pod does not show the job's key. Raises HostError: it cannot be used for another reason,
+        or the command takes longer than `seconds`.
+        """
         return self._retry(host, partial(super()._run_remotely, host, argv, stdin, seconds))
 
     def _retry(self, host: Host, call: Callable[[], T]) -> T:

@@ -78,7 +78,10 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class RankCores:
-    """Hardware threads of one rank: `compute` for OpenMP, `comm` for communication workers, without overlap."""
+    """The kernel's numbers of one rank's hardware threads: `compute` for OpenMP, `comm` for communication workers.
+
+    No number is in both.
+    """
 
     compute: tuple[int, ...]
     comm: tuple[int, ...] = ()

@@ -122,7 +122,10 @@ class Transport(ABC):
 
     @abstractmethod
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
-        """As `run`, for a host that is not this machine."""
+        """Do what `run` does for a host that is not this machine: return the command's exit code and output.
+
+        Raises CpuftError: the host cannot be used, or the command takes longer than `seconds`.
+        """
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
         """Run a command on a host, wait for its end, and return its exit code and output, whatever they are.
@@ -305,7 +308,11 @@ class SshTransport(Transport):
             raise
 
     def _read_login(self, host: Host) -> Login:
-        """As `read_login`, which needs paramiko; a launch on this machine alone must not import that."""
+        """Return how a host is reached (`read_login`).
+
+        For "localhost" no configuration is read, because that needs paramiko, which a launch on this machine must not
+        import.
+        """
         return read_login(host, self.config) if host.name != "localhost" else Login(host.name, host.port or 22)
 
 

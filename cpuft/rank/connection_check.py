@@ -64,7 +64,7 @@ class ConnectionCheck:
         """Whether a collective operation other than a barrier was seen."""
 
     def note_group(self, size: int) -> None:
-        """Note that a default process group of `size` ranks was formed."""
+        """Note that a default process group of `size` ranks was formed. The largest one counts."""
         self.group_size = max(self.group_size, size)
 
     def before_step(self, *_: Any) -> None:
