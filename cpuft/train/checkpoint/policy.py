@@ -201,7 +201,7 @@ class CheckpointWriter:
         ----------
         state: what checkpoints hold, with the size of the copy.
         root: folder of the checkpoints.
-        rank: of this process; part of the name of its checkpoints.
+        rank: that of this process; it is part of the name of its checkpoints.
         every: seconds between two checkpoints; below 0: as many as make their cost DEFAULT_TIME_SHARE of the time; inf:
             none is ever due.
         contribute: takes part in the snapshots of other writers. It is called if this rank makes none.
@@ -210,8 +210,8 @@ class CheckpointWriter:
         self.record: list[str] = []
         """Lines of the record so far."""
         self.cost = state.nbytes / _ASSUMED_BYTES_PER_SECOND
-        """Seconds that the last checkpoint took, of the pause of training and of a core; an estimate before the
-        first."""
+        """Seconds that the last checkpoint cost: the pause of training and the thread's CPU time. An estimate before
+        the first one."""
         self._contribute = contribute
         self._state, self._root, self._every = state, root, every
         self._block = torch.empty(0 if math.isinf(every) else state.nbytes, dtype=torch.uint8)

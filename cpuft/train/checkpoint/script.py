@@ -137,10 +137,9 @@ def load_state(**things: Any) -> dict[str, Any] | None:
 
 def interrupted() -> bool:
     """Return on all ranks alike whether any rank was told to stop, by the launcher or an interruption notice.
-    Collective.
 
-    If so, call `save_state` and exit with code 75. Once True, it stays True. It costs an all-reduce of one number. A
-    script that handles SIGUSR1 itself receives that signal instead.
+    Collective. If it returns True, call `save_state` and exit with code 75. Once True, it stays True. It costs an
+    all-reduce of one number. A script that handles SIGUSR1 itself receives that signal instead.
 
     Raises CpuftError: there are several ranks and no process group.
     """
