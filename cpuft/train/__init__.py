@@ -1,1 +1,1 @@
-"""What runs on a rank: tasks, data, model, step, loop, evaluation, checkpoint. Started, not called, by launch."""
+"""What runs on a rank: data, model, updates, evaluation, checkpoints. The launcher starts it as a process."""

@@ -15,7 +15,12 @@ from cpuft.train.startup import pause_garbage_collection
 
 
 def main() -> None:
-    """Train. Exit with 2 after bad input, with 74 after a full disk, each with one line that says what to do."""
+    """Train as the command line says, and end the process without the cleanup of C libraries; this never returns.
+
+    The exit code is 0 after a complete run, 75 after an interruption with a checkpoint, 2 after bad input, 74 after a
+    full disk (2 and 74 with one line on standard error that says what to do), and 1 with a traceback after any other
+    exception.
+    """
     started = time.perf_counter()
     protect_streams()
     start_reporting()
@@ -43,7 +48,12 @@ def main() -> None:
 
 
 def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
-    """Return both configurations from the worker's command line: each takes its own options."""
+    """Return both configurations from the worker's command line, whose arguments are `--name=value` in any order.
+
+    Options of WorkerConfig go there, all others to TrainConfig. Options that are not given have their defaults.
+
+    Raises CpuftError: an option is unknown, or has a value that it does not accept.
+    """
     names = option_names(WorkerConfig)
     is_own = {arg: find_new_name(arg.partition("=")[0][2:].replace("-", "_"), names)[0] in names for arg in argv}
     own, others = ([arg for arg in argv if is_own[arg] == wanted] for wanted in (True, False))

@@ -19,11 +19,15 @@ from cpuft.train.process_group import gather
 from cpuft.train.setup import TrainingSetup
 
 BatchPredictions = tuple[Indices, Predictions]
-"""The numbers of a batch's examples, and the predictions for them."""
+"""The numbers of a batch's examples in their split, and the predictions for them in the same order."""
 
 
 def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
-    """Return the metrics of all validation splits after a step, the same on every rank. Collective."""
+    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective.
+
+    The line has `step` as given, each metric with the split's suffix at the end of its name, the number of examples of
+    all splits, and the seconds that this took. Afterwards the model is in training mode.
+    """
     start = time.perf_counter()
     setup.model.eval()
     metrics: dict[str, float] = {}
@@ -46,9 +50,17 @@ def _predict_on_all_ranks(setup: TrainingSetup, tokens: Tokens) -> Predictions:
 def compute_outputs(
     model: torch.nn.Module, objective: Objective, tokens: Tokens, batch_size: int, ranks: int, precision: str
 ) -> Predictions:
-    """Return the head's outputs for all examples in their order, computed on this process alone.
+    """Return the head's outputs for all examples in their order, computed by this process alone.
 
-    The batches are those of an evaluation on `ranks` ranks, so that the outputs are the same to the bit.
+    The batches are those of an evaluation on `ranks` ranks with `batch_size`, so that the outputs are the same to the
+    bit. The shape is (examples, outputs), or (examples, longest example, classes) for tags, filled up with -1. The mode
+    of the model is not changed: it must be in evaluation mode already.
+
+    Parameters
+    ----------
+    precision: bf16 computes under autocast, any other value without.
+
+    Raises ValueError: there are no examples.
     """
     batches = chain(*plan_batches(tokens, batch_size, ranks))
     with autocast(precision):
@@ -56,7 +68,11 @@ def compute_outputs(
 
 
 def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indices]]:
-    """Return each rank's batches: examples are sorted by length and dealt to the ranks in turn."""
+    """Return for each rank the list of its batches: examples are sorted by length and dealt to the ranks in turn.
+
+    A batch has `batch_size` examples; the last one of a rank may have fewer. With fewer examples than ranks, the last
+    ranks have no batches.
+    """
     order = np.argsort(tokens.lengths, kind="stable")
     shares = [order[rank::ranks] for rank in range(ranks)]
     return [[share[start : start + batch_size] for start in range(0, len(share), batch_size)] for share in shares]
@@ -65,13 +81,19 @@ def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indic
 def predict_batches(
     predict: Callable[[Batch], Predictions], objective: Objective, tokens: Tokens, batches: Iterable[Indices]
 ) -> list[BatchPredictions]:
-    """Call `predict` with each batch, without gradients, and return the results with the examples' numbers."""
+    """Call `predict` with each batch, without gradients; return (numbers of the examples, result) for each."""
     with torch.inference_mode():
         return [(examples, predict(objective.make_batch(tokens, examples))) for examples in batches]
 
 
 def join(parts: Sequence[BatchPredictions]) -> Predictions:
-    """Return the predictions of all batches in the order of examples; shorter ones are filled up with -1."""
+    """Return the predictions of all batches in the order of examples, fp32, shape (examples, longest, ...).
+
+    Predictions that are shorter along the second axis are filled up with -1. The batches must contain each example of
+    the split once.
+
+    Raises ValueError: `parts` is empty.
+    """
     width = max(predictions.shape[1] for _, predictions in parts)
     whole = np.full((sum(len(examples) for examples, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)
     for examples, predictions in parts:

@@ -39,14 +39,28 @@ at once, and such a run should not go on for hours. With a warm-up, the first up
 def train_and_evaluate(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, done: int = 0
 ) -> TrainingResult:
-    """Train all ranks as one job after `done` updates, and evaluate the model; record everything as it happens.
+    """Train all ranks as one job after `done` updates, evaluate the model, and record everything. Collective.
+
+    Steps and metrics are shown and recorded as they come.
+
+    Parameters
+    ----------
+    checkpoints: writes checkpoints while the run trains, and perhaps a final one.
+
+    Returns
+    -------
+    All steps of the run with those before it was resumed, the seconds of each rank's phases, and the checksum of the
+    parameters.
 
     Raises
     ------
     Interrupted
         The run was asked to stop, and a checkpoint was written.
     CpuftError
-        The loss is not finite, or the ranks' parameters differ.
+        The loss is not finite, or the ranks' parameters differ (compared at the end, and after updates 2 and 20 of this
+        start unless --sync-every is above 1).
+    OSError
+        The record cannot be written.
     """
     config, exchange, updates = setup.config, setup.exchange, setup.updates
     steps: list[StepLine] = []
@@ -74,7 +88,11 @@ def train_and_evaluate(
 def train_independently(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, done: int = 0
 ) -> TrainingResult:
-    """Train each rank for itself, at the same time; record all steps at the end. There is no one model to evaluate."""
+    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective.
+
+    There is no one model to evaluate: the result has the merged steps (see `merge_steps`), the seconds of each rank's
+    phases, and an empty checksum. Raises CpuftError: this rank's loss is not finite.
+    """
     own: list[StepLine] = []
     for line in train(setup, checkpoints, done):
         own.append(line)
@@ -86,7 +104,14 @@ def train_independently(
 
 
 def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: int = 0) -> Iterator[StepLine]:
-    """Run the updates that follow the first `done` ones; yield the line of each.
+    """Run the updates that follow the first `done` ones; yield the record's line of each. Collective.
+
+    Before the first update, one forward and one backward pass warm up. With --sync-every above 1, the line of an update
+    comes after the next update.
+
+    Parameters
+    ----------
+    checkpoints: decides when checkpoints are written and when the run stops; None: never.
 
     Raises
     ------
@@ -175,10 +200,14 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
 
 
 def forward_backward(setup: TrainingSetup, batch: Batch, factor: float, clock: Clock) -> float:
-    """Run one forward and one backward pass; return the sum of the examples' losses.
+    """Run one forward and one backward pass; return the sum of the examples' losses, without `factor`.
 
-    The gradient is multiplied by `factor`. The exchange averages gradients over ranks: with ranks / terms as factor the
-    result is the gradient of the mean over all terms of the update.
+    The gradient is multiplied by `factor` and added to those that are there. The exchange averages gradients over
+    ranks: with ranks / terms as factor the result is the gradient of the mean over all terms of the update.
+
+    Parameters
+    ----------
+    clock: gets the laps `forward` and `backward`.
     """
     with autocast(setup.precision):
         losses = setup.objective.losses(setup.exchange.forward_model, batch)
@@ -189,14 +218,20 @@ def forward_backward(setup: TrainingSetup, batch: Batch, factor: float, clock: C
 
 
 def make_micro_batches(setup: TrainingSetup, share: Indices, epoch: int) -> list[Batch]:
-    """Split a rank's share of an update into batches of at most `--batch-size` examples, one for each forward pass."""
+    """Split a rank's share of an update into batches of at most `--batch-size` examples, one for each forward pass.
+
+    Parameters
+    ----------
+    share: numbers of training examples; without any there are no batches.
+    epoch: see `Objective.make_batch`.
+    """
     size = setup.config.batch_size
     parts = [share[start : start + size] for start in range(0, len(share), size)]
     return [setup.objective.make_batch(setup.prepared.train, part, epoch) for part in parts]
 
 
 def seed_update(seed: int, update: int, rank: int) -> None:
-    """Seed torch for one update of one rank.
+    """Seed torch's generator for one update of one rank.
 
     Ranks draw different dropout masks, and a resumed run draws those that it would have drawn without the break.
     """
@@ -238,10 +273,12 @@ def _warm_up(setup: TrainingSetup, done: int) -> None:
 
 
 def settle_bucket_layout(setup: TrainingSetup) -> None:
-    """Let DistributedDataParallel rebuild its buckets, as it does after its first backward pass, before a run resumes.
+    """Let DistributedDataParallel rebuild its buckets before a run resumes. Collective.
 
-    The layout of the buckets decides in which order the ranks' gradients are added: with three or more ranks the last
-    bits of the sums depend on it. Nothing else changes. Collective.
+    It rebuilds them after its first backward pass. The layout of the buckets decides in which order the ranks'
+    gradients are added: with three or more ranks the last bits of the sums depend on it. Nothing else changes: this
+    runs one forward and one backward pass with gradients of 0. It does nothing on fewer than three ranks, with
+    --sync-every above 1, and with a compression that has error feedback.
     """
     world = setup.world
     compression = setup.compression or setup.config.grad_compression
@@ -258,14 +295,18 @@ def settle_bucket_layout(setup: TrainingSetup) -> None:
 
 
 class Clock:
-    """Measures the seconds of one step by phase."""
+    """Measures the seconds of one step by phase: data, forward, backward, update and communication.
+
+    It starts when it is made. `seconds` has the sum of each phase so far, `start` the time.perf_counter value of the
+    start.
+    """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update", "communication"), 0.0)
         self.start = self.last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Add the time since the last lap to `phase`."""
+        """Add the time since the last lap, or the start, to `phase`. Raises KeyError: there is no such phase."""
         now = time.perf_counter()
         self.seconds[phase] += now - self.last
         self.last = now
@@ -281,21 +322,29 @@ class UpdateSums:
     """What an update adds up over all ranks: at first one rank's numbers, then all ranks'."""
 
     requests: Requests
+    """What ranks request of all ranks after the update."""
     loss: float
     """Sum of the losses of all terms."""
     terms: float
+    """Number of terms of the losses, see `Objective.count_terms`."""
     examples: float
     tokens: float
-    """Without padding."""
+    """Number of tokens without padding."""
     compute_seconds: list[float]
-    """Of each rank, in rank order; before the sum, of this rank only."""
+    """Seconds of each rank without communication, in rank order; before the sum, of this rank only."""
 
     def without_seconds(self) -> UpdateSums:
-        """Return the sums of a rank that trains independently: its own numbers."""
+        """Return the sums of a rank that trains independently: its own numbers, and no `compute_seconds` ([])."""
         return UpdateSums(self.requests, self.loss, self.terms, self.examples, self.tokens, [])
 
     def add_up(self, world: World) -> Callable[[], UpdateSums]:
-        """Start one all-reduce over all ranks; return a function that waits for it and returns the sums."""
+        """Start one all-reduce over all ranks; return a function that waits for the sums and returns them. Collective.
+
+        The all-reduce runs in the background. `compute_seconds` of the sums has one entry for each rank.
+
+        Raises ValueError: `compute_seconds` of this object has not exactly one entry, for example because it holds sums
+        already.
+        """
         (own,) = self.compute_seconds
         numbers = [self.requests.encode(), self.loss, self.terms, self.examples, self.tokens]
         numbers += [own * (rank == world.rank) for rank in range(world.size)]

@@ -24,19 +24,29 @@ _TASK_TYPES = {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification":
 
 
 def check_lora(config: TrainConfig, package: str = "peft") -> None:
-    """Raise CpuftError if --lora-rank is given and peft is not installed."""
+    """Raise CpuftError if --lora-rank is given and peft is not installed; without --lora-rank, do nothing.
+
+    Parameters
+    ----------
+    package: name of the package to look for.
+    """
     if config.lora_rank:
         check_peft("--lora-rank", package)
 
 
 def check_peft(wanted_by: str, package: str = "peft") -> None:
-    """Raise CpuftError if peft is not installed; `wanted_by` says what needs it."""
+    """Raise CpuftError if peft is not installed; `wanted_by`, the begin of the message, says what needs it.
+
+    Parameters
+    ----------
+    package: name of the package to look for.
+    """
     if importlib.util.find_spec(package) is None:
         raise CpuftError(f"{wanted_by} needs peft, which is not installed: {install_command('train')}")
 
 
 def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> Any:
-    """Add adapters to the attention of `model` in place, freeze the rest, and return peft's model around it.
+    """Add adapters of `rank` to the attention of `model` in place, freeze the rest, and return peft's model around it.
 
     The head, and modules whose weights are new, are trained whole.
 
@@ -67,7 +77,7 @@ def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> An
 
 
 def find_attention_layers(model: Any) -> list[str]:
-    """Return the names of the linear layers in the attention of a model's encoder."""
+    """Return the dotted names of the linear layers in the attention of a model's encoder; empty if there are none."""
     from torch import nn
 
     encoder = f"{model.base_model_prefix}."
@@ -81,7 +91,9 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
     A head whose output layer shares the token embedding's weight is not trained: it is as large as the embedding, and
     its weight was loaded.
 
-    `new`: names of the parameters that are new.
+    Parameters
+    ----------
+    new: dotted names of the model's parameters that were not loaded.
     """
     outputs = model.get_output_embeddings()
     heads = [
@@ -95,9 +107,11 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
 
 
 def merge_adapters(model: Any, folder: str) -> Any:
-    """Merge the adapters in a folder into the weights of `model`, in place. A head of other sizes is left as it is.
+    """Merge the adapters in a folder into the weights of `model`, in place, and return the model without adapters.
 
-    Raises CpuftError: peft is not installed, or the adapters do not fit the model.
+    A head that was saved with other sizes is left as it is in `model`.
+
+    Raises CpuftError: peft is not installed, or the adapters cannot be read or do not fit the model.
     """
     check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel
@@ -118,6 +132,9 @@ def has_adapters(model: Any) -> bool:
 
 
 def save_adapters(model: Any, folder: Path) -> None:
-    """Save adapters and head in peft's format, and the configuration of the model, with its labels, beside them."""
+    """Write adapters and head in peft's format, and the configuration of the model, with its labels, into a folder.
+
+    The folder is made if necessary; files of the same names are replaced.
+    """
     model.save_pretrained(folder, save_embedding_layers=False)  # else peft asks the hub for the vocabulary's size
     model.config.save_pretrained(folder)

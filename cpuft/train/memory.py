@@ -50,6 +50,7 @@ class ModelShape:
     linear_parameters: int
     """Number of weights and biases of the layers' linear modules, which the fast path computes in bf16."""
     other_parameters: int
+    """Number of all other parameters: embeddings, norms, and the pooler or head."""
     layers: int = 0
     hidden: int = 0
     inner: int = 0
@@ -76,14 +77,19 @@ class LargestBatch:
 
     @property
     def positions(self) -> int:
-        """Positions of the batch, with padding."""
+        """Number of positions of the batch, with padding: examples times length."""
         return self.examples * self.length
 
 
 def read_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape | None:
-    """Return the shape of a model from its config.json; None for an architecture that the fast path does not know.
+    """Return the shape of a model from its config.json; None if the fast path does not know the architecture.
 
-    `dropout`: the value of --dropout.
+    None also if one of the sizes is missing or not a positive whole number.
+
+    Parameters
+    ----------
+    settings: the content of config.json.
+    dropout: the value of --dropout; below 0, the configuration's own rate counts.
     """
 
     def size(*names: str) -> int:
@@ -114,6 +120,10 @@ def estimate_memory(
     writes_checkpoints: bool,
 ) -> dict[str, int]:
     """Return the bytes that a rank holds at its peak, by part.
+
+    The parts are weights, masters (fp32 master weights), moments (of AdamW), gradients, activations, checkpoint's copy,
+    buffers (of the exchange) and process (the interpreter, libraries and gaps in the heap). A part that is not needed
+    is 0; with `shape.layers` 0, activations are not estimated. The sum of all parts is the peak.
 
     Parameters
     ----------
@@ -163,7 +173,8 @@ def activation_bytes(
 ) -> tuple[int, int]:
     """Return the bytes that the forward pass keeps for backward, and the most that is there during backward.
 
-    The second number is larger with gradient checkpointing, which adds one recomputed layer at a time.
+    The second number may be larger with gradient checkpointing, which adds one recomputed layer at a time; without it,
+    both are equal. Both are 0 for a shape without layers.
 
     Parameters
     ----------
@@ -215,43 +226,65 @@ def _last_layer_bytes(shape: ModelShape, size: int, batch: LargestBatch) -> int:
 
 
 def temporary_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
-    """Return the bytes that one layer allocates and frees again: in feed-forward, or in eager attention after that."""
+    """Return the bytes that one layer allocates and frees again: in feed-forward, or in eager attention after that.
+
+    Parameters
+    ----------
+    fast, size: as for `activation_bytes`: whether layers are fast ones, and the bytes of a number in products (2 or 4).
+    """
     scores, inner = batch.positions * batch.length * shape.heads, batch.tokens * shape.inner
     return size * (inner + 3 * batch.tokens * shape.hidden) if fast else 4 * max(2 * inner, 3 * scores - 2 * inner)
 
 
 def logit_bytes(shape: ModelShape, size: int, masked: int) -> int:
-    """Return the bytes for predicting masked tokens: three fp32 numbers for each token of the vocabulary (logits and
-    their gradients), and autocast's copy of the weights."""
+    """Return the bytes for predicting masked tokens; 0 if `masked`, their number, is 0.
+
+    They are three fp32 numbers for each masked token and each token of the vocabulary (logits and their gradients), and
+    with `size` 2 (bf16) autocast's copy of the weights.
+    """
     return (12 * masked + (2 * shape.hidden if size == 2 and masked else 0)) * shape.vocab_size
 
 
 def evaluation_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
-    """Return the bytes of activations in evaluation: those of one layer at a time."""
+    """Return the bytes of activations in evaluation: those of one layer at a time.
+
+    Parameters
+    ----------
+    fast, size: as for `activation_bytes`: whether layers are fast ones, and the bytes of a number in products (2 or 4).
+    """
     attention = 0 if fast else 7 * shape.hidden + 2 * batch.length * shape.heads
     return batch.positions * (8 * shape.hidden + size * max(attention, 4 * shape.hidden + 2 * shape.inner))
 
 
 KNOWN_ERROR = 0.1
-"""How far below its estimate a peak was measured (scripts/check-fit). A run within this error is not refused."""
+"""How far below its estimate a peak was measured (scripts/check-fit), as a share. A run within this error is not
+refused."""
 
 Estimator = Callable[[TrainConfig, int, bool], dict[str, int]]
-"""From options, the number of ranks, and whether the rank writes checkpoints, to the rank's bytes by part."""
+"""From options, the number of ranks, and whether the rank writes checkpoints, to the rank's bytes by part, as
+`estimate_memory` returns them."""
 
 
 class Shortage(NamedTuple):
-    """What the ranks of one host need."""
+    """What the ranks of one host, or of all simulated hosts on one machine, need: `needed_bytes` in total."""
 
     host: HostMemory
     needed_bytes: int
     parts: dict[str, int]
-    """Bytes by part."""
+    """Bytes of all these ranks by part, as `estimate_memory` returns them. Their sum counts memory that ranks share
+    once for each rank, `needed_bytes` only once."""
 
 
 def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
-    """Raise CpuftError if a host has not enough memory for its ranks: says what they need, and what would make it fit.
+    """Raise CpuftError if a host has not enough memory for its ranks.
 
-    `memory`: the free memory of each host of the run.
+    The message says what they need and what would make it fit. A host passes if 90 % of the estimate fits into its free
+    memory. Activations of models that the fast path does not know are not counted. CpuftError is also raised if the
+    model's configuration cannot be read.
+
+    Parameters
+    ----------
+    memory: the free memory of each host of the run, and the precision.
     """
     shape = find_shape(config, prepared.vocab_size)
 
@@ -264,9 +297,16 @@ def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> Non
 
 
 def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
-    """Return the shape of the model that the options name; for an unknown architecture, by the size of its files.
+    """Return the shape of the model that the options name.
 
-    `vocab_size`: of the tokenizer, for an untrained model.
+    For an architecture that the fast path does not know, and for a model on the hub, it has no layers, and only the
+    parameters in the folder's safetensors files (0 if there are none).
+
+    Parameters
+    ----------
+    vocab_size: of the tokenizer, for an untrained model.
+
+    Raises CpuftError: the model's folder or --from-config names no model.
     """
     if config.from_config:
         settings = load_config(config, {}, vocab_size).to_dict()
@@ -283,7 +323,10 @@ def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
 def estimate_rank(
     shape: ModelShape, config: TrainConfig, precision: str, prepared: Prepared, ranks: int, writes_checkpoints: bool
 ) -> dict[str, int]:
-    """Return what `estimate_memory` does, with the largest batches of these examples."""
+    """Return the bytes that a rank holds at its peak, by part, with the largest batches of these examples.
+
+    The parts are those of `estimate_memory`. `prepared` must have validation examples.
+    """
     train = find_largest_batch(prepared.train, config, ranks, prepared.kind in ("tags", "masked"))
     lengths = np.sort(np.concatenate([tokens.lengths for tokens in prepared.validation.values()]))
     evaluated = lengths[::-1][: config.eval_batch_size * ranks : ranks]
@@ -296,7 +339,13 @@ def estimate_rank(
 
 
 def find_largest_batch(tokens: Tokens, config: TrainConfig, ranks: int, reads_all_tokens: bool = False) -> LargestBatch:
-    """Return the largest batch that rank 0 of `ranks` has in the first epoch."""
+    """Return the batch with the most tokens that rank 0 of `ranks` has in the first epoch.
+
+    Parameters
+    ----------
+    tokens: the training split, with at least one example.
+    reads_all_tokens: copied into the result: whether the head reads all tokens.
+    """
     lengths, size = tokens.lengths, config.batch_size * config.gradient_accumulation * ranks
     updates = count_updates(len(lengths), size, config.epochs, config.max_steps)
     plans = plan_epoch(lengths, size, config.seed, 0, config.padding == "dynamic")[: max(1, updates)]
@@ -309,7 +358,14 @@ def find_largest_batch(tokens: Tokens, config: TrainConfig, ranks: int, reads_al
 def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, factor: float = 1.0) -> Shortage | None:
     """Return the host or machine with the largest shortage of memory; None if all ranks fit.
 
-    Estimates are multiplied by `factor`. Hosts on the same machine, such as simulated ones, must also fit together.
+    Hosts on the same machine, such as simulated ones, must also fit together; such a machine is called `the machine of
+    HOST, HOST`.
+
+    Parameters
+    ----------
+    memory: at least one host.
+    estimate: returns the bytes of a rank by part.
+    factor: what estimates are multiplied by before they are compared; below 1, a small shortage is accepted.
     """
     found, by_machine = list[Shortage](), dict[str | int, list[Shortage]]()
     total = 1 if memory.independent else sum(host.ranks for host in memory.hosts)
@@ -330,7 +386,11 @@ def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, f
 
 
 def describe_shortage(shortage: Shortage) -> str:
-    """Say how much memory a host has and how much its ranks need, with the three largest parts."""
+    """Return one clause on how much memory a host has and how much its ranks need, with the three largest parts.
+
+    For example: `node1 has 4.0 GB free, and its 2 ranks need 6.1 GB (activations 3.0 GB, moments 1.8 GB, process 1.1
+    GB)`.
+    """
     largest = sorted(shortage.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name} {nbytes / 1e9:.1f} GB" for name, nbytes in largest)
     host, needed = shortage.host, f"{shortage.needed_bytes / 1e9:.1f} GB ({parts})"
@@ -339,7 +399,12 @@ def describe_shortage(shortage: Shortage) -> str:
 
 
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
-    """Return advice that makes the run fit: the options that cost the least time, else more hosts."""
+    """Return advice that makes the run fit, as the end of an error message.
+
+    It is the first that is enough of: the options that cost the least time (`add --shard optimizer`); up to 64 hosts
+    like the one with the least memory, with one rank each (`take 4 hosts like node1 with one rank each: --np 4
+    --batch-size 8`); `take a smaller model, or hosts with more memory`.
+    """
     smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
     for changes in list_changes(config, 1 if memory.independent else ranks):
         if not find_shortage(replace(config, **changes), memory, estimate):
@@ -363,7 +428,15 @@ def _can_shard(config: TrainConfig, ranks: int) -> bool:
 
 
 def list_changes(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
-    """Return sets of option changes that lead to the same updates with less memory, the cheapest in time first."""
+    """Return sets of option changes that lead to the same updates with less memory, the cheapest in time first.
+
+    Each is a dict from names of TrainConfig to new values: shard, batch_size with gradient_accumulation,
+    gradient_checkpointing, checkpoint_every 0, and all combinations. Empty if none of them can be changed.
+
+    Parameters
+    ----------
+    ranks: number of ranks that train together.
+    """
     divisors = [2**power for power in range(config.batch_size.bit_length()) if config.batch_size % 2**power == 0]
     smaller = [
         {"batch_size": config.batch_size // n, "gradient_accumulation": config.gradient_accumulation * n}

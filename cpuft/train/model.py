@@ -33,9 +33,14 @@ and an encoder as large as the largest GPT-2. What is not given is as in BERT-ba
 def find_model(name: str) -> str:
     """Return the folder of a model, or its hub name as it is.
 
-    `name`: a folder, a hub name, or minilm, the model of an installed package.
+    Whether the hub has a model of that name is not checked.
 
-    Raises CpuftError: the folder or the package is missing, or the folder holds no model.
+    Parameters
+    ----------
+    name: a folder, a hub name, or minilm, the model of an installed package. A name that begins with `.`, `/` or `~`,
+        or has more than one `/`, must be a folder.
+
+    Raises CpuftError: the folder or the package is missing, or the folder holds no config.json.
     """
     if name == _OFFLINE:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
@@ -58,21 +63,24 @@ def find_model(name: str) -> str:
 
 
 def get_model_name(config: TrainConfig) -> str:
-    """Return the name of what is trained, as the user gave it: the value of --from-config or --model."""
+    """Return the name of what is trained, as the user gave it: the value of --from-config, else that of --model."""
     return config.from_config or config.model
 
 
 def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 0, pad_id: int = -1) -> Any:
     """Return the configuration of the model in the form of transformers, with the settings of its head.
 
+    For a hub name, the first call waits up to 3 s for the hub; if it does not answer, only the cache of models is read.
+
     Parameters
     ----------
     head: settings of the head, by their names in config.json.
-    vocab_size: of the tokenizer, for an untrained model of `SIZES`. 0: BERT's own.
+    vocab_size: of the tokenizer, for an untrained model of `SIZES`; 0: BERT's own. Other models keep theirs.
     pad_id: id of the token that batches are padded with, see `choose_pad_id`. Some models need it to find the last
         token of a text. -1 leaves a trained model's own, and means 0 for an untrained one.
 
-    Raises CpuftError: the configuration cannot be read or loaded, or is not valid.
+    Raises CpuftError: the model or the file of --from-config is missing, or the configuration cannot be read or is not
+    valid.
     """
     import transformers
 
@@ -105,7 +113,10 @@ def _read_json(name: str) -> dict[str, Any]:
 
 
 def check_untrained(config: TrainConfig) -> None:
-    """Raise CpuftError if no model can be made with the configuration that --from-config names."""
+    """Raise CpuftError if no model can be made with the configuration that --from-config names.
+
+    Without --from-config, do nothing. No memory is taken for weights.
+    """
     if not config.from_config:
         return
     settings = load_config(config, {})
@@ -126,7 +137,10 @@ def _describe_bad_config(name: str, error: Exception) -> str:
 
 
 def check_positions(config: TrainConfig) -> None:
-    """Raise CpuftError if the model has fewer positions than --max-length."""
+    """Raise CpuftError if the model has fewer positions than --max-length, or its configuration cannot be loaded.
+
+    Models without a limit, such as XLNet, pass.
+    """
     settings = load_config(config, {})
     positions = getattr(settings, "max_position_embeddings", 0) or 0  # -1 in XLNet: no limit
     if settings.model_type in POSITIONS_AFTER_PADDING:
@@ -139,17 +153,21 @@ def check_positions(config: TrainConfig) -> None:
 
 
 def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], vocab_size: int = 0, pad_id: int = -1) -> Any:
-    """Load the model with a new head, in fp32 on the CPU.
+    """Load the model for a head of this kind, in fp32 on the CPU, and return it.
 
-    With --from-config it is untrained; with --lora-rank it is wrapped by peft.
+    The head is new, unless one for as many labels was saved with the model. With --from-config the model is untrained,
+    and torch's generator draws its weights; with --lora-rank it is wrapped by peft. Messages and progress bars of
+    transformers are switched off for the process.
 
     Parameters
     ----------
     kind: name of the class of transformers that loads any model with such a head, such as
         AutoModelForSequenceClassification.
-    head, vocab_size, pad_id: see `load_config`.
+    head: settings of the head, by their names in config.json.
+    vocab_size, pad_id: as for `load_config`: the tokenizer's size for an untrained model, and the id of padding.
 
-    Raises CpuftError: the model cannot be loaded, or its architecture has no such head.
+    Raises CpuftError: the model cannot be found or loaded, or its architecture has no such head or no attention for
+    adapters.
     """
     import torch
     import transformers
@@ -175,18 +193,19 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], vocab_si
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     """Load a model from a folder or hub name; if that holds adapters, load their base model and merge them into it.
 
-    If the head there has other sizes, for other labels, the model gets a new head, and rank 0 prints that.
+    If the head there has other sizes, for other labels, the model gets a new head, and rank 0 says so on standard
+    error.
 
     Parameters
     ----------
-    read: `from_pretrained` of the model's class.
+    read: `from_pretrained` of the model's class; its exceptions pass through.
 
     Returns
     -------
     The model in fp32, and the names of the parameters that are new because they were not stored there.
 
     Raises CpuftError: weights have other sizes than config.json says, none are for this model, or the base model of
-    adapters cannot be found.
+    adapters cannot be found or is the folder itself.
     """
     chain = [source]
     while base := find_base_model(chain[-1]):
@@ -220,7 +239,10 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
 
 
 def check_weights(source: str) -> None:
-    """Raise CpuftError if a safetensors file in a model's folder is damaged or shorter than its header says."""
+    """Raise CpuftError if a safetensors file in a model's folder is damaged or shorter than its header says.
+
+    A folder without such files, and a hub name, pass. OSError: a file cannot be read.
+    """
     for path in sorted(Path(source).glob("*.safetensors")):
         size = path.stat().st_size
         with path.open("rb") as file:
@@ -237,9 +259,9 @@ def check_weights(source: str) -> None:
 
 
 def find_base_model(source: str) -> str:
-    """Return the folder or hub name of the model that the adapters in a folder are for; empty if it holds no adapters.
+    """Return the folder or hub name of the model that the adapters in a folder are for; empty if it holds none.
 
-    Raises CpuftError: the adapters name no base model, or that is missing.
+    Raises CpuftError: the adapters name no base model, or that is a folder that is missing.
     """
     path = Path(source, _ADAPTERS)
     if not path.exists():
@@ -259,7 +281,17 @@ def find_base_model(source: str) -> str:
 
 
 def describe_load_failure(name: str, error: Exception) -> str:
-    """Return the message for a model or tokenizer that transformers cannot load, with what to do next."""
+    """Return the message for a model or tokenizer that transformers cannot load, with what to do next.
+
+    For a hub name, this may wait up to 3 s to find out whether the hub answers.
+
+    Parameters
+    ----------
+    name: folder or hub name as the user gave it.
+    error: what transformers raised, whose first line is quoted.
+
+    Raises CpuftError: `name` is a folder that is missing or holds no model.
+    """
     if not Path(find_model(name)).is_dir() and (problem := find_hub_problem()):
         return (
             f"model {name} is neither a folder here nor in the cache of models, and {problem}: check the network and "
@@ -280,5 +312,5 @@ def _set_dropout(settings: Any, rate: float) -> None:
 
 
 def count_parameters(model: Any) -> int:
-    """Return the number of trainable parameters of a model, counting each number."""
+    """Return the number of trainable numbers in a model's parameters; shared parameters count once."""
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)

@@ -19,9 +19,18 @@ from cpuft.train.fast.encoder import describe_layers
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
-    """Return an AdamW for a model, whose layers are replaced in place by those of `--engine` or of the fast path.
+    """Return an AdamW for a model, and change the model in place as the options say.
 
-    Raises CpuftError if `--gradient-checkpointing` finds no layers in the model.
+    With --gradient-checkpointing, layers recompute activations; then the layers are replaced by those of --engine,
+    compiled by --compile, or replaced by the fast path's, unless --no-fast-path is given. --compile sets the
+    environment variable TORCHINDUCTOR_CACHE_DIR unless it is set.
+
+    Parameters
+    ----------
+    precision: fp32, bf16 or int8.
+
+    Raises CpuftError: --gradient-checkpointing finds no layers in the model that support it, or the cache folder of
+    --compile cannot be made.
     """
     if config.gradient_checkpointing:
         checkpoint_gradients(model)
@@ -42,7 +51,10 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
 
 
 def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
-    """Return how many layers of a model the fast path has replaced in `make_optimizer`, or why it has replaced none."""
+    """Return how many layers of a model the fast path has replaced in `make_optimizer`, or why it has replaced none.
+
+    For example `6 of 6 layers replaced`, or `not used, because of --no-fast-path`.
+    """
     reasons = {
         "--no-fast-path": not config.fast_path,
         "--compile": config.compile,
@@ -74,7 +86,11 @@ def checkpoint_gradients(model: torch.nn.Module) -> None:
 
 
 def group_parameters(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups: matrices with weight decay; biases and norms (one dimension) without."""
+    """Return two parameter groups of the trainable parameters: those with two dimensions or more, then all others.
+
+    Each is a dict of `params` and `weight_decay`: the given one for matrices, 0.0 for biases and norms (one dimension).
+    A group may be empty.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
@@ -83,9 +99,16 @@ def group_parameters(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 def learning_rate_factor(update: int, updates: int, warmup_ratio: float) -> float:
-    """Return the share of the peak learning rate for an update, counted from 0.
+    """Return the share of the peak learning rate for an update, from 0 to 1.
 
-    It rises linearly from 0 during the warm-up, and then falls linearly to 0 after the last update.
+    It rises linearly from 0 during the warm-up, whose last update is followed by the peak, and then falls linearly, so
+    that it would be 0 for update `updates`.
+
+    Parameters
+    ----------
+    update: number of the update, counted from 0.
+    updates: number of updates of the run.
+    warmup_ratio: share of the updates that warm up, rounded up to whole ones.
     """
     warmup = math.ceil(updates * warmup_ratio)
     if update < warmup:

@@ -23,13 +23,16 @@ _REPEATS = 5
 
 
 def read_cpu() -> Cpu:
-    """Return this CPU, with the flags that oneDNN may use."""
+    """Return the model name and the flags of this host's CPU, from /proc/cpuinfo.
+
+    Flags that oneDNN may not use, because ONEDNN_MAX_CPU_ISA hides them, are left out.
+    """
     cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
     return cpu._replace(flags=effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", "")))
 
 
 def autocast(precision: str) -> contextlib.AbstractContextManager[object]:
-    """Return the context of a forward pass: autocast for bf16, otherwise one that changes nothing."""
+    """Return the context of a forward pass: autocast on the CPU for `bf16`, otherwise one that changes nothing."""
     if precision == "bf16":
         return torch.autocast("cpu", torch.bfloat16)
     return contextlib.nullcontext()
@@ -38,10 +41,16 @@ def autocast(precision: str) -> contextlib.AbstractContextManager[object]:
 def measure_products(precision: str) -> dict[str, Any]:
     """Measure what matrix products run on here, in about 0.1 s on this process's cores.
 
+    Parameters
+    ----------
+    precision: bf16, int8, or fp32 (any other value).
+
     Returns
     -------
     `kernel`: the implementation that oneDNN reports for `precision`, e.g. brg_matmul:avx512_core_amx; empty if the
-    product was not oneDNN's (fp32 is MKL's on some processors). `teraflops`: its rate; `fp32_teraflops`: that of fp32.
+        product was not oneDNN's (fp32 is MKL's on some processors), or if the user has set ONEDNN_VERBOSE. `teraflops`:
+        the rate of a product of two 1024 x 1024 matrices in `precision`, 10**12 operations per second, the best of 5;
+        `fp32_teraflops`: that in fp32. Both have three decimals.
     """
     dtype = {"bf16": torch.bfloat16, "int8": torch.int8}.get(precision, torch.float32)
     fp32 = _measure_rate(torch.float32)
@@ -50,7 +59,11 @@ def measure_products(precision: str) -> dict[str, Any]:
 
 
 def format_products(products: dict[str, Any]) -> str:
-    """Return one line for people: `0.41 TFLOP/s measured (brg_matmul:avx512_core_bf16), fp32 0.18`."""
+    """Return one line for people, from the result of `measure_products`.
+
+    For example `0.41 TFLOP/s measured (brg_matmul:avx512_core_bf16), fp32 0.18`. The kernel is left out if it is empty,
+    and the rate of fp32 if both rates are equal. Raises KeyError: one of the three entries is missing.
+    """
     kernel = f" ({products['kernel']})" if products["kernel"] else ""
     line = f"{products['teraflops']:.2f} TFLOP/s measured{kernel}"
     is_fp32 = products["teraflops"] == products["fp32_teraflops"]
@@ -58,7 +71,7 @@ def format_products(products: dict[str, Any]) -> str:
 
 
 def parse_kernel(text: str) -> str:
-    """Return the implementation of the first product in oneDNN's verbose output; empty if there is no product.
+    """Return the implementation of the first matrix product in oneDNN's verbose output; empty if there is no product.
 
     A line's fields, by oneDNN's documentation: onednn_verbose,v1,primitive,exec,engine,primitive,implementation,...
     """

@@ -30,14 +30,19 @@ from cpuft.record import RecordedRank
 def join_process_group(
     world: World, backend: str, timeout_seconds: float, gradient_type: str = "float32", earlier: Choice | None = None
 ) -> Iterator[Choice]:
-    """Form a process group with the other ranks of `world` for the time of the context.
+    """Form a process group with the other ranks of `world` for the time of the context, as torch's default group.
+
+    The ranks find each other at MASTER_ADDR and MASTER_PORT; a single rank needs no address. At the end the group is
+    shut down.
 
     Parameters
     ----------
-    backend: gloo, mpi, ccl, or auto: the fastest of them here, measured once for these hosts.
-    timeout_seconds: how long a collective may take.
-    gradient_type: torch's name of the type of gradients that are sent, with which `auto` measures.
-    earlier: what `auto` chose for these hosts before, the same on all ranks; it is used without measuring.
+    backend: gloo, mpi, ccl, or auto: the fastest of them here, measured once for these hosts and then read from rank
+        0's cache folder.
+    timeout_seconds: how long a collective may take, and how long ranks wait for rank 0.
+    gradient_type: torch's name of the type of gradients that are sent, such as bfloat16, with which `auto` measures.
+    earlier: what `auto` chose for these hosts before, the same on all ranks; it is used without measuring. None:
+        measure.
 
     Yields
     ------
@@ -46,7 +51,10 @@ def join_process_group(
     Raises
     ------
     CpuftError
-        Something that the backend needs is missing, or the other ranks cannot be found.
+        MASTER_ADDR or MASTER_PORT is not set on one of several ranks, there is no such backend, something that it needs
+        is missing, or the cache folder cannot be made.
+    RuntimeError
+        By torch: rank 0 cannot be reached within the timeout, or its port is taken.
     """
     store, rank, size = _open_store(world, timeout_seconds), world.rank, world.size
     choice = Choice(backend, "as you asked")
@@ -79,7 +87,10 @@ def _open_store(world: World, timeout_seconds: float) -> Store:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return every rank's `value`, in the order of ranks. Collective; without a process group there is one rank."""
+    """Return every rank's `value`, which must be picklable, in the order of ranks. Collective.
+
+    Without a process group the result is [value].
+    """
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -90,13 +101,18 @@ def gather(value: Any) -> list[Any]:
 def check_ranks(world: World) -> list[RecordedRank]:
     """Check on all ranks alike that the ranks are where the plan put them; return where each rank is. Collective.
 
-    The launcher passes its plan in CPUFT_WORLD_SIZE, CPUFT_HOSTNAME and CPUFT_CORES. Without these variables, only the
-    numbers of ranks and processes are checked.
+    The launcher passes its plan in CPUFT_WORLD_SIZE (number of ranks), CPUFT_HOSTNAME and CPUFT_CORES (hardware
+    threads, separated by commas). Without these variables, only the numbers of ranks and processes are checked.
+
+    Returns
+    -------
+    For each rank, in the order of ranks, its number, its host's name, and the hardware threads that it may run on.
 
     Raises
     ------
     CpuftError
-        On all ranks: the number of ranks is wrong, a rank exists twice, or a rank is on another host or other cores.
+        On all ranks: the number of ranks is wrong, a rank exists twice, a process holds several ranks, or a rank is on
+        another host or other hardware threads.
     """
     own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
     planned = {
@@ -112,11 +128,12 @@ def check_ranks(world: World) -> list[RecordedRank]:
 
 
 def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], int]]) -> str:
-    """Return what is wrong with the places of `size` ranks; empty if nothing is.
+    """Return the first thing that is wrong with the places of `size` ranks, and what to do; empty if nothing is.
 
     Parameters
     ----------
-    found: for each rank where it is, its plan (size, host, cpus), and its process number.
+    found: for each rank where it is, its plan, and its process number. The plan has `size` (number of ranks, as text),
+        `host` (name) and `cpus` (list of hardware threads).
     """
     for number, count in Counter(rank.rank for rank, _, _ in found).items():
         if count > 1:
@@ -138,7 +155,10 @@ def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], in
 
 
 def checksum_parameters(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of everything in the model's `state_dict`, in order, cut to 16 hexadecimal digits."""
+    """Return the SHA-256 of the values in the model's `state_dict`, in order, cut to 16 hexadecimal digits.
+
+    Names, shapes and types are not included.
+    """
     digest = hashlib.sha256()
     for value in model.state_dict().values():
         digest.update(_view_bytes(value))
@@ -150,7 +170,7 @@ def _view_bytes(value: torch.Tensor) -> Any:
 
 
 def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
-    """Check that all ranks have the same parameters; return their checksum. Collective.
+    """Check that all ranks have the same parameters; return their checksum (see `checksum_parameters`). Collective.
 
     Parameters
     ----------
@@ -159,7 +179,8 @@ def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
     Raises
     ------
     CpuftError
-        On all ranks: parameters differ. The message names the ranks that differ from the majority, and parameters.
+        On all ranks: parameters differ. The message names the ranks that differ from the majority, and up to three
+        parameters.
     """
     checksums = gather((checksum_parameters(model), socket.gethostname()))
     usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]

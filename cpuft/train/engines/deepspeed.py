@@ -52,9 +52,7 @@ class DeepSpeedExchange(Exchange):
         return config.engine == "deepspeed"
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Return an empty context; tell DeepSpeed to reduce gradients in the next backward pass only if it is the
-        `last`.
-        """
+        """Return an empty context; tell DeepSpeed to reduce gradients in the next backward pass only if `last`."""
         self._engine.set_gradient_accumulation_boundary(last)
         return nullcontext()
 
