@@ -70,7 +70,7 @@ def test_what_another_could_have_made_is_no_folder_of_ours(tmp_path: Path, what:
     line = done.stderr.splitlines()[-1]
     assert line.startswith(f"{folder} is no folder of mode 700 of user root (")
     assert line.endswith("): see what it is, remove it")
-    with pytest.raises(CpuftError, match=rf"^folder {folder} is .*, or set XDG_CACHE_HOME to a folder of your own$"):
+    with pytest.raises(CpuftError, match=rf"^folder {folder} .*, or set XDG_CACHE_HOME to a folder of your own$"):
         cache_folder({"XDG_CACHE_HOME": str(tmp_path)})
 
 

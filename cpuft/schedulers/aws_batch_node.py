@@ -622,7 +622,7 @@ def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) 
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         if len(argv) < 2:
-            raise CpuftError(f"name a folder and a command: python -m {_MODULE} FOLDER COMMAND...")
+            raise CpuftError(f"give a folder and a command: python -m {_MODULE} FOLDER COMMAND...")
         node = parse_node(environ)
         _enter_folder(argv[0])
         rest = {name: value for name, value in environ.items() if name != TOKEN}
