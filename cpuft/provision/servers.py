@@ -569,9 +569,11 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return parse_pins(text, self.config.pins)
 
     def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan what is missing on the servers and on this machine; see `plan_servers`.
+        """Plan what is missing on the servers and on this machine; an empty plan when nothing is.
 
-        Raises CpuftError if a server cannot be provisioned, or if the lock file is damaged.
+        While wheels are not downloaded yet, the plan ends with their download, and a note says so.
+
+        Raises CpuftError if a server cannot be provisioned (the message says why), or if the lock file is damaged.
         """
         return plan_servers(self.config, facts)
 

@@ -673,7 +673,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         return found if found and found.show_down().stages else None
 
     def check(self) -> None:
-        """Check the options, the image and what this machine can do, and then as every provider.
+        """Check the options, the image, this machine, and what the cluster's name and files are. Changes nothing.
 
         Raises CpuftError: an option is not possible; --image has no sshd; the user is not root or a program is missing;
         the name belongs to a cluster of another kind; or the cluster's folder or hostfile was not written by cpuft or
@@ -753,10 +753,10 @@ class HostfileOnly(Provider[LocalConfig, Files]):
         self.summary = f"this machine with {config.nodes} slots"
 
     def check(self) -> None:
-        """Check the options, and then as every provider.
+        """Check the options, and what the cluster's name and files are. Changes nothing.
 
-        Raises CpuftError: an option is not possible (`check_config`), the name belongs to a cluster of another kind, or
-        the cluster's folder or hostfile was not written by cpuft or can be written by other users.
+        Raises CpuftError: an option is not possible (such as --nodes above 99), the name belongs to a cluster of
+        another kind, or the cluster's folder or hostfile was not written by cpuft or can be written by other users.
         """
         check_config(self.config)
         super().check()

@@ -44,7 +44,7 @@ def name_image(recipe: str, environment: str) -> str:
     recipe
         Digest of the recipe.
     environment
-        Stamp of the environment (`make_stamp`); its first 12 digits are used.
+        Stamp of the environment, a hash of its pins and wheels; its first 12 digits are used.
     """
     return f"cpuft-{recipe}-{environment[:12]}"
 
@@ -78,7 +78,7 @@ def plan_image(instance: str, name: str, recipe: str, environment: str, owner: s
     instance
         Id of the instance, such as i-0123456789abcdef0.
     name
-        Name of the AMI, as `name_image` returns it.
+        Name of the AMI: `cpuft-RECIPE-STAMP`.
     recipe
         Digest of the recipe: 16 hexadecimal digits.
     environment
@@ -260,7 +260,7 @@ class AmiBuilder:
         self.cluster.run(Plan(((step,),)), say)
 
     def _wait_until_ready(self, name: str) -> None:
-        """Wait until the AMI can be used. Raises CpuftError after a time limit, and as `is_ready`."""
+        """Wait until the AMI can be used. Raises CpuftError after an hour, or if it failed."""
         end = self.services.now() + _IMAGE_SECONDS
         while not is_ready(find_image(self.cluster.client, name), name):
             if self.services.now() > end:

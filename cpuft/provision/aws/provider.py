@@ -175,8 +175,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
 
         Raises CpuftError when what exists or AWS's offer cannot become what the options ask for; --ssh-from is not
         valid; this machine's address cannot be found out; AWS refuses a call or does not answer; or instances do not
-        start, cannot be reached or cannot be provisioned. Raises NoCapacityError when every zone has refused, and
-        LeaseError when instances would not terminate themselves.
+        start, cannot be reached or cannot be provisioned, or the wheels for them cannot be used. Raises NoCapacityError
+        when every zone has refused, and LeaseError when instances would not terminate themselves.
         """
         facts = self._gather_rental()
         if self.services.uses_ssh and not plan_rental(self.config, facts).stages:
@@ -428,7 +428,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
     def extend(self, lease: str, say: Say) -> str:
         """Execute `plan_extension`. Returns "cluster NAME: the instances terminate themselves at 2027-01-15 10:00 UTC".
 
-        Raises CpuftError: the lease cannot be extended (`plan_extension`), AWS refuses a call, or a step fails.
+        Raises CpuftError: `lease` is not from 10m to 30d, the cluster has no instances, somebody else made it, its ssh
+        configuration is not on this machine, AWS refuses a call or does not answer, or a step fails.
         """
         self.run(self.plan_extension(lease), say)
         return f"cluster {self.name}: {self._describe_end()}"
