@@ -225,8 +225,8 @@ class Provider(ABC, Generic[C, F]):
     def drift(self) -> list[str]:
         """Return a line `HOST: REASON` for each step that `make` would execute now; [] when nothing is missing.
 
-        HOST is "here" for a step on this machine. Changes nothing anywhere. Raises CpuftError when the
-        cluster cannot be asked, or cannot become what was asked for.
+        HOST is "here" for a step on this machine. Changes nothing anywhere. Raises CpuftError when the cluster cannot
+        be asked, or cannot become what was asked for.
         """
         steps = [step for stage in self.plan(self.gather()).stages for step in stage]
         # A step on this machine for a simulated host names that host in its first environment setting.

@@ -214,9 +214,9 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
     are missing, the stages that start all missing instances, or none, in one zone follow; until it exists, a note names
     them.
 
-    Raises CpuftError when the cluster can never become what the options ask for (another owner, type or zone,
-    fewer --nodes, or a lease that has ended) or its keys are on
-    another machine, and NoCapacityError when every zone has refused.
+    Raises CpuftError when the cluster can never become what the options ask for (another owner, type or zone, fewer
+    --nodes, or a lease that has ended) or its keys are on another machine, and NoCapacityError when every zone has
+    refused.
     """
     resources = facts.resources
     check_rental(config, resources)
