@@ -158,7 +158,7 @@ class RestartPolicy:
         - It failed otherwise: one restart.
 
         "One restart" means that there is none if `errors` has the same error at the same update; the caller adds the
-        `error_id` of each decision. After `limit` restarts there is no further one in any case.
+        `error_id` of each decision to `errors`. If `restarts` has reached `limit`, the result is never a restart.
         """
         decision = self._explain(result)
         if decision.restart and self.restarts >= self.limit:

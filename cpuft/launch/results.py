@@ -33,9 +33,10 @@ from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
 NEW, MERGE = "new", "merge"
-"""How `python -m cpuft.launch.results` stores a run: RUN_DIR must not exist yet, or files of an earlier attempt in
-RUN_DIR are replaced one by one."""
+"""First argument of `python -m cpuft.launch.results`. "new": RUN_DIR must not exist yet. "merge": RUN_DIR may have
+files of an earlier attempt, which are replaced one by one."""
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
+"""End of a line for the user that names hosts that do not answer."""
 _SKIPPED = "only plain files and folders of a run are fetched; left out: "
 _HERE = Path(__file__)
 _SEND_RUN = _HERE.with_name("send_run.sh").read_text(encoding="utf-8")
@@ -219,14 +220,16 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
 def remove_all_but_checkpoints(
     plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = (), say: Say | None = None
 ) -> None:
-    """Remove a run from its hosts, except its checkpoints, as `plan.partial_cleanup` says. Errors on hosts are ignored.
+    """Remove a run from its hosts, except its checkpoints, with the steps of `plan.partial_cleanup`.
 
-    Waits up to 60 s for the hosts. If some have checkpoints, their names are written to the local run folder, and `say`
-    is told how to continue the run.
+    Waits up to 60 s for the hosts. Errors on hosts are ignored. If some hosts have checkpoints, their names are written
+    to the local run folder, and `say` is told how to continue the run.
 
     Parameters
     ----------
+    run_dir: the run folder on this machine.
     without: names of hosts on which nothing is removed.
+    say: called with a line for the user; None: the user is told nothing.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
     commands = Plan(command_prefixes=plan.command_prefixes)

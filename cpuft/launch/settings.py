@@ -77,9 +77,9 @@ def shared_settings(
 def script_settings(np: int, independent: bool) -> tuple[Setting, ...]:
     """Return settings that make a user's script connect its `np` ranks, although libraries look for GPUs first.
 
-    They make the rank check that its script connected to the others, make Accelerate and the Hugging Face Trainer use
-    the CPU, and make Lightning read RANK and WORLD_SIZE. Empty for a single rank, or if the ranks are meant to be
-    independent.
+    There are three: one makes each rank check that its script connected to the others, ACCELERATE_USE_CPU makes
+    Accelerate and the Hugging Face Trainer use the CPU, and TORCHELASTIC_RUN_ID makes Lightning read RANK and
+    WORLD_SIZE. Empty for a single rank, or if the ranks are meant to be independent.
     """
     if np < 2 or independent:
         return ()
@@ -239,8 +239,9 @@ def _keep_user_value(setting: Setting, environ: Mapping[str, str]) -> Setting:
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
     """Return the user's variables for MPI, oneCCL, OpenMP and similar libraries that ranks get besides our settings.
 
-    They are those whose names begin with a prefix in `_BY_VALUE` (such as CCL_, FI_, OMP_, HF_HUB_), sorted by name.
-    Left out are variables in `ours`, those that may be secret, and names that no shell can set. `from_user` is False.
+    Their names begin with CCL_, FI_, GLOO_, I_MPI_, KMP_, MALLOC_, OMP_, ONEDNN_, THP_, TORCH_ or UCX_, or with one of
+    the HF_ prefixes in `_BY_VALUE`; they are sorted by name. Left out are variables in `ours`, those that may be
+    secret, and names that no shell can set. `from_user` is False.
     """
     known = {setting.name for setting in ours}
     return tuple(
@@ -252,15 +253,19 @@ def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) ->
 
 
 def unexportable_names(environ: Mapping[str, str]) -> list[str]:
-    """Return the names with the prefixes `_BY_VALUE` that no shell can set, sorted, each in quotes for a message."""
+    """Return the names that `forwarded_settings` leaves out because no shell can set them, such as CCL_A-B.
+
+    The names are sorted, and each is in quotes for a message: ["'CCL_A-B'"].
+    """
     return sorted(ascii(name) for name in environ if name.startswith(_BY_VALUE) and not _SHELL_NAME.fullmatch(name))
 
 
 def may_be_secret(name: str, value: str) -> bool:
     """Return whether a variable may be secret, by its name, or because its value is a URL with a password or token.
 
-    Such names contain KEY, TOKEN, SECRET, PASSW, CREDENTIAL, AUTH, COOKIE, PRIVATE or similar. PWD, OLDPWD,
-    SSH_AUTH_SOCK, XAUTHORITY and CPUFT_* never count as secret. HF_ENDPOINT does if it is more than a host and a port.
+    Such names contain, in upper or lower case, KEY (not PKEY after an underscore), TOKEN (not TOKENIZ), SECRET, PASSW,
+    CREDENTIAL, AUTH, COOKIE, PRIVATE or similar. PWD, OLDPWD, SSH_AUTH_SOCK, XAUTHORITY and CPUFT_* never count as
+    secret. HF_ENDPOINT does if it is more than a host and a port.
     """
     if name in _PLACES or name.startswith(_OWN_PREFIX):
         return False
@@ -270,9 +275,11 @@ def may_be_secret(name: str, value: str) -> bool:
 
 
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the secret variables that ranks on other hosts get: tokens of Hugging Face and W&B, and secret proxies.
+    """Return the secret variables that ranks on other hosts get, with their values.
 
-    A proxy or HF_ENDPOINT counts only if its URL may hold a password or token.
+    They are HF_TOKEN, HUGGING_FACE_HUB_TOKEN and WANDB_API_KEY; and ALL_PROXY, HTTP_PROXY, HTTPS_PROXY and HF_ENDPOINT
+    if their URL may hold a password or token. The names may be in lower case, too. All other secrets stay on this
+    machine.
     """
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 

@@ -153,15 +153,22 @@ def _shorten(path: str) -> str:
 
 
 def describe_state(dump: RankDump) -> str:
-    """Return the state of a rank's process in words, such as "running" or "asleep in futex_wait_queue"."""
+    """Return the state of a rank's process in words.
+
+    For example "running", "asleep in futex_wait_queue" (the kernel function, if it is known), "stopped (T)", "no such
+    process" for GONE, or "its host does not answer" for SILENT. An unknown letter X gives "state X".
+    """
     where = f" in {dump.wchan}" if dump.wchan and dump.state in ("S", "D") else ""
     where += " in C code that keeps the GIL" if dump.holds_gil else ""
     return _STATES.get(dump.state, f"state {dump.state}") + where
 
 
 def format_rank_dump(dump: RankDump) -> str:
-    """Return the text of a rank's `.stack` file: rank, process, state, operations, location, and the stacks of all
-    threads."""
+    """Return the text of a rank's `.stack` file.
+
+    It has a line each for the rank with its host and process, its state, its operations that have not finished, the
+    last operation and the location, and then the stacks of all threads.
+    """
     lines = [f"rank {dump.rank} on {dump.host}, process {dump.pid}"]
     lines += [f"state: {describe_state(dump)}"]
     lines += [f"in operation: {one.text}, for {one.seconds:.1f} s" for one in dump.pending] or ["in no operation"]
@@ -206,6 +213,10 @@ class _Report:
 
 def parse_rank_dump(found_json: Any, host: str) -> RankDump:
     """Parse what `cpuft.rank.dump_stacks` printed about one rank. A report that the rank was just writing is ignored.
+
+    If the process is running and its report is older than 3 s, the rank holds the GIL, and `pending` is empty. If a
+    timeout ended the operations in which the rank waited, `pending` has the last operation of each channel, with 0
+    seconds, and `frames` is where the error was raised.
 
     Parameters
     ----------
@@ -321,7 +332,8 @@ class Diagnosis:
     culprits: tuple[int, ...]
     """These ranks, in ascending order; empty if none can be named."""
     text: str
-    """One line that names them and what they are doing, or says why none can be named."""
+    """One line that names them and what they are doing, or says why none can be named. For example "rank 1 on node2
+    blocks the others (rank 0 waits in all_reduce #6 of the world): it is at train.py:12 in step, running"."""
 
 
 def diagnose_run(

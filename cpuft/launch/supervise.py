@@ -43,8 +43,10 @@ from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, STARTED_MARK
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take to end after the first Ctrl-C: to finish the current update and save a checkpoint."""
 SCRIPT_STOP_SECONDS = 30.0
-"""The same for a user's Python script. Most scripts ignore the request, and the user should not wait for them long."""
+"""How long a user's Python script may take to end after the first Ctrl-C. Most scripts ignore the request, and the user
+should not wait for them long."""
 LEASE_RENEWAL_SECONDS = 300.0
+"""Time between two renewals of the leases of rented hosts."""
 _LEASE_ANSWER_SECONDS = 20.0
 _STOP_REQUEST_SECONDS = 20.0
 _HOST_LOST = ("Error: Downstream from host", "assert (!closed) failed")
@@ -250,7 +252,7 @@ class LogTail:
 
 
 class StuckError(Exception):
-    """A rank has failed or a host is lost, and mpirun does not end."""
+    """mpirun does not end although a rank has failed or a host is lost, or ranks wait in vain for others."""
 
 
 class NotStartedError(Exception):
@@ -388,8 +390,8 @@ class Watchdog:
     def find_lost_hosts(self) -> set[str]:
         """Return the names of the hosts that do not answer, after mpirun has ended.
 
-        Waits for an answer that is still awaited. If all hosts answered or were not asked, they are asked now, which
-        takes some seconds: a host that was shutting down may have answered before.
+        Waits for the hosts' answers if they are being asked. If all hosts answered or none was asked, they are asked
+        now, which takes some seconds: a host that was shutting down may have answered before.
         """
         if self.host_check:
             self.unreachable = self.host_check.result()
