@@ -40,7 +40,7 @@ from cpuft.train.startup import pause_garbage_collection, resume_garbage_collect
 Outputs = NDArray[np.float32]
 """A head's outputs for all examples: shape (examples, classes); for tags (examples, longest example, classes)."""
 Cells = tuple[object, ...]
-"""A row of a table."""
+"""A row of a table: its cells in the order of the columns."""
 
 _FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 _MAX_SCORE = 5.0
@@ -48,21 +48,34 @@ _MAX_SCORE = 5.0
 
 
 def format_classes(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """Yield a table with the most likely class of each example, and the probability of each class."""
+    """Yield a table with the most likely class of each example, and the probability of each class.
+
+    The first row is the header: index, label, and p_NAME for each class. Then come the rows (number of the example,
+    counted from 0; label, guarded by `guard_formula`; probabilities as texts with six decimals). `examples` and
+    `tokens` have no effect.
+    """
     yield ("index", "label", *_name_classes(task))
     for index, probabilities in enumerate(_softmax(outputs)):
         yield (index, guard_formula(task.labels[int(probabilities.argmax())]), *_format(probabilities))
 
 
 def format_scores(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """Yield a table with the score of each example."""
+    """Yield a table with the score of each example, as text with six significant digits.
+
+    The first row is the header: index, score. Examples are numbered from 0. Only `outputs`, of shape (examples, 1),
+    have an effect; with another shape, ValueError is raised.
+    """
     yield ("index", "score")
     for index, (score,) in enumerate(outputs.tolist()):
         yield (index, f"{score:.6g}")
 
 
 def format_multi_label(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """Yield a table with the classes of each example above a probability of 0.5, and the probability of each class."""
+    """Yield a table with the classes of each example above a probability of 0.5, and the probability of each class.
+
+    The first row is the header: index, labels, and p_NAME for each class. Labels are separated by `|`, and empty if
+    there are none; probabilities are texts with six decimals. `examples` and `tokens` have no effect.
+    """
     yield ("index", "labels", *_name_classes(task))
     for index, probabilities in enumerate(1 / (1 + np.exp(-outputs.astype(np.float64)))):
         likely = (label for label, probability in zip(task.labels, probabilities) if probability > 0.5)
@@ -72,8 +85,13 @@ def format_multi_label(task: Task, examples: Examples, outputs: Outputs, tokens:
 def format_tags(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
     """Yield a table with a row for each word: its most likely tag, and the probability of each tag.
 
-    Words that were cut off, or that the tokenizer drops, have no tag. `tokens` has the numbers of words as labels, by
-    `number_words`.
+    The first row is the header: index (of the example, counted from 0), token, tag, and p_NAME for each tag. Words that
+    were cut off, or that the tokenizer drops, have empty cells in place of tag and probabilities.
+
+    Parameters
+    ----------
+    examples: their texts are the words.
+    tokens: the tokens of these examples with the numbers of words as labels, made from `number_words`.
     """
     yield ("index", "token", "tag", *_name_classes(task))
     for index, words in enumerate(examples.texts):
@@ -94,11 +112,11 @@ TABLES: dict[str, Callable[[Task, Examples, Outputs, Tokens], Iterator[Cells]]] 
     "labels": format_multi_label,
     "tags": format_tags,
 }
-"""Functions that make the table of predictions, by the kind of the task."""
+"""Functions that make the table of predictions, by the kind of the task. The kind masked has none."""
 
 
 def guard_formula(text: str) -> str:
-    """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula.
+    """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula; else unchanged.
 
     That is a text of two characters or more that begins with =, +, -, @, a tab or a carriage return, and is no number.
     """
@@ -112,9 +130,12 @@ def guard_formula(text: str) -> str:
 
 
 def add_input(examples: Examples, names: Sequence[str], table: Iterator[Cells]) -> Iterator[Cells]:
-    """Yield a table with the texts of each example after its index.
+    """Yield a table with the texts of each example after its index, guarded by `guard_formula`.
 
-    Their columns have these names, or input_NAME if the table has a column of that name.
+    Parameters
+    ----------
+    names: names of the columns of the texts; a name that the table has already becomes input_NAME.
+    table: the header, then exactly one row for each example, or ValueError is raised at the end.
     """
     header = next(table)
     yield (header[0], *(guard_formula(f"input_{name}" if name in header else name) for name in names), *header[1:])
@@ -123,7 +144,11 @@ def add_input(examples: Examples, names: Sequence[str], table: Iterator[Cells]) 
 
 
 def format_submission(task: Task, outputs: Outputs) -> Iterator[Cells]:
-    """Yield the table that the GLUE benchmark takes: the label of each example as in its files, or the score."""
+    """Yield the table that the GLUE benchmark takes: the label of each example as in its files, or the score.
+
+    The first row is the header: index, prediction. Examples are numbered from 0. For a task without labels, the score
+    is a text with three decimals, limited to 0 to 5.
+    """
     yield ("index", "prediction")
     for index, output in enumerate(outputs):
         score = f"{min(max(float(output[0]), 0.0), _MAX_SCORE):.3f}"
@@ -131,7 +156,13 @@ def format_submission(task: Task, outputs: Outputs) -> Iterator[Cells]:
 
 
 def name_submission(task: Task, suffix: str) -> str:
-    """Return the name of a split's file in a GLUE submission; `suffix` is that of the names of its metrics."""
+    """Return the name of a split's file in a GLUE submission, for example MRPC.tsv, MNLI-m.tsv or MNLI-mm.tsv.
+
+    Parameters
+    ----------
+    suffix: suffix of the names of the split's metrics: "" or, for MNLI, "_mismatched"; for other tasks it has no
+        effect.
+    """
     part = {"": "-m", "_mismatched": "-mm"}[suffix] if len(task.validation) > 1 else ""
     return f"{task.folder}{part}.tsv"
 
@@ -151,12 +182,19 @@ def _format(probabilities: NDArray[np.float64]) -> list[str]:
 
 
 def check_output(path: Path, overwrite: bool = False) -> None:
-    """Check that predictions may be written to `path`.
+    """Check that predictions may be written to `path`; nothing is written. A missing or empty file is fine.
+
+    A file of predictions begins with `index` and a comma or a tab.
+
+    Parameters
+    ----------
+    overwrite: accept a file that holds predictions.
 
     Raises
     ------
     CpuftError
-        The file exists; with `overwrite`, only if it is not a file of predictions.
+        The file holds predictions and `overwrite` is False, the file holds anything else, it cannot be read, or a
+        folder or special file is there.
     """
     refuse_special(path)
     try:
@@ -173,7 +211,13 @@ def check_output(path: Path, overwrite: bool = False) -> None:
 
 
 def write_table(path: Path, rows: Iterator[Cells]) -> None:
-    """Write a table completely or not at all: as CSV, or with tabs if the name ends in .tsv."""
+    """Write a table completely or not at all: as CSV, or with tabs if the name ends in .tsv.
+
+    The folder is made if necessary, and a file that is there is replaced.
+
+    Raises CpuftError: a folder or special file is at `path`. OSError: the file cannot be written. Errors of `rows` pass
+    through.
+    """
     with write_atomically(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, "excel-tab" if path.suffix == ".tsv" else "excel", lineterminator="\n").writerows(rows)
 
@@ -191,21 +235,25 @@ class FinishedRun:
     """A run that has saved a model."""
 
     model: Path
+    """Folder of the model."""
     train: TrainConfig
+    """The options of the training."""
     precision: str
+    """The precision in which the run, or its last resumption, computed: fp32, bf16 or int8."""
     ranks: int
     """Number of ranks that have evaluated the model."""
     task: Task
-    """The task, with the labels that the model knows."""
+    """The task, with its kind and, for tasks that are not GLUE's, the labels that the model knows."""
 
 
 def read_finished_run(run: str) -> FinishedRun:
-    """Read the record and the model's configuration from the folder of a run.
+    """Read the record and the model's configuration from the folder of a run. Weights are not read.
 
     Raises
     ------
     CpuftError
-        The folder holds no trained model, or the model predicts no labels of examples.
+        The folder holds no record or no trained model, or the model predicts no labels of examples, as that of --task
+        text.
     """
     record = read_record(run)
     header, model = record.header, Path(run, MODEL_DIR)
@@ -236,11 +284,14 @@ def read_finished_run(run: str) -> FinishedRun:
 
 
 def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[str, Examples]]:
-    """Read the examples to predict.
+    """Read the examples to predict: from --file if it is given, else the split of --split.
+
+    For a run of --task files without --file, they are those of its validation file.
 
     Returns
     -------
-    The task with the columns of the examples, and the examples of each split, by the suffix of its metrics' names.
+    The task with the columns of the examples, and the examples of each split, by the suffix of its metrics' names
+    (`""`, and for MNLI also `_mismatched`).
 
     Raises
     ------
@@ -259,7 +310,13 @@ def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[
 
 
 def name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str]) -> dict[str, Path]:
-    """Return the file for the predictions of each split. Raises CpuftError if one must not be overwritten."""
+    """Return for each suffix of a split's metrics the file for its predictions.
+
+    It is --output with the suffix before its ending, such as out_mismatched.csv. Without --output, it is a file in the
+    folder of the run: predictions.csv with the suffix, or the name that GLUE expects for --split test.
+
+    Raises CpuftError: a file exists and must not be overwritten (see `check_output`).
+    """
     output, paths = Path(request.output), dict[str, Path]()
     for suffix in suffixes:
         if request.output:
@@ -273,12 +330,17 @@ def name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str]) 
 
 
 def predict(request: PredictConfig) -> None:
-    """Predict all examples, write the predictions, and print metrics if the examples have labels.
+    """Predict all examples, write the predictions of each split to its file, and print the names of the files.
+
+    Metrics are printed on standard output if the examples have labels, the speed on standard error. No file is written
+    before all splits are predicted.
 
     Raises
     ------
     CpuftError
-        The run, the examples or the output file do not allow it.
+        The run, the examples or the output file do not allow it, or the model cannot be loaded.
+    OSError
+        A file cannot be written, for example because the disk is full.
     """
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
@@ -303,7 +365,26 @@ def predict(request: PredictConfig) -> None:
 def compute_predictions(
     request: PredictConfig, run: FinishedRun, prepared: Prepared, splits: dict[str, Examples]
 ) -> tuple[dict[str, Outputs], dict[str, float]]:
-    """Return the head's outputs for each split, and the metrics of the splits that have labels."""
+    """Load the run's model, predict all splits, and print the speed on standard error.
+
+    Garbage collection is switched on again. With --precision auto the precision is the run's; fp32 takes the place of
+    int8, which is for training only, and bf16 is emulated on a CPU without it.
+
+    Parameters
+    ----------
+    prepared: the tokenised splits, in `prepared.validation`.
+    splits: the examples of these splits, for their labels, by the same suffixes.
+
+    Returns
+    -------
+    The head's outputs for each split, by its suffix; and the metrics of the splits that have labels, with the suffix at
+    the end of their names (empty if none has).
+
+    Raises
+    ------
+    CpuftError
+        The model cannot be found or loaded.
+    """
     # Imported here because they import torch, for which an error about bad input should not wait.
     from cpuft.train.evaluate import compute_outputs
     from cpuft.train.fast.acceleration import patch_model
@@ -334,12 +415,22 @@ def compute_predictions(
 
 
 def number_words(examples: Examples) -> Examples:
-    """Return the examples with the numbers of words as labels, which shows the words that the tokenizer keeps."""
+    """Return the examples with the numbers of words, from 0, as labels.
+
+    After tokenising, these show which words the tokenizer has kept.
+    """
     return replace(examples, labels=[tuple(range(len(words))) for words in examples.texts])
 
 
 def tag_tokens(tokens: Tokens, examples: Examples) -> Tokens:
-    """Return the tokens of `number_words` with the words' tags as labels."""
+    """Return tokens whose labels are numbers of words (see `number_words`) with these words' tags as labels.
+
+    Tokens that are UNTAGGED stay so.
+
+    Parameters
+    ----------
+    examples: the examples with their tags, in the order of `tokens`.
+    """
     tags = np.concatenate([np.asarray(tags, np.int32) for tags in examples.labels])
     starts = np.cumsum([0, *map(len, examples.texts)])[:-1]
     places = tokens.labels + np.repeat(starts, tokens.lengths)
@@ -347,7 +438,11 @@ def tag_tokens(tokens: Tokens, examples: Examples) -> Tokens:
 
 
 def main() -> None:
-    """Predict. Exit with 2 after bad input, with 74 after a full disk, each with one line that says what to do."""
+    """Predict as the command line says.
+
+    After bad input the process exits with code 2, after a full disk with 74, each with one line on standard error that
+    says what to do; at SIGTERM with 143. Half-written files are removed.
+    """
     exit_code = 2
     protect_streams()
     pause_garbage_collection()

@@ -50,9 +50,11 @@ _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 class Progress:
     """Shows the progress of a run on rank 0: messages on standard error, metrics on standard output.
 
+    Other ranks show nothing. As a context manager it closes the progress bar at the end.
+
     Parameters
     ----------
-    style: "bar" for a progress bar, "lines" for plain lines.
+    style: "bar" for a progress bar, "lines" for about ten plain lines in a whole run.
     """
 
     def __init__(self, style: str, rank: int) -> None:
@@ -64,7 +66,12 @@ class Progress:
         the start of the window."""
 
     def show_start(self, header: Header, precision_reason: str, backend_reason: str) -> None:
-        """Show what is trained on which ranks, in which precision and over which backend, and why."""
+        """Show what is trained on which ranks, in which precision and over which backend, and why.
+
+        Parameters
+        ----------
+        precision_reason, backend_reason: why these were chosen, each a clause.
+        """
         ranks = f"{counted(header.world_size, 'rank')} on {', '.join(header.hosts)}"
         self.show(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
         if header.independent and header.world_size > 1:
@@ -73,19 +80,22 @@ class Progress:
             self.show(f"gradients over {header.backend}: {backend_reason}")
 
     def show(self, text: str) -> None:
-        """Show a line."""
+        """Show a line on standard error."""
         if self._is_shown:
             print(text, file=sys.stderr, flush=True)
 
     def show_resumption(self, line: ResumedLine, updates: int) -> None:
-        """Show where a run is resumed, out of `updates`, and what its checkpoint does not contain."""
+        """Show after which update a run is resumed, out of `updates`, and what its checkpoint does not contain."""
         self._first_step = line.step
         resumed = f"resumed after update {line.step} of {updates} on {counted(line.world_size, 'rank')}"
         repeated = f", {counted(line.repeated, 'update')} repeated" if line.repeated else ""
         self.show(f"{resumed}{repeated}{f'; not in the checkpoint: {line.reset}' if line.reset else ''}")
 
     def show_step(self, line: StepLine, updates: int) -> None:
-        """Show a finished step, out of `updates`, if it is time for a line."""
+        """Count a finished step, out of `updates`, and show it: in the bar, or as a line after each tenth of the run.
+
+        It shows the loss and, from the third step on, the speed of the latest 20 steps and the seconds that are left.
+        """
         if not self._is_shown:
             return
         self._steps_made += 1
@@ -129,12 +139,12 @@ class Progress:
         self._bar.update()
 
     def show_evaluation_start(self, examples: int) -> None:
-        """Show that the evaluation begins, which may take a while."""
+        """Close the bar and show that the evaluation on so many examples begins, which may take a while."""
         self._close_bar()
         self.show(f"evaluating on {counted(examples, 'example')}")
 
     def show_metrics(self, line: EvaluationLine) -> None:
-        """Print metrics on standard output."""
+        """Close the bar and print the metrics in one line on standard output."""
         self._close_bar()
         if self._is_shown:
             print(format_metrics(line.metrics), flush=True)
@@ -160,13 +170,16 @@ class TrainingResult:
     steps: list[StepLine]
     """All steps of the run, with those before it was resumed."""
     phases: list[dict[str, float]]
-    """For each rank, the seconds of a steady step by phase."""
+    """For each rank, the mean seconds of a steady step by phase, see `average_phases`."""
     checksum: str
     """Of the parameters, the same on all ranks; empty if ranks trained independently."""
 
 
 class RunReporter:
-    """Reports a run as it goes on: to the user, to the record (both on rank 0), and to the record in checkpoints."""
+    """Reports a run as it goes on: to the user, to the record (both on rank 0), and to the record in checkpoints.
+
+    `record` and `checkpoint_writer` are None on ranks without them, and until they are set.
+    """
 
     def __init__(self, progress: Progress) -> None:
         self.progress = progress
@@ -176,19 +189,22 @@ class RunReporter:
         """Steps of the run before it was resumed."""
 
     def add(self, line: Line) -> None:
-        """Add a line to the record."""
+        """Write a line to the record at once, and add it to the record in later checkpoints, where this rank has them.
+
+        Raises OSError: the record cannot be written.
+        """
         if self.record:
             self.record.write(line)
         if self.checkpoint_writer:
             self.checkpoint_writer.add_line(line)
 
     def add_step(self, line: StepLine, updates: int) -> None:
-        """Show and record a step, out of `updates`."""
+        """Show and record a step, out of `updates`. Raises OSError: the record cannot be written."""
         self.progress.show_step(line, updates)
         self.add(line)
 
     def add_evaluation(self, line: EvaluationLine) -> None:
-        """Show and record metrics."""
+        """Show and record metrics. Raises OSError: the record cannot be written."""
         self.progress.show_metrics(line)
         self.add(line)
 
@@ -196,7 +212,15 @@ class RunReporter:
 def make_header(
     setup: TrainingSetup, worker: WorkerConfig, ranks: list[RecordedRank], backend: str, cpu: Cpu, kernels: str
 ) -> Header:
-    """Return the header of the run's record, without `products`."""
+    """Return the header of the run's record, without `products`, with the present time as `started`.
+
+    The versions are those of Python, of cpuft's main packages and of those of --engine.
+
+    Parameters
+    ----------
+    ranks: where each rank runs.
+    kernels: `Header.kernels`: compiled, absent, or empty without the fast path.
+    """
     config, prepared, model = setup.config, setup.prepared, setup.model
     packages = (*_PACKAGES, *name_packages(config.engine))
     return Header(
@@ -225,7 +249,16 @@ def make_header(
 
 
 def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> ResumedLine:
-    """Return the line which records that a run is resumed after `done` updates."""
+    """Return the line which records that a run is resumed after `done` updates.
+
+    Its `reset` names the state that the checkpoint does not hold: with --sync-every above 1 the outer momentum and
+    others' moments, with a compression that has error feedback the unsent rest, else nothing. `lost_seconds` is 0 if it
+    is not known when the run stopped.
+
+    Parameters
+    ----------
+    header: header of this start, with its ranks, backend and options.
+    """
     reset = ""
     if header.options["sync_every"] > 1:
         reset = "the outer momentum, and the moments of all ranks but the one that wrote the checkpoint"
@@ -248,7 +281,12 @@ def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> Resume
 def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
     """Return the steps of ranks that trained independently as those of one run.
 
-    Examples and tokens are sums over ranks; seconds and losses are means.
+    Examples and tokens are sums over ranks, the loss and `step_seconds` are means, and `compute_seconds` has each
+    rank's `step_seconds`. Everything else is that of the first rank. There are as many steps as the shortest list has.
+
+    Parameters
+    ----------
+    ranks: the steps of each rank, in rank order.
     """
     return [
         replace(
@@ -264,7 +302,10 @@ def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
 
 
 def average_phases(steps: list[StepLine]) -> dict[str, float]:
-    """Return the mean seconds of a steady step by phase: the first tenth of the steps is left out as warm-up."""
+    """Return the mean seconds of a steady step by phase: data, forward, backward, communication and update.
+
+    The first tenth of the steps is left out as warm-up. Without steps, all are 0.0.
+    """
     steady = drop_warm_up(steps)
     return {
         name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) if steady else 0.0
@@ -273,7 +314,15 @@ def average_phases(steps: list[StepLine]) -> dict[str, float]:
 
 
 def make_footer(result: TrainingResult, peak_memory_bytes: int, total_seconds: float) -> Footer:
-    """Return the footer of the run's record; its steady speed leaves out the first tenth of the steps."""
+    """Return the footer of the run's record, from all its steps.
+
+    Its steady speed leaves out the first tenth of the steps. Without steps, all speeds are 0.
+
+    Parameters
+    ----------
+    peak_memory_bytes: largest resident set size of any rank.
+    total_seconds: from the start of Python on rank 0 until now.
+    """
     steps = result.steps
     steady = drop_warm_up(steps)
     seconds = sum(line.step_seconds for line in steps)

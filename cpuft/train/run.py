@@ -42,7 +42,10 @@ from cpuft.train.startup import resume_garbage_collection
 
 
 def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
-    """Train as configured.
+    """Run this rank of a training from start to end: train, evaluate, save the model and the record. Collective.
+
+    Rank 0 writes the record and the model to `worker.run_dir`; without a run folder, nothing is saved. All ranks return
+    when their checkpoints are removed. Without `worker.prepared`, the data is prepared first.
 
     Parameters
     ----------
@@ -51,9 +54,12 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     Raises
     ------
     CpuftError
-        The options, the data, the model or the ranks do not allow the run.
+        The options, the data, the model or the ranks do not allow the run, the loss is not finite, the ranks'
+        parameters differ, or the disk is full while the model is saved.
     Interrupted
         The run was asked to stop, and a checkpoint was written.
+    OSError
+        The record cannot be written.
     """
     refuse_conflicts(config)
     check_engine(config)
@@ -124,9 +130,22 @@ def begin(
 ) -> tuple[Checkpoints, int]:
     """Restore the newest checkpoint if the run is resumed; then open the record and prepare checkpoints. Collective.
 
+    The run is resumed if `worker.recorded_updates` is not negative. Rank 0 opens the record in the run's folder, if
+    there is one, and `stack` closes it. Checkpoints are written only in a run folder, with --engine torch, and by ranks
+    that train together; then SIGUSR1 asks the run to stop from here on. `reporter` gets the record, the writer of
+    checkpoints and the earlier steps.
+
     Returns
     -------
-    The checkpoints of the run, and the number of updates that are done.
+    The checkpoints of the run, and the number of updates that are done (0 for a new run, and if no checkpoint is
+    found).
+
+    Raises
+    ------
+    CpuftError
+        On all ranks: the checkpoint is of another job, or all checkpoints are damaged.
+    OSError
+        The record cannot be written, or a new run finds one in its folder.
     """
     config, world, exchange = setup.config, setup.world, setup.exchange
     is_resumed = worker.recorded_updates >= 0
@@ -163,9 +182,10 @@ def begin(
 
 
 def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> None:
-    """Remove the checkpoints, now that the model and the record are complete. Collective.
+    """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host. Collective.
 
-    If the launcher still has to fetch the results from this host, the checkpoints stay until it has.
+    It is called when the model and the record are complete. If the launcher still has to fetch the results from this
+    host (`worker.keep_checkpoints`), the checkpoints stay until it has.
     """
     if checkpoints.writer:
         checkpoints.writer.finish()
@@ -177,10 +197,16 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank]) -> tuple[str, str]:
     """Compile or load the C++ kernels on every rank, before anything is timed. Collective.
 
+    Parameters
+    ----------
+    ranks: where each rank runs.
+
     Returns
     -------
     tuple[str, str]
-        `Header.kernels`, and a warning that names the hosts without kernels and why; empty if all hosts have them.
+        What the header records: `compiled` if all ranks have the kernels, `absent` if a rank has none; and a warning
+        that names the hosts without kernels and why, empty if all hosts have them. Both are empty, and nothing is
+        compiled, with --no-fast-path, --compile or an --engine other than torch.
     """
     if not config.fast_path or config.compile or config.engine != "torch":
         return "", ""
@@ -188,7 +214,16 @@ def find_kernels(config: TrainConfig, ranks: list[RecordedRank]) -> tuple[str, s
 
 
 def describe_kernels(statuses: list[str], hosts: list[str]) -> tuple[str, str]:
-    """Return what `find_kernels` returns, from the `kernel_status` and the host of each rank."""
+    """Return what the header records about the C++ kernels, and a warning for the user.
+
+    It is ("compiled", "") if all statuses are `on`, as without any; else ("absent", a warning that names each host with
+    another status once, and the reasons).
+
+    Parameters
+    ----------
+    statuses: for each rank, `on`, or `off: ` and the reason.
+    hosts: the host's name of each rank, in the same order.
+    """
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:
         return "compiled", ""
@@ -198,12 +233,19 @@ def describe_kernels(statuses: list[str], hosts: list[str]) -> tuple[str, str]:
 
 
 def read_earlier_measurements(text: str, ranks: int) -> EarlierMeasurements:
-    """Return what was measured when the run began, from the launcher's JSON; nothing measured if `text` is empty."""
+    """Return what was measured when the run began, from the launcher's JSON.
+
+    If `text` is empty, nothing was measured: the result has `ranks` and is empty otherwise. Raises ValueError: the text
+    is not such JSON.
+    """
     return load(EarlierMeasurements, parse_json(text), "--measurements") if text else EarlierMeasurements(ranks)
 
 
 def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice | None:
-    """Return the backend that `auto` chose when the run began, for today's number of ranks; None if it chose none."""
+    """Return the backend that `auto` chose when the run began, with the reason; None if it chose none.
+
+    The reason tells the number of ranks then if that differs from today's `ranks`.
+    """
     if not earlier.backend:
         return None
     others = f", on {counted(earlier.ranks, 'rank')}" if earlier.ranks != ranks else ""
@@ -211,7 +253,11 @@ def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice |
 
 
 def find_products(header: Header, earlier: EarlierMeasurements) -> dict[str, Any]:
-    """Return `Header.products`: as measured when the run began if the CPU is of the same kind, else measured now."""
+    """Return the speed of matrix products for the header, in the form of `measure_products`.
+
+    It is as measured when the run began if CPU, precision and version of torch are the same; else it is measured now,
+    in about 0.1 s.
+    """
     if earlier.products and earlier.products_of == describe_products(header):
         return earlier.products
     return measure_products(header.precision)

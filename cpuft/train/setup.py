@@ -28,17 +28,21 @@ from cpuft.train.precision import autocast
 class TrainingSetup:
     """Everything that the updates of a run need, made once. Collective.
 
+    The model is tried on two examples, and gets the layers of the fast path or of --engine in place. The exchange may
+    wrap model and optimizer: `exchange.forward_model` and `optimizer` are those to use.
+
     Parameters
     ----------
     precision: fp32, bf16 or int8.
     independent: whether each rank trains its own model, and nothing is exchanged.
     global_batch: examples of an update on all ranks; 0: what batch size, accumulation and number of ranks make.
-    earlier_compression: the gradient compression that was chosen when the run began, if it is being resumed.
+    earlier_compression: the gradient compression that was chosen when the run began, if it is being resumed; else
+        empty.
 
     Raises
     ------
     CpuftError
-        The model cannot compute a batch.
+        The model cannot compute a batch, or --gradient-checkpointing finds no layers in it.
     """
 
     def __init__(
@@ -75,14 +79,17 @@ class TrainingSetup:
 def try_model(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared, precision: str
 ) -> None:
-    """Run a first forward pass on two examples of different length, and note what the exchange must know of the model.
+    """Run a first forward pass on two examples of different length, and note in the model what the exchange needs.
 
-    Noted are whether the word embedding is looked up by more than input ids, and which parameters are unused.
+    Noted are whether the word embedding is looked up by more than input ids, and which parameters are unused. Weights,
+    random numbers and the model's mode stay as they are.
 
     Raises
     ------
     CpuftError
-        The model cannot compute a padded batch, or not in this precision.
+        The model cannot compute a padded batch, or not in this precision; the message says whether it can in fp32.
+    MemoryError, RuntimeError
+        There is not enough memory for the pass.
     """
     lengths = prepared.train.lengths[:1000]
     batch = objective.make_batch(prepared.train, np.unique([lengths.argmax(), lengths.argmin()]))
@@ -113,7 +120,11 @@ def try_model(
 
 
 def find_unused_parameters(model: torch.nn.Module, losses: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of a model's trained parameters that are not in the autograd graph of its losses."""
+    """Return the names of a model's trainable parameters that are not in the autograd graph of its losses.
+
+    The names are those of `named_parameters`, in its order; empty if all are used. `losses` must have been computed
+    with gradients, or all are unused.
+    """
     used, seen, waiting = set[int](), set[Any](), [losses.grad_fn]
     while waiting:
         node = waiting.pop()

@@ -12,11 +12,11 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 HUB_SECONDS = 3.0
-"""Time in which the Hugging Face hub must accept a connection."""
+"""Time in seconds in which the Hugging Face hub must accept a connection."""
 
 
 def pause_garbage_collection() -> None:
-    """Stop garbage collection until `resume_garbage_collection`. It is called before torch is imported.
+    """Stop Python's garbage collection until `resume_garbage_collection`. Call it before torch is imported.
 
     Most of a rank's start are imports: with collection, those of torch and transformers take 3.9 s of a core, not 3.1.
     """
@@ -24,7 +24,10 @@ def pause_garbage_collection() -> None:
 
 
 def resume_garbage_collection() -> None:
-    """Let garbage be collected again when training begins, but not among the objects that exist now."""
+    """Let garbage be collected again when training begins, but not among the objects that exist now.
+
+    If collection is not paused, do nothing.
+    """
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -34,8 +37,11 @@ def resume_garbage_collection() -> None:
 def find_hub_problem() -> str:
     """Return why the Hugging Face hub cannot be used, as a clause for the middle of an error; empty if it can.
 
-    If it cannot, the hub's client is set to read its cache only. Otherwise it would try again five times for each file,
-    with pauses that add up to 25 s.
+    For example `the Hugging Face hub does not answer within 3 s`. The first call tries to connect, to the hub or its
+    proxy, for up to 3 s; later calls return the same without trying. With HF_HUB_OFFLINE there is no attempt.
+
+    If the hub does not answer, its client is set to read its cache only. Otherwise it would try again five times for
+    each file, with pauses that add up to 25 s.
     """
     from huggingface_hub import constants
 

@@ -19,7 +19,11 @@ def wrap_trainer(accelerated: list[str]) -> None:
     """Make every Trainer of this process accelerate its model and its optimizer, made by it or given to it.
 
     The Trainer makes its optimizer after it has loaded the model and before DistributedDataParallel wraps it, which is
-    when `accelerate` must be called. The name of the class of each accelerated model is appended to `accelerated`.
+    when `accelerate` must be called. Rank 0 prints on standard error which layers of the first model were replaced.
+
+    Parameters
+    ----------
+    accelerated: the name of the class of each accelerated model is appended to it.
     """
     from transformers import Trainer
 
@@ -43,7 +47,12 @@ def wrap_trainer(accelerated: list[str]) -> None:
 
 
 def main() -> int:
-    """Run the script as Python would. Return its exit code, or 2 after one line if its model cannot be accelerated."""
+    """Run the script of the command line as Python would, with accelerated Trainers; return its exit code.
+
+    The code is 2, after one line on standard error, if its model cannot be accelerated or its ranks were not connected.
+    If the script ends with 0 and no Trainer has made an optimizer, a line on standard error says that nothing was
+    changed.
+    """
     accelerated: list[str] = []
     check = prepare_torch()
     handle_interruption()
