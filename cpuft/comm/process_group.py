@@ -201,7 +201,7 @@ class CoalescedWork(dist.Work):
         return all(work.is_completed() for work in self._works)
 
     def is_success(self) -> bool:
-        """Return whether all operations have succeeded."""
+        """Return whether all operations have succeeded; False while one is not done."""
         return all(work.is_success() for work in self._works)
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -349,7 +349,10 @@ class CollectiveGroup(dist.ProcessGroup):
         return work
 
     def allreduce(self, tensors: Tensors, opts: Any = None) -> QueuedWork:
-        """Start to reduce each tensor over the ranks, in place. The Work's result is `tensors`."""
+        """Start to reduce each tensor over the ranks, in place, by opts.reduceOp, or to their sum without `opts`.
+
+        The Work's result is `tensors`. Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
+        """
         reduction = collectives.reduction_name(opts.reduceOp) if opts else "sum"
 
         def body() -> None:
@@ -362,9 +365,12 @@ class CollectiveGroup(dist.ProcessGroup):
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to reduce each tensor to the root rank, in place; the tensors of the other ranks do not change.
+        """Start to reduce each tensor to rank opts.rootRank of the group by opts.reduceOp, in place.
 
-        This costs as much as an all-reduce. The Work's result is `tensors`.
+        The tensors of the other ranks do not change. This costs as much as an all-reduce. The Work's result is
+        `tensors`.
+
+        Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
         """
         reduction = collectives.reduction_name(opts.reduceOp)
 
@@ -378,7 +384,8 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("reduce", tensors, tensors, body)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to copy the root's tensors into those of all ranks. The Work's result is `tensors`."""
+        """Start to copy the tensors of rank opts.rootRank of the group into those of all ranks. The Work's result is
+        `tensors`."""
 
         def body() -> None:
             for tensor in tensors:
@@ -388,14 +395,14 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("broadcast", tensors, tensors, body)
 
     def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> QueuedWork:
-        """Start to give every rank the tensors of all ranks, which may differ in size.
+        """Start to give every rank the tensors of all ranks, which may differ in size. The Work's result is `outputs`.
+
+        Its wait() raises ValueError if `outputs` and `inputs` differ in length.
 
         Parameters
         ----------
         outputs: for each input, a list of one tensor for each rank, with the shape of that rank's input.
         inputs: this rank's tensors.
-
-        The Work's result is `outputs`. Its wait() raises ValueError if `outputs` and `inputs` differ in length.
         """
 
         def body() -> None:
@@ -435,12 +442,15 @@ class CollectiveGroup(dist.ProcessGroup):
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> QueuedWork:
         """Start to reduce lists of tensors, of which rank r gets the r-th one; they may differ in size.
 
+        The Work's result is `outputs`. Its wait() raises ValueError if `outputs` and `inputs` differ in length.
+
         Parameters
         ----------
         outputs: one tensor for each list, with the shape of this rank's tensor in it.
         inputs: lists of one tensor for each rank.
+        opts: reduceOp is the reduction; the sum without `opts`.
 
-        The Work's result is `outputs`.
+        Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
         """
         reduction = collectives.reduction_name(opts.reduceOp) if opts else "sum"
 
@@ -451,16 +461,21 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("reduce_scatter", [piece for pieces in inputs for piece in pieces], outputs, body)
 
     def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> QueuedWork:
-        """Start to reduce a tensor of as many equal parts as ranks, of which rank r gets the r-th one.
+        """Start to reduce a tensor of as many equal parts as ranks, of which rank r gets the r-th one in `output`.
 
-        The Work's result is `output`.
+        The reduction is opts.reduceOp, or the sum without `opts`. The Work's result is `output`.
+
+        Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
         """
         return self._scatter_single([output], [source], opts, output)
 
     def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
         """Start to reduce several tensors of as many equal parts as ranks.
 
-        Rank r gets the r-th part of the n-th input in the n-th output. The Work's result is `outputs`.
+        Rank r gets the r-th part of the n-th input in the n-th output. The reduction is opts.reduceOp, or the sum
+        without `opts`. The Work's result is `outputs`.
+
+        Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
         """
         return self._scatter_single(outputs, inputs, opts, outputs)
 
@@ -507,14 +522,12 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("all_to_all", [source], output, body)
 
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> QueuedWork:
-        """Start to send the tensors of all ranks to the root rank.
+        """Start to send the tensors of all ranks to rank opts.rootRank of the group. The Work's result is `outputs`.
 
         Parameters
         ----------
         outputs: on the root, a list that holds a list of one tensor for each rank; empty on the other ranks.
         inputs: a list of this rank's tensor.
-
-        The Work's result is `outputs`.
         """
 
         def body() -> None:
@@ -524,14 +537,12 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("gather", inputs, outputs, body)
 
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> QueuedWork:
-        """Start to send the root's r-th tensor to rank r.
+        """Start to send the r-th tensor of rank opts.rootRank of the group to rank r. The Work's result is `outputs`.
 
         Parameters
         ----------
         outputs: a list of the tensor that receives this rank's part.
         inputs: on the root, a list that holds a list of one tensor for each rank; empty on the other ranks.
-
-        The Work's result is `outputs`.
         """
 
         def body() -> None:

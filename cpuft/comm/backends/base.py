@@ -56,7 +56,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `count` elements in place, so that every rank ends with the result."""
+        """Reduce the `count` elements at `address` over the ranks, in place, so that every rank ends with the result."""
 
     @abc.abstractmethod
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
@@ -67,7 +67,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def broadcast(self, address: int, nbytes: int, root: int) -> None:
-        """Copy the bytes of rank `root` to every rank."""
+        """Copy the `nbytes` at `address` on rank `root` to `address` on every rank."""
 
     @abc.abstractmethod
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
@@ -85,7 +85,8 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Send bytes to one rank. May return before the peer has received them."""
+        """Send bytes to rank `peer`, which receives them with the same tag. May return before the peer has received
+        them."""
 
     @abc.abstractmethod
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:

@@ -175,30 +175,39 @@ class CclBackend(Backend):
         return dtype in _TYPES and reduction in _REDUCTIONS
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Call ccl::allreduce in place."""
+        """Reduce `count` elements over the ranks in place, by ccl::allreduce. Raises KeyError unless `can_reduce` is
+        true."""
         self._call("all_reduce", _pointer(address), _size(count), _TYPES[dtype], _REDUCTIONS[reduction])
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Call ccl::reduce_scatter."""
+        """Reduce `size * count` elements, and write the r-th `count` results to `target` on rank r, by
+        ccl::reduce_scatter.
+
+        Raises KeyError unless `can_reduce` is true.
+        """
         reduce = _size(count), _TYPES[dtype], _REDUCTIONS[reduction]
         self._call("reduce_scatter", _pointer(source), _pointer(target), *reduce)
 
     def broadcast(self, address: int, nbytes: int, root: int) -> None:
-        """Call ccl::broadcast on bytes."""
+        """Copy the bytes of rank `root` to every rank, by ccl::broadcast."""
         self._call("broadcast", _pointer(address), _size(nbytes), root)
 
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
-        """Call ccl::allgather on bytes."""
+        """Write the `nbytes` of rank r to the r-th place of `target`, on every rank, by ccl::allgather."""
         self._call("all_gather", _pointer(source), _pointer(target), _size(nbytes))
 
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
-        """Call ccl::alltoallv on bytes."""
+        """Send the r-th piece of `source` to rank r, and receive the r-th piece of `target` from it, by ccl::alltoallv.
+
+        Sizes are the bytes of each rank's piece.
+        """
         sizes = ctypes.c_size_t * self._size
         sent, received = sizes(*source_sizes), sizes(*target_sizes)
         self._call("all_to_all", _pointer(source), sent, _pointer(target), received, self._size)
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Call ccl::send for a header (tag, size) and for the bytes. Sends to one peer wait for each other."""
+        """Send a header (tag, size) and then the bytes to rank `peer`, by ccl::send. Sends to one peer wait for each
+        other."""
         header = (ctypes.c_int64 * 2)(tag, nbytes)
         with self._sending[peer]:
             self._call("send", header, _size(_HEADER_BYTES), peer)

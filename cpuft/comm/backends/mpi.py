@@ -185,39 +185,49 @@ class MpiBackend(Backend):
         return dtype in self._types and not (reduction.startswith("b") and dtype.is_floating_point)
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Call MPI_Allreduce in place."""
+        """Reduce `count` elements over the ranks in place, by MPI_Allreduce. Raises KeyError for a type without
+        `can_reduce`."""
         data = self._typed(address, count, dtype)
         self._run("allreduce", self._mpi.IN_PLACE, data, op=self._operations[reduction])
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Call MPI_Reduce_scatter_block."""
+        """Reduce `size * count` elements, and write the r-th `count` results to `target` on rank r.
+
+        This is MPI_Reduce_scatter_block. Raises KeyError for a type without `can_reduce`.
+        """
         # MPI wants the count of one rank, for the sent buffer, too.
         whole = [self._memory(source, count * self._comm.size * dtype.itemsize), count, self._types[dtype]]
         self._run("reduce_scatter_block", whole, self._typed(target, count, dtype), op=self._operations[reduction])
 
     def broadcast(self, address: int, nbytes: int, root: int) -> None:
-        """Call MPI_Bcast on bytes."""
+        """Copy the bytes of rank `root` to every rank, by MPI_Bcast."""
         self._run("bcast", self._bytes(address, nbytes), root=root)
 
     def all_gather(self, source: int, target: int, nbytes: int) -> None:
-        """Call MPI_Allgather on bytes."""
+        """Write the `nbytes` of rank r to the r-th place of `target`, on every rank, by MPI_Allgather.
+
+        `source` may already be this rank's place in `target`.
+        """
         # MPI wants the received count of one rank.
         whole = [self._memory(target, nbytes * self._comm.size), nbytes, self._mpi.BYTE]
         is_in_place = source == target + self._comm.rank * nbytes  # FSDP2 does this, and MPI must know
         self._run("allgather", self._mpi.IN_PLACE if is_in_place else self._bytes(source, nbytes), whole)
 
     def all_to_all(self, source: int, source_sizes: Sequence[int], target: int, target_sizes: Sequence[int]) -> None:
-        """Call MPI_Alltoallv on bytes."""
+        """Send the r-th piece of `source` to rank r, and receive the r-th piece of `target` from it, by MPI_Alltoallv.
+
+        Sizes are the bytes of each rank's piece.
+        """
         self._run("alltoallv", self._pieces(source, source_sizes), self._pieces(target, target_sizes))
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Call MPI_Send on bytes, which may spin until the peer receives them."""
+        """Send bytes to rank `peer` by MPI_Send, which may spin until the peer receives them."""
         self._comm.Send(self._bytes(address, nbytes), dest=peer, tag=tag)
 
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:
-        """Call MPI_Recv on bytes, and return the sender's rank.
+        """Receive bytes by MPI_Recv from rank `peer`, or from any rank if it is None; return the sender's rank.
 
-        Raises mpi4py.MPI.Exception: the message is longer than `nbytes`.
+        Raises mpi4py.MPI.Exception: the message is longer than `nbytes`. A shorter one is not noticed.
         """
         status = self._mpi.Status()
         source = self._mpi.ANY_SOURCE if peer is None else peer

@@ -162,7 +162,8 @@ def count_bytes(shape: torch.Size) -> int:
 
 
 def saves_bytes(shape: torch.Size) -> bool:
-    """Return whether a gradient's factors have fewer numbers than the gradient itself."""
+    """Return whether a gradient's factors have fewer numbers than the gradient itself; False for one with one
+    dimension."""
     return count_numbers(shape) < shape.numel()
 
 

@@ -80,7 +80,7 @@ class DataParallelExchange(Exchange):
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether there are several ranks. This exchange is the default, so it comes last in `table.EXCHANGES`."""
+        """Return whether there are several ranks: this exchange is the default, the last of `table.EXCHANGES`."""
         return ranks > 1
 
     def _note_ready(self, *_: object) -> None:

@@ -152,11 +152,10 @@ class Bucket:
         return [value.view(parameter.shape) for value, parameter in zip(found, self.parameters, strict=True)]
 
     def fill(self, shard: Tensor, find_value: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """Copy into a tensor as long as a shard what this rank's shard has of the value of each parameter; return that
-        tensor.
+        """Copy this rank's elements of each parameter's value into `shard`, and return `shard`.
 
-        `find_value` is called once for each parameter, in their order, and returns a tensor with the parameter's number
-        of elements. Padding stays as it is.
+        `shard` is one-dimensional and as long as a shard of this bucket; its padding stays as it is. `find_value` is
+        called once for each parameter, in their order, and returns a tensor with the parameter's number of elements.
         """
         values = [find_value(parameter).reshape(-1) for parameter in self.parameters]
         for piece in self._pieces:
@@ -222,8 +221,10 @@ class OptimizerShards:
 
     @torch.no_grad()
     def gather_weights(self) -> None:
-        """Give all ranks the weights of all shards, in place in the model's parameters. Collective; blocks until they
-        are there."""
+        """Give all ranks the weights of all shards, in place in the model's parameters.
+
+        Collective; it blocks until the weights are there.
+        """
         finish: list[Callable[[], object]] = []
         for bucket in self.buckets:
             own = bucket.weights[bucket.own]

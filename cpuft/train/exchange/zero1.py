@@ -82,7 +82,7 @@ class ShardedExchange(Exchange):
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether several ranks shard the optimizer."""
+        """Return whether there are several ranks and `--shard optimizer` is given."""
         return ranks > 1 and config.shard == "optimizer"
 
     def micro_batch(self, last: bool) -> AbstractContextManager[object]:
