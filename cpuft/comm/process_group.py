@@ -384,8 +384,10 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("reduce", tensors, tensors, body)
 
     def broadcast(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to copy the tensors of rank opts.rootRank of the group into those of all ranks. The Work's result is
-        `tensors`."""
+        """Start to copy the tensors of rank opts.rootRank of the group into those of all ranks.
+
+        The Work's result is `tensors`.
+        """
 
         def body() -> None:
             for tensor in tensors:

@@ -121,10 +121,11 @@ def write_choice(folder: Path, key: str, choice: Choice) -> None:
 def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str = "float32") -> Choice:
     """Return the backend that `--backend auto` means on these hosts, the same on all ranks.
 
-    The choice comes from rank 0's cache; its reason then ends with ", as measured earlier". If it is not there, it is
-    measured within some seconds and then written to rank 0's cache; an error in writing is ignored. All ranks must call
-    this together, before they make the default process group, and the process must end with `cpuft.comm.exit_process`.
-    A single rank gets gloo without a measurement.
+    The choice for these hosts, this number of ranks, these versions of the libraries and this type comes from rank 0's
+    cache; its reason then ends with ", as measured earlier". If it is not there, it is measured within some seconds and
+    then written to rank 0's cache; an error in writing is ignored. All ranks must call this together, before they make
+    the default process group, and the process must end with `cpuft.comm.exit_process`. A single rank gets gloo without
+    a measurement.
 
     Parameters
     ----------
@@ -312,7 +313,7 @@ def count_repetitions(nbytes: int, budget_bytes: int = 512 * 2**20) -> int:
 def limit_repetitions(wanted: int, seconds: float) -> int:
     """Return how often to repeat an operation that takes `seconds`, so that a turn takes about three seconds.
 
-    This is at least 5, but never more than `wanted`.
+    This is `3 / seconds`, rounded down, or 5 if that is less, but never more than `wanted`.
     """
     return min(wanted, max(5, int(_TURN_SECONDS / max(seconds, 1e-9))))
 

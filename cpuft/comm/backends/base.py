@@ -85,8 +85,10 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Send bytes to rank `peer`, which receives them with the same tag. May return before the peer has received
-        them."""
+        """Send bytes to rank `peer`, which receives them with the same tag.
+
+        The call may return before the peer has received them.
+        """
 
     @abc.abstractmethod
     def recv(self, address: int, nbytes: int, peer: int | None, tag: int) -> int:

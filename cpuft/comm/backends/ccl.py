@@ -175,15 +175,16 @@ class CclBackend(Backend):
         return dtype in _TYPES and reduction in _REDUCTIONS
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `count` elements over the ranks in place, by ccl::allreduce. Raises KeyError unless `can_reduce` is
-        true."""
+        """Reduce `count` elements over the ranks in place, by ccl::allreduce.
+
+        Raises KeyError unless `can_reduce` is true.
+        """
         self._call("all_reduce", _pointer(address), _size(count), _TYPES[dtype], _REDUCTIONS[reduction])
 
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce `size * count` elements, and write the r-th `count` results to `target` on rank r, by
-        ccl::reduce_scatter.
+        """Reduce `size * count` elements, and write the r-th `count` results to `target` on rank r.
 
-        Raises KeyError unless `can_reduce` is true.
+        This is ccl::reduce_scatter. Raises KeyError unless `can_reduce` is true.
         """
         reduce = _size(count), _TYPES[dtype], _REDUCTIONS[reduction]
         self._call("reduce_scatter", _pointer(source), _pointer(target), *reduce)
@@ -206,8 +207,10 @@ class CclBackend(Backend):
         self._call("all_to_all", _pointer(source), sent, _pointer(target), received, self._size)
 
     def send(self, address: int, nbytes: int, peer: int, tag: int) -> None:
-        """Send a header (tag, size) and then the bytes to rank `peer`, by ccl::send. Sends to one peer wait for each
-        other."""
+        """Send a header (tag, size) and then the bytes to rank `peer`, by ccl::send.
+
+        Sends to one peer wait for each other.
+        """
         header = (ctypes.c_int64 * 2)(tag, nbytes)
         with self._sending[peer]:
             self._call("send", header, _size(_HEADER_BYTES), peer)

@@ -162,8 +162,10 @@ def count_bytes(shape: torch.Size) -> int:
 
 
 def saves_bytes(shape: torch.Size) -> bool:
-    """Return whether a gradient's factors have fewer numbers than the gradient itself; False for one with one
-    dimension."""
+    """Return whether a gradient's factors have fewer numbers than the gradient itself.
+
+    The result is False for a gradient with one dimension.
+    """
     return count_numbers(shape) < shape.numel()
 
 
