@@ -23,12 +23,17 @@ from cpuft.serialization import load, parse_json
 from cpuft.tasks import TASKS
 
 PADDINGS = ("dynamic", "max_length")
+"""The values of --padding."""
 LABEL_TYPES = ("auto", "class", "number", "multi")
+"""The values of --label-type."""
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
+"""The values of --backend."""
 ENGINES = ("torch", "ipex", "deepspeed", "ort")
+"""The values of --engine."""
 LAST_PORT = 65535
 """The largest TCP port."""
 SHARDS = ("none", "optimizer")
+"""The values of --shard."""
 SECTIONS = (
     "Hosts and ranks",
     "Task, model and data",

@@ -59,8 +59,8 @@ def _dashed(name: str) -> str:
 def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bool = False) -> str:
     """Return what to write instead of the options of other tools: "write --np instead of --nproc_per_node".
 
-    The phrases for options to replace, options to leave out and a missing `--` before a script are separated by `; `.
-    Empty if none of them applies.
+    The phrases for options to replace, options to leave out, and the own options of a script without `--` before it,
+    are separated by `; `. Empty if none of them applies.
 
     Parameters
     ----------

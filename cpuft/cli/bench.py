@@ -28,7 +28,8 @@ def comm(dry_run: bool, **values: Any) -> None:
 
     Algorithm bandwidth and bus bandwidth are defined as in nccl-tests. In the table, ms is the median time, followed by
     the range of the middle half of all repetitions; busy is the fraction of a rank's cores that the backend keeps busy;
-    x gloo is the speed relative to gloo.
+    x gloo is the speed relative to gloo. The measurements are written to comm.jsonl in the run folder, and a plot to
+    comm.svg beside it, if matplotlib is installed.
     """
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.plan import add_transfers, choose_run_dir, plan_bench

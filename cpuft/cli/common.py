@@ -21,7 +21,7 @@ def say(line: str) -> None:
 
 
 def choose_progress() -> str:
-    """Return how rank 0 shows its progress: `bar` on a terminal, otherwise `lines`."""
+    """Return how rank 0 shows its progress: `bar` if standard error is a terminal, otherwise `lines`."""
     return "bar" if sys.stderr.isatty() else "lines"
 
 

@@ -26,7 +26,10 @@ from cpuft.config import LAUNCH_ONLY, CompareConfig, LaunchConfig, TrainConfig
 def compare(dry_run: bool, **values: Any) -> None:
     """Train on several numbers of ranks, one after another, and report the speedup.
 
-    Speedup and efficiency are relative to the run with the fewest ranks.
+    Speedup and efficiency are relative to the run with the fewest ranks. Each run has its own folder in --run-dir. The
+    reports are written there at the end, as report.txt, report.md and report.json, and as report.html if matplotlib and
+    Jinja2 are installed. If a run fails, the command ends with its exit code, without the other runs and without a
+    report.
     """
     from cpuft.launch.comparison import parse_numbers, plan_comparison
     from cpuft.launch.plan import choose_run_dir

@@ -36,7 +36,8 @@ def doctor(
 ) -> None:
     """Check all hosts of a cluster for problems that would stop, hang or slow down a run.
 
-    The exit code is 1 if a run would fail or hang, and 0 otherwise, even if there are warnings.
+    Without --fix, nothing is changed on the hosts. The exit code is 1 if a run would fail or hang, 2 if the hosts
+    cannot be read from --hostfile or --cluster, and 0 otherwise, even if there are warnings.
     """
     from cpuft.config import LaunchConfig
     from cpuft.doctor.checks import CHECKS, find_all

@@ -145,7 +145,10 @@ def extend(name: str, lease: str, region: str, dry_run: bool) -> None:
 @_region
 @_dry_run
 def down(name: str, region: str, dry_run: bool) -> None:
-    """Remove the cluster NAME: its instances or simulated hosts, and all that cpuft installed on servers."""
+    """Remove the cluster NAME: its instances or simulated hosts, and all that cpuft installed on servers.
+
+    There is no question before the removal; --dry-run shows what would be removed.
+    """
     provider = find_cluster(name, os.environ, region)
     _print_or_execute(dry_run, provider.show_down, lambda: provider.down(_say))
 
@@ -156,7 +159,8 @@ def down(name: str, region: str, dry_run: bool) -> None:
 def status(name: str | None, region: str) -> None:
     """Show what each host of the cluster NAME is doing now.
 
-    Without NAME, show all clusters that this machine has made, or with --region all that are rented in that region.
+    Without NAME, show all clusters that this machine has made, or with --region all that are rented in that region. A
+    host that does not answer has a line that says so.
     """
     if name:
         cluster = find_cluster(name, os.environ, region) if region else load_cluster(name, os.environ)
@@ -178,7 +182,10 @@ def status(name: str | None, region: str) -> None:
 @provision.command()
 @click.argument("name")
 def diff(name: str) -> None:
-    """Show how the cluster NAME differs from what was asked for; the exit code is 1 when it differs."""
+    """Show how the cluster NAME differs from what was asked for; the exit code is 1 when it differs.
+
+    Each line names a host, or "here" for this machine, and a step that would repair the cluster. Nothing is changed.
+    """
     lines = load_cluster(name, os.environ).drift()
     for line in lines or [f"cluster {name} is as it was asked for"]:
         click.echo(line)
@@ -228,7 +235,10 @@ def _make_ami(config: ImageConfig, dry_run: bool) -> None:
 @click.argument("path", default="ami/recipe.yaml")
 @click.option("--container", is_flag=True, help="Print a container file for podman and docker instead")
 def print_install(path: str, container: bool) -> None:
-    """Print the install script of a recipe."""
+    """Print the install script of a recipe.
+
+    PATH is a YAML file. Without PATH, the recipe is ami/recipe.yaml, or cpuft's own if there is no such file.
+    """
     from cpuft.provision.image import format_container, format_install, read_recipe
 
     click.echo((format_container if container else format_install)(read_recipe(path)), nl=False)

@@ -35,7 +35,8 @@ from cpuft.errors import CpuftError
 def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, config: str) -> None:
     """Show recorded runs side by side, as a table or an HTML page.
 
-    RUN is the folder of a run or of a comparison.
+    RUN is the folder of a run or of a comparison. The runs must be complete, and must have trained the same model on
+    the same data with the same options, apart from the number of ranks and what belongs to it.
     """
     from cpuft.record import read_record
     from cpuft.report.comparison import compare

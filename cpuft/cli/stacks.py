@@ -18,7 +18,8 @@ _COLUMNS = ("rank", "host", "pid", "state", "operation", "location")
 def stacks(run: str) -> None:
     """Show what every rank of an active run is doing, and which rank the others wait for.
 
-    RUN is the folder of the run. The full stack dumps are written to RUN/logs/rank-N.stack on the head host.
+    RUN is the folder of the run. The full stack dumps are written to RUN/logs/rank-N.stack on the head host. The hosts
+    have 15 seconds to answer; the exit code is 2 if one does not.
     """
     from cpuft.launch.active_runs import find_active_run
     from cpuft.launch.stack_dumps import diagnose, gather_dumps, write_dumps

@@ -76,7 +76,10 @@ for _kind, _scheduler in SCHEDULERS.items():
 @submit.command()
 @click.argument("job")
 def status(job: str) -> None:
-    """Show the state of JOB and the last line of its log."""
+    """Show the state of JOB and the last line of its log.
+
+    JOB is what cpuft submit printed, such as slurm:1234. If the job has ended, its exit code is shown, too.
+    """
     scheduler, name = parse_job(job)
     found = scheduler.status(name)
     end = "" if found.exit_code is None else f", exit code {found.exit_code}"
@@ -86,7 +89,10 @@ def status(job: str) -> None:
 @submit.command()
 @click.argument("job")
 def cancel(job: str) -> None:
-    """End JOB, if cpuft has submitted it."""
+    """End JOB, if cpuft has submitted it; other jobs are refused.
+
+    JOB is what cpuft submit printed, such as slurm:1234.
+    """
     scheduler, name = parse_job(job)
     if not scheduler.is_ours(name):
         raise CpuftError(

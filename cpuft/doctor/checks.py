@@ -118,7 +118,8 @@ class HostState:
 
     @property
     def name(self) -> str:
-        """Name of the host in messages: as in the hostfile, with its own hostname if that differs."""
+        """Name of the host in messages: as in the hostfile, with its own hostname if that differs, as in "10.0.0.2
+        (node2)"."""
         if self.facts is None or self.facts.hostname == self.host.name:
             return self.host.name
         return f"{self.host.name} ({self.facts.hostname})"

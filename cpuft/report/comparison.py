@@ -370,7 +370,7 @@ def count_cores(record: Record) -> int:
 
 
 def shares_cores(row: Row, base: Row) -> bool:
-    """Return whether a run had more ranks than the baseline but not more cores."""
+    """Return whether a run had more ranks than the baseline (`base`) but not more cores (hardware threads)."""
     return row.np > base.np and row.cores <= base.cores
 
 
