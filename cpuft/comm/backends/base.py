@@ -56,7 +56,7 @@ class Backend(abc.ABC):
 
     @abc.abstractmethod
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:
-        """Reduce the `count` elements at `address` over the ranks, in place, so that every rank ends with the result."""
+        """Reduce the `count` elements at `address` over the ranks in place: every rank ends with the result."""
 
     @abc.abstractmethod
     def reduce_scatter(self, source: int, target: int, count: int, dtype: torch.dtype, reduction: str) -> None:
