@@ -328,6 +328,7 @@ class UpdateSums:
     terms: float
     """Number of terms of the losses, see `Objective.count_terms`."""
     examples: float
+    """Number of examples."""
     tokens: float
     """Number of tokens without padding."""
     compute_seconds: list[float]

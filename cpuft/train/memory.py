@@ -52,13 +52,17 @@ class ModelShape:
     other_parameters: int
     """Number of all other parameters: embeddings, norms, and the pooler or head."""
     layers: int = 0
+    """Number of layers; 0 for a model that the fast path does not know, for which all other sizes are 0, too."""
     hidden: int = 0
+    """The hidden size."""
     inner: int = 0
     """The intermediate size, between both products of the feed-forward part."""
     heads: int = 0
+    """Number of attention heads of a layer."""
     has_dropout: bool = True
     """Whether attention probabilities have dropout."""
     vocab_size: int = 0
+    """Rows of the token embedding."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,7 @@ class LargestBatch:
     """The largest batch of a rank."""
 
     examples: int
+    """Number of examples."""
     length: int
     """Positions of each example, with padding."""
     tokens: int
@@ -269,7 +274,9 @@ class Shortage(NamedTuple):
     """What the ranks of one host, or of all simulated hosts on one machine, need: `needed_bytes` in total."""
 
     host: HostMemory
+    """The host, or the machine of several simulated hosts, with all their ranks."""
     needed_bytes: int
+    """Bytes that all these ranks need together."""
     parts: dict[str, int]
     """Bytes of all these ranks by part, as `estimate_memory` returns them. Their sum counts memory that ranks share
     once for each rank, `needed_bytes` only once."""

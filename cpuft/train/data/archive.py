@@ -70,6 +70,7 @@ class Prepared:
     pad_id: int
     """Id of the token that batches are padded with."""
     train: Tokens
+    """The training split."""
     validation: dict[str, Tokens]
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
     kind: str = "class"

@@ -42,6 +42,7 @@ class TaskData:
     """The examples that a run trains and evaluates on, and the task with their columns and labels."""
 
     task: Task
+    """The task with the columns, labels, metrics and kind of these examples."""
     train: Examples
     validation: dict[str, Examples]
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""

@@ -49,6 +49,7 @@ class Corpus:
     """Text files that `scan_texts` has read once."""
 
     files: tuple[Path, ...]
+    """The files in the order in which they are read."""
     columns: tuple[str, ...]
     """Names of the columns of JSON lines whose texts make a piece."""
     pieces: int

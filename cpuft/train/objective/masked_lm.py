@@ -36,6 +36,7 @@ class MaskedLanguageModelling(TokenClassification):
     mask_id: int
     """Id of the mask token."""
     config: TrainConfig
+    """The options; --seed, --mlm-probability and --whole-word-mask decide on the masks."""
 
     def head_settings(self) -> dict[str, Any]:
         """Return {}: the head is that of the model."""
