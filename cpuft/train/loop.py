@@ -90,8 +90,10 @@ def train_independently(
 ) -> TrainingResult:
     """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective.
 
-    There is no one model to evaluate: the result has the merged steps (see `merge_steps`), the seconds of each rank's
-    phases, and an empty checksum. Raises CpuftError: this rank's loss is not finite.
+    There is no one model to evaluate: the result has one list of steps (examples and tokens are sums over ranks, losses
+    and step times are means), the mean seconds of each rank's phases, and an empty checksum.
+
+    Raises CpuftError: this rank's loss is not finite.
     """
     own: list[StepLine] = []
     for line in train(setup, checkpoints, done):
@@ -223,7 +225,7 @@ def make_micro_batches(setup: TrainingSetup, share: Indices, epoch: int) -> list
     Parameters
     ----------
     share: numbers of training examples; without any there are no batches.
-    epoch: see `Objective.make_batch`.
+    epoch: of the training, from which masked language modelling draws its masks.
     """
     size = setup.config.batch_size
     parts = [share[start : start + size] for start in range(0, len(share), size)]
@@ -326,7 +328,7 @@ class UpdateSums:
     loss: float
     """Sum of the losses of all terms."""
     terms: float
-    """Number of terms of the losses, see `Objective.count_terms`."""
+    """Number of terms whose losses are added: examples, tagged words or masked tokens."""
     examples: float
     """Number of examples."""
     tokens: float

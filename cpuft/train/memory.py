@@ -278,8 +278,8 @@ class Shortage(NamedTuple):
     needed_bytes: int
     """Bytes that all these ranks need together."""
     parts: dict[str, int]
-    """Bytes of all these ranks by part, as `estimate_memory` returns them. Their sum counts memory that ranks share
-    once for each rank, `needed_bytes` only once."""
+    """Bytes of all these ranks by part: weights, moments and so on. Their sum counts memory that ranks share once for
+    each rank, `needed_bytes` only once."""
 
 
 def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
@@ -332,7 +332,8 @@ def estimate_rank(
 ) -> dict[str, int]:
     """Return the bytes that a rank holds at its peak, by part, with the largest batches of these examples.
 
-    The parts are those of `estimate_memory`. `prepared` must have validation examples.
+    The parts are those of `estimate_memory`: weights, masters, moments, gradients, activations, checkpoint's copy,
+    buffers, process. `prepared` must have validation examples.
     """
     train = find_largest_batch(prepared.train, config, ranks, prepared.kind in ("tags", "masked"))
     lengths = np.sort(np.concatenate([tokens.lengths for tokens in prepared.validation.values()]))

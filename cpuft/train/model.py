@@ -76,8 +76,8 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
     ----------
     head: settings of the head, by their names in config.json.
     vocab_size: of the tokenizer, for an untrained model of `SIZES`; 0: BERT's own. Other models keep theirs.
-    pad_id: id of the token that batches are padded with, see `choose_pad_id`. Some models need it to find the last
-        token of a text. -1 leaves a trained model's own, and means 0 for an untrained one.
+    pad_id: id of the token that batches are padded with. Some models need it to find the last token of a text. -1
+        leaves a trained model's own, and means 0 for an untrained one.
 
     Raises CpuftError: the model or the file of --from-config is missing, or the configuration cannot be read or is not
     valid.

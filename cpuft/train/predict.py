@@ -310,12 +310,13 @@ def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[
 
 
 def name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str]) -> dict[str, Path]:
-    """Return for each suffix of a split's metrics the file for its predictions.
+    """Return for each suffix of a split's metrics the file for its predictions; nothing is written.
 
     It is --output with the suffix before its ending, such as out_mismatched.csv. Without --output, it is a file in the
     folder of the run: predictions.csv with the suffix, or the name that GLUE expects for --split test.
 
-    Raises CpuftError: a file exists and must not be overwritten (see `check_output`).
+    Raises CpuftError: a file holds predictions and --overwrite is not given, a file holds anything else, or a folder or
+    special file is there.
     """
     output, paths = Path(request.output), dict[str, Path]()
     for suffix in suffixes:
@@ -423,13 +424,12 @@ def number_words(examples: Examples) -> Examples:
 
 
 def tag_tokens(tokens: Tokens, examples: Examples) -> Tokens:
-    """Return tokens whose labels are numbers of words (see `number_words`) with these words' tags as labels.
-
-    Tokens that are UNTAGGED stay so.
+    """Return tokens whose labels are numbers of words with the tags of these words as labels; UNTAGGED stays.
 
     Parameters
     ----------
-    examples: the examples with their tags, in the order of `tokens`.
+    tokens: made from the result of `number_words`.
+    examples: the examples with their tags, in the same order.
     """
     tags = np.concatenate([np.asarray(tags, np.int32) for tags in examples.labels])
     starts = np.cumsum([0, *map(len, examples.texts)])[:-1]

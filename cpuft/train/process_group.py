@@ -170,7 +170,7 @@ def _view_bytes(value: torch.Tensor) -> Any:
 
 
 def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
-    """Check that all ranks have the same parameters; return their checksum (see `checksum_parameters`). Collective.
+    """Check that all ranks have the same parameters; return their checksum, 16 hexadecimal digits. Collective.
 
     Parameters
     ----------

@@ -170,7 +170,7 @@ class TrainingResult:
     steps: list[StepLine]
     """All steps of the run, with those before it was resumed."""
     phases: list[dict[str, float]]
-    """For each rank, the mean seconds of a steady step by phase, see `average_phases`."""
+    """For each rank, the mean seconds of a steady step by phase: data, forward, backward, communication and update."""
     checksum: str
     """Of the parameters, the same on all ranks; empty if ranks trained independently."""
 

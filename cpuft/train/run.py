@@ -235,8 +235,9 @@ def describe_kernels(statuses: list[str], hosts: list[str]) -> tuple[str, str]:
 def read_earlier_measurements(text: str, ranks: int) -> EarlierMeasurements:
     """Return what was measured when the run began, from the launcher's JSON.
 
-    If `text` is empty, nothing was measured: the result has `ranks` and is empty otherwise. Raises ValueError: the text
-    is not such JSON.
+    If `text` is empty, nothing was measured: the result has the number of `ranks`, and is empty otherwise.
+
+    Raises ValueError: the text is not JSON, or not of an EarlierMeasurements.
     """
     return load(EarlierMeasurements, parse_json(text), "--measurements") if text else EarlierMeasurements(ranks)
 
@@ -253,10 +254,10 @@ def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice |
 
 
 def find_products(header: Header, earlier: EarlierMeasurements) -> dict[str, Any]:
-    """Return the speed of matrix products for the header, in the form of `measure_products`.
+    """Return kernel and speed of matrix products for the header: `kernel`, `teraflops` and `fp32_teraflops`.
 
-    It is as measured when the run began if CPU, precision and version of torch are the same; else it is measured now,
-    in about 0.1 s.
+    They are as measured when the run began if CPU, precision and version of torch are the same; else they are measured
+    now (`measure_products`), in about 0.1 s.
     """
     if earlier.products and earlier.products_of == describe_products(header):
         return earlier.products

@@ -70,10 +70,15 @@ def count_updates(examples: int, global_batch: int, epochs: float, max_steps: in
 def plan_updates(
     tokens: Tokens, global_batch: int, seed: int, updates: int, grouped: bool
 ) -> Iterator[tuple[int, Indices]]:
-    """Yield for each of `updates` updates its epoch, counted from 0, and the numbers of its examples.
+    """Yield for each of `updates` updates its epoch, counted from 0, and the numbers of its examples (`plan_epoch`).
 
-    Epochs follow each other until there are enough updates; the last one may be cut off. See `plan_epoch` for the other
-    parameters. `tokens` must have an example, or this never ends.
+    Epochs follow each other until there are enough updates; the last one may be cut off.
+
+    Parameters
+    ----------
+    tokens: the training split, with at least one example, or this never ends.
+    global_batch: number of examples of an update; one update of an epoch may have fewer.
+    grouped: whether examples of similar length are in one update; else their order is random.
     """
     epoch, done = 0, 0
     while done < updates:

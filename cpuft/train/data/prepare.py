@@ -82,9 +82,14 @@ def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) ->
 
 
 def tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> tuple[Tokens, int]:
-    """Tokenise as `tokenize` does; return the tokens, and the number of examples that were cut.
+    """Tokenise examples as `tokenize` does (cut to `max_length`, not padded), and count those that were cut.
 
-    The number is UNKNOWN (-1) for a tokenizer that is not a fast one. Raises CpuftError as `tokenize` does.
+    Returns
+    -------
+    The tokens with their labels, and the number of examples that were longer than `max_length`; UNKNOWN (-1) for a
+    tokenizer that is not a fast one.
+
+    Raises CpuftError: the kind is tags, and the tokenizer is not a fast one.
     """
     in_words = task.kind == "tags"
     if in_words and not tokenizer.is_fast:

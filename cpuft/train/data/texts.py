@@ -137,7 +137,7 @@ def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
 
     Texts have no spaces at their ends. The first piece of a text file and each row of JSON lines begin a document.
 
-    Raises CpuftError as `scan_texts` does, if a file has changed or vanished since.
+    Raises CpuftError: a file has vanished, cannot be read, or has a line that is not valid text or JSON any more.
     """
     for path in corpus.files:
         for number, text in enumerate(_list_texts(path, corpus.columns, "--train-file")):
@@ -149,7 +149,9 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
 
     With a `validation` corpus, all its pieces follow those of `corpus`, and only they are in the validation split.
     Without it, about `share` (0 to 1) of the pieces are: blocks of up to 64 consecutive pieces, evenly spread over the
-    corpus, always the same ones. Files are read as the pieces are taken; errors are those of `list_pieces`.
+    corpus, always the same ones. Files are read as the pieces are taken.
+
+    Raises CpuftError: a file has vanished or cannot be read any more.
     """
     size, before = min(_BLOCK_PIECES, max(1, corpus.pieces // 100)), None
     for number, (text, begins) in enumerate(list_pieces(corpus)):

@@ -29,7 +29,10 @@ class Classification(Objective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.int64
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one output for each class: `problem_type`, and those of `name_classes`."""
+        """Return the settings of a head with one output for each class.
+
+        They are problem_type, num_labels, id2label and label2id.
+        """
         return {"problem_type": "single_label_classification", **name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -53,7 +56,7 @@ class MultiLabelClassification(Objective):
     def head_settings(self) -> dict[str, Any]:
         """Return the settings of a head with one independent output for each class.
 
-        They are `problem_type` and those of `name_classes`.
+        They are problem_type, num_labels, id2label and label2id.
         """
         return {"problem_type": "multi_label_classification", **name_classes(self.labels)}
 
@@ -105,8 +108,8 @@ class TokenClassification(Objective):
     def head_settings(self) -> dict[str, Any]:
         """Return the settings of a head with an output of each token for each class.
 
-        They are those of `name_classes`, and `architectures`: saved adapters do not name the class of their model, so
-        the configuration has to.
+        They are num_labels, id2label, label2id, and architectures: saved adapters do not name the class of their model,
+        so the configuration has to.
         """
         return {"architectures": [self.model_class], **name_classes(self.labels)}
 

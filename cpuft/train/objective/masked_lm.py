@@ -84,10 +84,10 @@ class MaskedLanguageModelling(TokenClassification):
         return float(sum((self.mask_example(tokens, int(one), epoch)[1] != UNTAGGED).sum() for one in examples))
 
     def mask_example(self, tokens: Tokens, example: int, epoch: int) -> tuple[Indices, Indices]:
-        """Return an example's tokens with the masks of an epoch, and its labels, both as `mask` returns them.
+        """Return an example's tokens with the masks of an epoch, and its labels: the true tokens at masked places.
 
-        The masks depend on the seed, the epoch and `example`, its number; in evaluation (epoch -1), on that number
-        only.
+        Both are int64, shape (tokens of the example,); labels are UNTAGGED elsewhere. The masks depend on the seed, the
+        epoch and `example`, its number; in evaluation (epoch -1), on that number only.
         """
         ids = tokens.ids[tokens.offsets[example] : tokens.offsets[example + 1]].astype(np.int64)
         seed = (self.config.seed, epoch, example) if epoch >= 0 else (example,)
@@ -150,8 +150,14 @@ class MaskedLanguageModelling(TokenClassification):
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return `perplexity` (e to the mean loss over masked places) and `masked_accuracy`.
 
-        The accuracy is the share of right predictions at masked places. `predictions` are the sums that `predict`
-        returns. Without masked places, perplexity is 1 and accuracy 0; for a loss above 700, perplexity is e**700.
+        The accuracy is the share of right predictions at masked places. Without masked places, perplexity is 1 and
+        accuracy 0; for a loss above 700, perplexity is e**700.
+
+        Parameters
+        ----------
+        predictions: for each example the sum of its losses, of right predictions, and of masked places; shape
+            (examples, 3).
+        tokens: without effect.
         """
         sums = predictions.sum(0, dtype=np.float64)
         loss, right = sums[:2] / max(1.0, sums[2])
