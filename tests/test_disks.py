@@ -56,8 +56,8 @@ def test_a_record_that_finds_no_room_ends_the_rank_with_74(tmp_path: Path) -> No
 def test_a_full_cache_is_named(start: str, tmp_path: Path) -> None:
     done = run_shell(f"ulimit -f 8; {start} {DEMO}", XDG_CACHE_HOME=str(tmp_path / "cache"))
     said = (
-        f"cpuft: error: the prepared data cannot be written to the cache folder {tmp_path}/cache/cpuft (File too large): "
-        "free space there"
+        f"cpuft: error: the prepared data cannot be written to the cache folder {tmp_path}/cache/cpuft "
+        "(File too large): free space there"
     )
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1] == f"{said}, or set XDG_CACHE_HOME to another folder"

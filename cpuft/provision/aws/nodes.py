@@ -186,7 +186,7 @@ class Nodes(Servers):
         scheduled. Nothing is done without a security group.
 
         Raises LeaseError if a shutdown cannot be scheduled, or if instances still would not terminate themselves
-        afterwards (the message names each of them). Raises CpuftError that names each instance that cannot be asked.
+        afterwards, or cannot be asked (the message names each of them).
         """
         with self._temporary_transport(()) as transport:
             try:
@@ -200,9 +200,11 @@ class Nodes(Servers):
                             f"the shutdown of {step.host} at the end of its lease could not be scheduled ({errors})"
                         )
                 self._read_timers(transport)
-            except HostError as error:
+            except LeaseError:
+                raise
+            except CpuftError as error:
                 raise LeaseError(
-                    f"{error.host} cannot be asked whether it terminates itself when its lease ends: {error}"
+                    f"it is not known whether all instances terminate themselves when their lease ends: {error}"
                 ) from None
             if faults := self._find_faults():
                 reasons = ", ".join(f"{address}: {fault}" for address, fault in faults.items())

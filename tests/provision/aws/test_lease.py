@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import subprocess
+from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 import yaml
 
 from cpuft.errors import CpuftError
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import UNREACHABLE, HostError
 from cpuft.provision.aws import plan
 from cpuft.provision.aws.lease import (
     ARM_SCRIPT,
@@ -21,6 +27,7 @@ from cpuft.provision.aws.lease import (
     parse_limit,
     parse_timer,
 )
+from cpuft.provision.aws.nodes import LeaseError, Nodes
 
 NOW = 1_800_000_000
 
@@ -173,3 +180,19 @@ def test_a_job_extends_the_lease_up_to_its_limit(
     assert (tmp_path / "until").read_text() == f"{NOW + moved}\n"
     assert done.stdout == f"{NOW + moved} {NOW + times.get('limit', until)}\n"
     assert (tmp_path / "said").read_text() == armed
+
+
+def test_an_instance_that_cannot_be_asked_about_its_lease_is_an_error_of_the_lease() -> None:
+    class Unreachable:
+        def run(self, host: Host, argv: Sequence[str]) -> NoReturn:
+            raise HostError(host.name, UNREACHABLE, "Connection refused")
+
+    nodes = object.__new__(Nodes)
+    vars(nodes).update(
+        members=(SimpleNamespace(address="10.0.0.9"),),
+        _limit=1,
+        _timers={},
+        _temporary_transport=lambda kept: contextlib.nullcontext(Unreachable()),
+    )
+    with pytest.raises(LeaseError, match=r"it is not known whether all instances .*10\.0\.0\.9"):
+        nodes.secure_lease(print)

@@ -270,7 +270,7 @@ def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.load_dataset", lambda *_: (_ for _ in ()).throw(ConnectionError("offline")))
     answers = {
         "": r"the data of --task rte could not be loaded from the Hugging Face hub \(offline\): give",
-        "the hub is away": r"the data of --task rte is not in the cache of data sets, and the hub is away: either check",
+        "the hub is away": r"the data of --task rte is not in the cache of data sets, and the hub is away: either",
     }
     for problem, message in answers.items():
         monkeypatch.setattr("cpuft.train.data.sources.find_hub_problem", lambda problem=problem: problem)
