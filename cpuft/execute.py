@@ -164,7 +164,8 @@ def run_stage(
 def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Callable[[str], None], advice: str) -> None:
     """Execute the stages of a plan one after another; the steps of a stage run at the same time, on their hosts.
 
-    The first stage with a failed step is the last one that is executed.
+    The first stage with a failed step is the last one that is executed. Must be called in the main thread, because it
+    handles signals.
 
     Parameters
     ----------
@@ -178,7 +179,8 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
     ------
     CpuftError: steps of a stage ended with another exit code than 0; names each with its host and its last lines of
         output. Its `is_transient` is True if all of them had exit code 255, with which ssh tells that the connection
-        failed. Also if a program does not exist or the time limit passed; then it names the first step of the stage.
+        failed. Also if a program or a `stdin_file` does not exist, or the time limit passed; then it names the first
+        step of the stage.
     Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. The steps of the stage have been ended.
     """
     steps = [step for stage in plan.stages for step in stage]

@@ -234,16 +234,13 @@ class ResumedLine:
 
 @dataclass(frozen=True)
 class InterruptedLine:
-    """The run stopped early, after a checkpoint of this update.
-
-    `by` names the signal to the launch, or the interruption notice.
-    """
+    """The run stopped early, after a checkpoint of this update."""
 
     step: int
     updates: int
     """Updates of the whole run."""
     by: str
-    """Name of the signal, such as SIGTERM, or a text about the interruption notice."""
+    """What stopped the run: the name of the signal, such as SIGTERM, or "the notice PLACE on HOST"."""
     leaving: tuple[int, ...] = ()
     """Ranks on hosts that have an interruption notice."""
 
@@ -290,7 +287,7 @@ class Record:
     """The record of a run as it was read; `footer` is None if the run is not complete."""
 
     path: str
-    """Path of the record file, for messages."""
+    """Path of the record file, or what the caller of `parse_record` named it."""
     header: Header
     steps: list[StepLine] = field(default_factory=list)
     evaluations: list[EvaluationLine] = field(default_factory=list)

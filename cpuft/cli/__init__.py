@@ -66,8 +66,8 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the verb that the arguments name, and exit. Never returns.
 
     The exit code is the verb's own, and 0 if it has none. Bad input is answered with one line on standard error and
-    exit code 2, a full disk with one line and exit code 74, an interrupting signal N with one line and exit code 128 +
-    N, and Ctrl-C at a question with exit code 130. Any other exception is a bug and is raised.
+    exit code 2, a full disk with one line and exit code 74. Signal N ends the command with exit code 128 + N, so Ctrl-C
+    with 130. Any other exception is a bug and is raised.
 
     Parameters
     ----------

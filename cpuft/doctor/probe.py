@@ -46,7 +46,8 @@ _LINK_TIMEOUT_SECONDS = 8.0
 
 
 def examine(order: dict[str, Any]) -> dict[str, Any]:
-    """Examine this host; this takes a quarter of a second, and the time of the connections and logins to other hosts.
+    """Examine this host; this takes some seconds, for the connections and logins to other hosts and for mpirun
+    --version.
 
     Parameters
     ----------
