@@ -204,7 +204,7 @@ def _probe(train: TrainConfig) -> Record:
         run_dir = f"{folder}/run"
         probe = replace(train, max_steps=PROBE_STEPS, save_model=False)
         plan = plan_training(cluster, launch, probe, run_dir, "lines", os.environ)
-        click.echo("estimate: training for half a minute on this machine", err=True)
+        click.echo("estimate: training for at most a minute on this machine", err=True)
         try:
             with _output_on_stderr():
                 run_on_this_machine(
