@@ -95,6 +95,7 @@ def test_a_run_that_nobody_listens_to_goes_on(streams: str) -> None:
     assert "accuracy" in Path("run/logs/rank-0.out").read_text()
 
 
+@pytest.mark.proof
 @UNHEARD
 def test_a_worker_by_itself_that_nobody_listens_to_goes_on(streams: str) -> None:
     words = " ".join(f"--{name}={value}" for name, value in DEMO.items())

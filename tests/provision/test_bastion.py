@@ -67,6 +67,7 @@ def ok(cluster: Simulated, *words: str) -> str:
     return done.stdout
 
 
+@pytest.mark.proof
 def test_provision_doctor_launch_and_fetch_through_a_bastion(cluster: Simulated) -> None:
     hosts = [host.name for host in cluster.hosts[1:]]
     with pytest.raises(HostError) as error:

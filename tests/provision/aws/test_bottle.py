@@ -67,6 +67,7 @@ def _nothing_is_left(bottle: Bottle) -> Iterator[None]:
     assert bottle.ask("left") == NOTHING_LEFT
 
 
+@pytest.mark.proof
 def test_a_cluster_is_rented_once_runs_a_script_and_is_removed(bottle: Bottle) -> None:
     check(bottle.cpuft(*LAB, "--nodes", "2"))
     assert bottle.ask("calls") == CHANGES
