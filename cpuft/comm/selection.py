@@ -112,7 +112,7 @@ def read_choice(folder: Path, key: str) -> Choice | None:
 def write_choice(folder: Path, key: str, choice: Choice) -> None:
     """Write a choice to `folder/backend-KEY.json`, atomically; the folder is made if necessary.
 
-    Raises OSError: the file cannot be written.
+    Raises OSError: the file cannot be written. Raises CpuftError: a folder or special file is at that path.
     """
     text = json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n"
     write_text(folder / f"backend-{key}.json", text)
@@ -150,7 +150,7 @@ def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str =
         return Choice(found[0], f"{found[1]}, as measured earlier")
     choice = measure_backends(store, rank, size, dtype=dtype)
     if rank == 0:
-        with contextlib.suppress(OSError):  # for example because the disk is full; then the next run measures again
+        with contextlib.suppress(OSError, CpuftError):  # a full disk, for example; then the next run measures again
             write_choice(cache, key, choice)
     return choice
 

@@ -71,7 +71,10 @@ def format_products(products: dict[str, Any]) -> str:
 
 
 def parse_kernel(text: str) -> str:
-    """Return the implementation of the first matrix product in oneDNN's verbose output; empty if there is no product.
+    """Return the implementation of the first matrix product on the CPU in oneDNN's verbose output; empty if there is
+    none.
+
+    A matrix product is a primitive matmul or inner_product.
 
     A line's fields, by oneDNN's documentation: onednn_verbose,v1,primitive,exec,engine,primitive,implementation,...
     """

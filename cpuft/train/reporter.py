@@ -282,7 +282,8 @@ def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
     """Return the steps of ranks that trained independently as those of one run.
 
     Examples and tokens are sums over ranks, the loss and `step_seconds` are means, and `compute_seconds` has each
-    rank's `step_seconds`. Everything else is that of the first rank. There are as many steps as the shortest list has.
+    rank's `step_seconds`. Everything else is that of the first rank. There are as many steps as the shortest list has,
+    and none without ranks.
 
     Parameters
     ----------

@@ -44,8 +44,10 @@ from cpuft.train.startup import resume_garbage_collection
 def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     """Run this rank of a training from start to end: train, evaluate, save the model and the record. Collective.
 
-    Rank 0 writes the record and the model to `worker.run_dir`; without a run folder, nothing is saved. All ranks return
-    when their checkpoints are removed. Without `worker.prepared`, the data is prepared first.
+    Rank 0 writes the record to `worker.run_dir`, and the model if `config.save_model` is set. With `worker.independent`
+    nothing is evaluated and no model is saved. Without a run folder, nothing is saved. All ranks return when all have
+    ended; their checkpoints are then removed, unless `worker.keep_checkpoints` is set. Without `worker.prepared`, the
+    data is prepared first.
 
     Parameters
     ----------
@@ -59,7 +61,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     Interrupted
         The run was asked to stop, and a checkpoint was written.
     OSError
-        The record cannot be written.
+        The record cannot be written, or a new run finds one in its folder, or the model's folder cannot be written.
     """
     refuse_conflicts(config)
     check_engine(config)
