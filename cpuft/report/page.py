@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import statistics
 from collections.abc import Iterator, Sequence
@@ -11,16 +10,23 @@ from typing import Any
 
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
-from cpuft.record import FILE_NAME, PHASES, Record, drop_warm_up, read_record
-from cpuft.report.comparison import MISSING_TIME, Comparison, Row, compare, group_repeats, shares_cores
+from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
+from cpuft.report.comparison import Comparison, Row, compare, group_repeats, shares_cores
 from cpuft.report.estimate import Estimate
-from cpuft.report.plots import COLOURS, Line, draw_bars, draw_lines, thin
+from cpuft.report.plots import (
+    COLOURS,
+    draw_learning_curves,
+    draw_missing_time,
+    draw_phases,
+    draw_speedup,
+    folder_of,
+    label_runs,
+)
 from cpuft.report.tables import format_markdown, format_text, format_title, table_columns, table_rows, to_json
 from cpuft.serialization import load, parse_json
 
 _TEMPLATE = Path(__file__).with_name("page.html")
 _OURS = b'<meta name="generator" content="cpuft">'
-_MOST_BARS = 40
 
 
 def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = ()) -> Path:
@@ -100,9 +106,9 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
         "rows": table_rows(comparison),
         "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
         "figures": {
-            "Speed": [*_speed(comparison, predictions), *_missing(comparison)],
-            "Loss and metric": _learning(runs, comparison.rows),
-            "Where the time of a step goes": [_phases(runs)],
+            "Speed": [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)],
+            "Loss and metric": draw_learning_curves(runs, comparison.rows),
+            "Where the time of a step goes": [draw_phases(runs)],
         },
         "hosts": [_host_row(run) for run in runs],
         "links": [_link_row(run) for run in runs],
@@ -145,120 +151,6 @@ def _judge_ideal(row: Row) -> str:
 
 def _name(row: Row) -> str:
     return f"{counted(row.np, 'rank')} on {counted(row.hosts, 'host')}"
-
-
-def _speed(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated."""
-    rows, base = comparison.rows, comparison.rows[0]
-    if rows[-1].np == base.np:
-        return []
-    ranks = [float(row.np) for row in rows]
-    off = [row.intervals.get("speedup", 0.0) for row in rows]
-    lines = [
-        Line("measured", ranks, [row.speedup for row in rows], off if any(off) else None, colour=0),
-        Line("linear speedup", ranks, [row.np / base.np for row in rows], dashed=True),
-    ]
-    ideals = [(float(row.np), row.speedup / row.ideal.efficiency) for row in rows if row.ideal]
-    if ideals:
-        lines.append(Line("ideal", [x for x, _ in ideals], [y for _, y in ideals], colour=2))
-    foretold = [one for one in predictions if one.hosts <= 2 * rows[-1].np]
-    if foretold:
-        unit = next((one.samples_per_second for one in foretold if one.hosts == base.np), base.samples_per_second)
-        middle = [one.samples_per_second / unit for one in foretold]
-        off = [(one.most - one.least) / 2 / unit for one in foretold]
-        lines.append(Line("estimate", [float(one.hosts) for one in foretold], middle, off, colour=1))
-    axes = ("ranks", f"times as fast as np {base.np}")
-    figure = draw_lines("Speedup", axes, lines, marker="o", counts=True)
-    told = " The ideal: as many independent ranks at the same time." if ideals else ""
-    return [(f"Speedup, with intervals if there are repeats.{told}", figure)]
-
-
-def _missing(comparison: Comparison) -> list[tuple[str, str]]:
-    """Draw the step time of the ideal and the shares of the missing time; negative shares are not drawn."""
-    rows = [(row, row.ideal) for row in comparison.rows if row.ideal and row.ideal.parts]
-    if not rows:
-        return []
-    parts = {"ideal": [ideal.ideal_seconds for _, ideal in rows]}
-    parts |= {name: [max(0.0, ideal.parts[name]) for _, ideal in rows] for name in MISSING_TIME}
-    figure = draw_bars("Compared with the ideal", "seconds of a step", [f"np {row.np}" for row, _ in rows], parts)
-    return [("The step of the ideal, and where the missing time of each run went.", figure)]
-
-
-def _learning(runs: Sequence[Record], rows: Sequence[Row]) -> list[tuple[str, str]]:
-    """Draw the loss and the first two metrics over time and over examples."""
-    figures = []
-    labels = label_runs(runs)
-    seconds = [[0.0, *itertools.accumulate(line.step_seconds for line in run.steps)] for run in runs]
-    samples = [[0.0, *itertools.accumulate(float(line.samples) for line in run.steps)] for run in runs]
-    losses = [thin([line.loss for line in run.steps]) for run in runs]
-    for what, x in (("seconds of training", seconds), ("examples", samples)):
-        lines = [
-            Line(label, thin(place[1:]), loss, dashed=number >= COLOURS, colour=number)
-            for number, (label, place, loss) in enumerate(zip(labels, x, losses))
-        ]
-        figures.append((f"Loss over {what}.", draw_lines(f"Loss over {what}", (what, "loss"), lines)))
-    names = list(dict.fromkeys(name for run in runs for line in run.evaluations for name in line.metrics))
-    for name in names[:2]:
-        for what, x in (("seconds of training", seconds), ("examples", samples)):
-            lines = [
-                _metric_line(label, name, run, place, number)
-                for number, (label, run, place) in enumerate(zip(labels, runs, x))
-            ]
-            caption = f"{name.replace('_', ' ')} over {what}"
-            figures.append((f"{caption}.", draw_lines(caption, (what, name), lines, marker="o")))
-    return figures
-
-
-def _metric_line(label: str, name: str, run: Record, place: Sequence[float], colour: int) -> Line:
-    found = [line for line in run.evaluations if name in line.metrics]
-    x = [place[min(max(line.step, 0), len(place) - 1)] for line in found]
-    return Line(label, x, [line.metrics[name] for line in found], dashed=colour >= COLOURS, colour=colour)
-
-
-def label_runs(runs: Sequence[Record]) -> list[str]:
-    """Return a label for each run: "np 4", or "np 4, FOLDER" for all if two of the runs have the same number of
-    ranks."""
-    sizes = [run.header.world_size for run in runs]
-    labels = [f"np {size}" for size in sizes]
-    twice = len(set(sizes)) < len(sizes)
-    return [f"{label}, {folder_of(run)}" if twice else label for label, run in zip(labels, runs)]
-
-
-def folder_of(run: Record) -> str:
-    """Return the last 24 characters of the name of a run's folder."""
-    path = Path(run.path)
-    return (path.parent if path.suffix == ".jsonl" else path).name[-24:]
-
-
-def _phases(runs: Sequence[Record]) -> tuple[str, str]:
-    """Draw one bar per rank, or the fastest and the slowest rank of each run if there are many ranks.
-
-    Records of older versions know only rank 0.
-    """
-    bars: list[tuple[str, dict[str, float]]] = []
-    few = sum(run.header.world_size for run in runs) <= _MOST_BARS
-    for label, run in zip(label_runs(runs), runs):
-        ranks = list(enumerate(phases_of(run)))
-        if not few and len(ranks) > 2:
-            ordered = sorted(ranks, key=lambda one: sum(one[1].values()) - one[1].get("communication", 0.0))
-            ranks = [ordered[0], ordered[-1]]
-        bars += [(f"{label}, rank {rank}", phases) for rank, phases in ranks]
-    bars = bars[:_MOST_BARS]
-    parts = {name: [phases.get(name, 0.0) for _, phases in bars] for name in PHASES}
-    said = "Mean seconds of a step by phase and rank" + ("." if few else ": the fastest and the slowest of each run.")
-    return said, draw_bars("Phases of a step", "seconds", [label for label, _ in bars], parts)
-
-
-def phases_of(run: Record) -> list[dict[str, float]]:
-    """Return for each rank the mean seconds of a step, by the names in PHASES, without the first tenth of the steps.
-
-    Where the record has no phases of all ranks, because it is old or not complete, the list has rank 0 only. Raises
-    statistics.StatisticsError: it has no steps either.
-    """
-    if run.footer and run.footer.phases:
-        return run.footer.phases
-    steady = drop_warm_up(run.steps)
-    return [{name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) for name in PHASES}]
 
 
 def _host_row(run: Record) -> list[str]:

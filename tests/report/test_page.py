@@ -20,8 +20,8 @@ from cpuft.errors import CpuftError, install_command
 from cpuft.record import EvaluationLine
 from cpuft.report.comparison import compare
 from cpuft.report.estimate import Estimate, estimates_to_json
-from cpuft.report.page import format_verdict, label_runs, phases_of, read_estimates, write_page
-from cpuft.report.plots import thin
+from cpuft.report.page import format_verdict, read_estimates, write_page
+from cpuft.report.plots import label_runs, phases_of, thin
 from tests.conftest import run_cpuft
 from tests.records import make_record, with_rate
 from tests.report.page import make_runs
