@@ -180,7 +180,12 @@ class TrainConfig:
         "are multi, and all others are classes; tags of words need no type",
         choices=LABEL_TYPES,
     )
-    max_length: int = _data(128, "Maximum number of tokens per example; longer examples are truncated", least=8)
+    max_length: int = _data(
+        128,
+        "Maximum number of tokens per example: longer examples are truncated, and --task text cuts its texts "
+        "into pieces of this length",
+        least=8,
+    )
     validation_split: float = _data(
         0.1,
         "Fraction of the texts that --task text keeps for validation when there is no --validation-file",
@@ -192,7 +197,7 @@ class TrainConfig:
     )
     whole_word_mask: bool = _data(False, "With --task text, mask all tokens of a word together")
     epochs: float = _recipe(3.0, "Number of passes over the training examples", least=0.0)
-    max_steps: int = _recipe(0, "Maximum number of updates; 0 trains for all --epochs", least=0)
+    max_steps: int = _recipe(0, "Number of updates to train, instead of --epochs; 0 trains for --epochs", least=0)
     max_train_samples: int = _recipe(0, "Train on only this many examples, the first ones; 0 uses all", least=0)
     batch_size: int = _recipe(32, "Number of examples per rank in one forward and backward pass", least=1)
     gradient_accumulation: int = _recipe(
@@ -293,7 +298,8 @@ class TrainConfig:
     )
     checkpoint_every: float = _output(
         -1.0,
-        "Seconds between checkpoints; 0 writes none (default: chosen so that checkpoints take at most 2 % of the time)",
+        "Seconds between checkpoints; 0 writes none (default: chosen so that checkpoints take at most 2 % of "
+        "the time; cpuft compare writes none)",
         least=-1.0,
     )
 
@@ -352,8 +358,8 @@ class LaunchConfig:
     np: int = _hosts(1, "Number of ranks on all hosts together", least=1)
     ppn: int = _hosts(
         0,
-        "Largest number of ranks per host; the hosts are filled in order until all --np ranks have a place (default: "
-        "--np is spread evenly over the hosts)",
+        "Number of ranks on each host: the hosts are used in order until all --np ranks have a place, and a "
+        "host with fewer cores or slots is an error (default: --np is spread evenly if the hosts allow it)",
         least=0,
     )
     hostfile: str = _hosts(
@@ -386,8 +392,8 @@ class LaunchConfig:
     )
     comm_cores: int = _communication(
         -1,
-        "Cores per rank that are reserved for communication threads (default: chosen by the backend and the number of "
-        "cores, at most 4)",
+        "Cores per rank that are reserved for communication threads (default: 0 with gloo, with one rank or "
+        "with fewer than 8 cores per rank; else an eighth of the cores, at most 4)",
         least=-1,
     )
     run_dir: str = _output(
@@ -399,13 +405,15 @@ class LaunchConfig:
     )
     time_limit: float = _output(
         0.0,
-        "Largest number of seconds of a run; evaluation and restarts count. A run that takes longer is ended, and "
-        "--resume "
-        "continues it from its last checkpoint; 0 is no limit",
+        "Largest number of seconds of each run; evaluation and restarts count. A run that takes longer is "
+        "ended, and cpuft launch --resume continues it from its last checkpoint; 0 is no limit",
         least=0.0,
     )
     max_restarts: int = _output(
-        -1, "Restarts allowed after losing a host or a rank (default: 3 with several hosts, else 0)", least=-1
+        -1,
+        "Restarts allowed after the loss of a host or a rank, or after an error that may not occur again "
+        "(default: 3 with several hosts, else 0)",
+        least=-1,
     )
     min_np: int = _output(1, "Minimum number of ranks for a restart; with fewer, the run ends", least=1)
     interruption_notice: str = _output(
@@ -450,7 +458,8 @@ class ResumeConfig:
 
     resume: str = _output(
         "",
-        "Resume the run in this folder from its last checkpoint, with the options that it was started with",
+        "Resume the run in this folder from its last checkpoint, with its training options and its number of "
+        "ranks. Give the hosts, time limit and restarts again",
         takes="FOLDER",
     )
 
