@@ -68,7 +68,7 @@ prefix=$1 stamp=$2
 shift 2
 # The lock and the stamp show that this script made the environment. Nothing else is ever removed.
 if [ -e "$prefix/env" ] && [ ! -f "$prefix/install.lock" ] && [ ! -f "$prefix/env/stamp" ]; then
-    echo "$prefix/env is not cpuft's: move it away, or name another prefix" >&2
+    echo "$prefix/env is not cpuft's: move it away, or give another prefix" >&2
     exit 1
 fi
 mkdir -p "$prefix"

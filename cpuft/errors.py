@@ -77,7 +77,7 @@ def counted(number: int, noun: str) -> str:
 def install_command(*extras: str) -> str:
     """Return the shell command that installs extras of setup.cfg into the Python that runs this process.
 
-    The command runs `pip install -c constraints.txt`, with cpuft's file of exact versions. It names a checkout by its
+    The command runs pip with `-c constraints.txt`, cpuft's file of exact versions. It names a checkout by its
     folder (`-e FOLDER[train,mpi]`), and a cpuft that was installed from a wheel by its version (`cpuft[train]==0.1.0`),
     so that pip does not replace it. With the extra `train`, it adds the index of torch builds without CUDA.
 

@@ -75,7 +75,7 @@ def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, m
     make = Step("make the run folder", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
     assert run_on_this_machine(plan, "run", (), os.environ, 0.0, SshTransport()) == 0
-    with pytest.raises(CpuftError, match=r"File exists.*name a new folder with --run-dir"):
+    with pytest.raises(CpuftError, match=r"File exists.*give a new folder with --run-dir"):
         run_on_this_machine(plan, "run", (), os.environ, 0.0, SshTransport())
     assert (tmp_path / "run" / "logs").is_dir()
 
