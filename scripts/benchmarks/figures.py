@@ -41,11 +41,14 @@ def _is_limited(found: dict[str, Any]) -> bool:
 
 
 def format_figures(kept: dict[str, dict[str, Any]]) -> str:
-    """Return the table of README: cpuft and the fastest Trainer on each class of CPU, and the ratio."""
-    rows = [
-        [label, *(_format_cell(kept.get(name, {}).get(model)) for model in MODELS)] for name, label in CLASSES.items()
-    ]
-    lines = [["CPU with", *MODELS.values()], ["---"] * (1 + len(MODELS)), *rows]
+    """Return the table of README: how much faster cpuft is than the fastest Trainer on each class of CPU."""
+    lines = [["CPU with", *MODELS.values(), "measured on two cores of"], ["---"] * (2 + len(MODELS))]
+    for name, label in CLASSES.items():
+        found = kept.get(name, {})
+        headers = [found[model]["header"] for model in MODELS if model in found]
+        days = [time.strftime("%Y-%m-%d", time.gmtime(header["time"])) for header in headers]
+        machines = dict.fromkeys(f"{header['cpu']}, {day}" for header, day in zip(headers, days))
+        lines.append([label, *(_format_ratio(found.get(model)) for model in MODELS), " and ".join(machines)])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -73,13 +76,8 @@ def format_contestants(kept: dict[str, dict[str, Any]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _format_cell(found: dict[str, Any] | None) -> str:
+def _format_ratio(found: dict[str, Any] | None) -> str:
     if found is None:
         return "not measured"
-    ours = next(line for line in found["summary"] if line["contestant"] == BASE)
     peer = min((line for line in found["summary"] if line["contestant"] not in OWN), key=lambda line: line["ratio"])
-    times = f"**{peer['ratio']:.2f} times** ({peer['ratio_least']:.2f} to {peer['ratio_most']:.2f})"
-    rates = f"{ours['samples_per_second']:.1f} against {peer['samples_per_second']:.1f}"
-    day = time.strftime("%Y-%m-%d", time.gmtime(found["header"]["time"]))
-    header = found["header"]
-    return f"{times}: {rates}; {header['options']['threads']} cores of {header['cpu']}, {day}"
+    return f"**{peer['ratio']:.2f} times** ({peer['ratio_least']:.2f} to {peer['ratio_most']:.2f})"

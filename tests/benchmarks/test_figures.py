@@ -32,9 +32,8 @@ def test_a_models_last_run_is_kept_and_a_limited_cpu_gives_way(tmp_path: Path) -
 
 def test_a_table_has_a_row_for_each_class() -> None:
     table = format_figures({"avx2": {"minilm": found(20.0)}}).splitlines()
-    assert table[2] == "| AMX | not measured | not measured |"
-    cell = "**2.00 times** (1.90 to 2.10): 20.0 against 10.0; 2 cores of Xeon, 1970-01-01"
-    assert table[5] == f"| AVX2 only | {cell} | not measured |"
+    assert table[2] == "| AMX | not measured | not measured |  |"
+    assert table[5] == "| AVX2 only | **2.00 times** (1.90 to 2.10) | not measured | Xeon, 1970-01-01 |"
 
 
 def test_everybody_has_a_row() -> None:
