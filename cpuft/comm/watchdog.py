@@ -6,6 +6,7 @@ Each process has one register of pending operations and one watchdog, which all 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import sys
@@ -426,8 +427,13 @@ def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> Col
     with _lock:
         if _watchdog is None:
             start_reporting(register.report)
-            _watchdog = CollectiveWatchdog(register)
-            _watchdog.start(store, ranks[group_rank], ranks, is_first=group_rank == 0)
+            started = CollectiveWatchdog(register)
+            try:
+                started.start(store, ranks[group_rank], ranks, is_first=group_rank == 0)
+            except BaseException:
+                started.close()
+                raise
+            _watchdog = started
         return _watchdog
 
 
@@ -465,7 +471,7 @@ def choose_timeout(given: timedelta) -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if seconds <= 0:
+    if not 0 < seconds < math.inf:
         raise CpuftError(
             f"the environment variable {TIMEOUT_VARIABLE}={text} is not a positive number of seconds: unset it, or set "
             "it for example to 300"

@@ -18,6 +18,7 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Mapping
+from typing import NoReturn
 
 from cpuft.argv import unpack_argv
 from cpuft.errors import CpuftError
@@ -48,12 +49,15 @@ def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
     "0,1;2,3" means threads 0 and 1 for local rank 0, and threads 2 and 3 for local rank 1. The tuple is empty if `text`
     is empty or has no entry for `local_rank`.
 
-    Raises ValueError: the rank's entry is not a list of whole numbers.
+    Raises CpuftError: the rank's entry is not a list of whole numbers.
     """
     ranks = text.split(";")
     if not text or local_rank >= len(ranks):
         return ()
-    return tuple(int(cpu) for cpu in ranks[local_rank].split(","))
+    cpus = ranks[local_rank].split(",")
+    if not all(cpu.isdecimal() for cpu in cpus):
+        raise CpuftError(f"CPUFT_CORES {text!r} is not valid: unset it in your shell, because cpuft launch sets it")
+    return tuple(map(int, cpus))
 
 
 def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None:
@@ -65,10 +69,10 @@ def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None
     ----------
     hostname: name of this host, as `socket.gethostname` returns it.
 
-    Raises CpuftError: one of them differs. Raises ValueError: CPUFT_WORLD_SIZE is not a number.
+    Raises CpuftError: one of them differs.
     """
     planned = environ.get("CPUFT_WORLD_SIZE", "")
-    if planned and int(planned) != world.size:
+    if planned and planned != str(world.size):
         raise CpuftError(
             f"rank {world.rank} on {hostname} is in a world of {world.size} ranks, but the plan has {planned}: "
             f"unset RANK, WORLD_SIZE, PMI_* and OMPI_* in your shell, or give another --mpirun"
@@ -108,15 +112,16 @@ def run_worker(command: list[str], environ: Mapping[str, str], world: World) -> 
 
     Returns
     -------
-    The exit code; 128 + N if signal N ended the worker; 1 if the program cannot be started (the child prints a
-    traceback). After SIGKILL, one line on standard error says whether the kernel killed a process meanwhile because
-    memory ran out (`OUT_OF_MEMORY`) or not (`KILLED_BY_SOMEBODY`); no line if no counter of such kills can be read.
+    The exit code; 128 + N if signal N ended the worker; 127 if the program does not exist and 126 if it cannot be
+    started, after one line on standard error. After SIGKILL, one line on standard error says whether the kernel killed
+    a process meanwhile because memory ran out (`OUT_OF_MEMORY`) or not (`KILLED_BY_SOMEBODY`); no line if no counter of
+    such kills can be read.
     """
     kills = count_memory_kills()
     child = os.fork()
     if not child:
         end_with_parent()
-        os.execvpe(command[0], command, dict(environ))
+        _start_program(command, environ)
     start_host_watch(child, world, environ)
     status = os.waitpid(child, 0)[1]
     remove_shared_memory(child)
@@ -124,6 +129,17 @@ def run_worker(command: list[str], environ: Mapping[str, str], world: World) -> 
         reason = OUT_OF_MEMORY if count_memory_kills() > kills else KILLED_BY_SOMEBODY
         print(reason, file=sys.stderr, flush=True)
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def _start_program(command: list[str], environ: Mapping[str, str]) -> NoReturn:
+    """Replace this process by a program. If that fails, exit with the codes that shells use, never return."""
+    try:
+        os.execvpe(command[0], command, dict(environ))
+    except OSError as error:
+        print(f"cpuft: error: {command[0]} cannot be started: {error.strerror}", file=sys.stderr, flush=True)
+        os._exit(127 if isinstance(error, FileNotFoundError) else 126)
+    finally:  # this is a copy of the rank's process, whose own cleaning up must not happen twice
+        os._exit(1)
 
 
 def count_memory_kills() -> int:

@@ -308,7 +308,7 @@ class Outcome:
 
 def read_outcome(cluster: Simulated, run: str, steps: int) -> Outcome:
     """Read the result of a run that has ended."""
-    left = [f"process {pid}" for pid in list_ours()]
+    left = [f"process {pid}: {' '.join(_words(pid))[:300]}" for pid in list_ours()]
     for index in range(1, len(cluster.hosts) + 1):
         left += [f"memory {name}" for name in cluster.on(index, "ls /dev/shm").split()]
     left += [str(path) for disk in _disks(cluster) for path in disk.iterdir() if path.name != "inputs"]

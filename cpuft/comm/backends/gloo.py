@@ -166,7 +166,7 @@ class WatchedGlooGroup(dist.ProcessGroup):
         def begin() -> Operation:
             return self._register.begin(channel, name, nbytes, ranks, self._timeout)
 
-        return GlooWork([work], begin, self._register.end)
+        return GlooWork([work], begin, self._register.end, fail=self._watchdog.exit_if_rank_lost)
 
     def _reduce_scatter(self, method: str, output: Any, source: Any, opts: Any = None) -> GlooWork:
         """Reduce and scatter. A mean is a sum that wait() divides.
@@ -190,7 +190,7 @@ class WatchedGlooGroup(dist.ProcessGroup):
             _copy_back(dense, output)
 
         work = getattr(self._gloo, method)(dense, _to_contiguous(source), opts)
-        return GlooWork([work], begin, self._register.end, finish)
+        return GlooWork([work], begin, self._register.end, finish, self._watchdog.exit_if_rank_lost)
 
     def _run_on_copies(self, method: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> GlooWork:
         """Run an operation on contiguous copies of its tensors, and copy the outputs, its first argument, back."""

@@ -140,12 +140,12 @@ def prepare(config: TrainConfig) -> Path:
     if config.task == "text":
         return _prepare_texts(config)
     data = read_data(config)
-    check_positions(config)
     data = TaskData(data.task, first_examples(data.train, config.max_train_samples), data.validation)
     checksum = checksum_data(data, config)
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
     if path.exists():
         return _check_cached(config, path)
+    check_positions(config)
     tokenizer, trained = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     splits = {"train": data.train, **{f"validation{name}": split for name, split in data.validation.items()}}
     found = {key: tokenize_and_count(split, tokenizer, config.max_length, data.task) for key, split in splits.items()}
@@ -161,13 +161,13 @@ def _prepare_texts(config: TrainConfig) -> Path:
         raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
     corpus, other = scan_texts(config.train_file, config.text_columns, "--train-file"), config.validation_file
     validation = scan_texts(other, config.text_columns, "--validation-file") if other else None
-    check_positions(config)
     key = f"{corpus.checksum} {validation.checksum if validation else config.validation_split}"
     sizes = repr((FORMAT, key, config.max_length, config.max_train_samples)).encode()
     checksum = hashlib.sha256(sizes + digest_tokenizer(config)).hexdigest()[:16]
     path = cache_folder(os.environ) / f"text-{checksum}.npz"
     if path.exists():
         return _check_cached(config, path)
+    check_positions(config)
     pieces = partial(split_texts, corpus, config.validation_split, validation)
     tokenizer, trained = choose_tokenizer(
         config, lambda: (text for validates, text, _ in pieces() if not validates), key
@@ -194,7 +194,11 @@ def _prepare_texts(config: TrainConfig) -> Path:
 
 
 def _check_cached(config: TrainConfig, path: Path) -> Path:
-    """Return the path of an archive, which may have been made for another model. Raises CpuftError: it does not fit."""
+    """Return the path of an archive, which may have been made for another model. Raises CpuftError: it does not fit.
+
+    The model has enough positions: its checksum contains them, and the archive was written after `check_positions`. So
+    transformers, whose import takes seconds, is not needed.
+    """
     if may_mismatch_model(config):
         check_tokenizer(config, read_prepared(str(path)).vocab_size)
     return path

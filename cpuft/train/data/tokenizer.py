@@ -76,12 +76,13 @@ def digest_tokenizer(config: TrainConfig) -> bytes:
 
 
 def _digest_model_config(config: TrainConfig) -> bytes:
-    """Return the entries of the model's configuration that `choose_pad_id` and the check of token ids read."""
+    """Return the entries of the model's configuration that the checks of its tokens and positions read."""
     path = Path(config.from_config) if config.from_config else Path(find_model(config.model), "config.json")
     try:
         settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
         names = ("model_type", "pad_token_id", "eos_token_id", "vocab_size")
-        return repr([settings.get(name) for name in names]).encode()
+        positions = sorted(item for item in settings.items() if "position" in item[0])  # families name them differently
+        return repr([*(settings.get(name) for name in names), positions]).encode()
     except (OSError, ValueError):  # a hub name, or one of SIZES
         return (config.from_config or config.model).encode()
 

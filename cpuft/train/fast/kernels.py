@@ -116,7 +116,7 @@ def _load() -> tuple[Kernels | None, str]:
     if found is None and (installed := find_installed(_usable_flags())) is not None:
         try:
             return Kernels(installed), "on"
-        except (OSError, AttributeError) as error:
+        except (OSError, AttributeError, ValueError) as error:
             return None, f"{status}; the installed {installed} cannot be loaded: {error}"
     return found, status
 
@@ -130,7 +130,7 @@ def _load_own() -> tuple[Kernels | None, str]:
         return Kernels(build(compiler, compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", "")))), "on"
     except CpuftError as error:
         return None, f"off: {error}"
-    except (OSError, AttributeError, subprocess.SubprocessError) as error:
+    except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         return None, f"off: {compiler} could not build the kernels: {str(output).strip().splitlines()[-1:]}"
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +18,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.data.archive import UNTAGGED, Prepared, read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.tokenizer import load_tokenizer
+from cpuft.train.model import find_model
 from tests.train.data.test_sources import files, lines
 
 
@@ -23,6 +28,26 @@ def test_a_cache_folder_that_others_can_write_to_is_refused(own_cache: None) -> 
     path.parent.chmod(0o777)
     with pytest.raises(CpuftError, match=r"can be written to by other users \(mode 777\)"):
         prepare(TrainConfig(max_train_samples=8))
+
+
+def test_data_that_is_in_the_cache_is_found_without_importing_transformers(own_cache: None) -> None:
+    code = (
+        "import sys; from cpuft.config import TrainConfig; from cpuft.train.data.prepare import prepare; "
+        "prepare(TrainConfig(max_train_samples=8)); sys.exit('transformers' in sys.modules)"
+    )
+    codes = [subprocess.run([sys.executable, "-c", code], timeout=120, check=False).returncode for _ in range(2)]
+    assert codes == [1, 0]
+
+
+def test_data_in_the_cache_does_not_serve_a_model_with_fewer_positions(own_cache: None, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(find_model("minilm"), model)
+    config = TrainConfig(model=str(model), max_train_samples=8)
+    prepare(config)
+    settings = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(settings | {"max_position_embeddings": 64}))
+    with pytest.raises(CpuftError, match="has 64 positions, so that it cannot read examples of 128 tokens"):
+        prepare(config)
 
 
 @pytest.mark.parametrize("data", [b"", b"x", b"PK\x03\x04-\x00", b"PK\x05\x06" + bytes(18), b"\x93NUMPY\x01\x00"])
