@@ -70,7 +70,7 @@ _FAILURE_SECONDS = 0.5
 """From the failure of a rank until the hosts are asked. A host that shuts down may still answer right after it."""
 _NEXT_CHECK_SECONDS = 10.0
 """Until the hosts are asked again after all of them have answered."""
-_PREPARE_CHECK_SECONDS = 5.0
+_PREPARE_CHECK_SECONDS = 3.0
 """The same while examples are prepared, when no rank is disturbed by it."""
 _START_LIMIT = 45.0
 _START_LIMIT_PER_RANK = 0.5
