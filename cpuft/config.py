@@ -162,8 +162,9 @@ class TrainConfig:
     text_columns: str = _data(
         "",
         "Name of the column of the texts in your files, or two names with a comma between them if an example is a "
-        "pair of texts (default: the pair sentence1,sentence2 if the file has it, else the column sentence, text "
-        "or another usual name; tokens if an example is a list of words)",
+        "pair of texts (default: the pair sentence1,sentence2 or another usual pair if the file has it, else the "
+        "column sentence, text or another usual name; tokens if an example is a list of words; with --task text, "
+        "the column text). --task text joins the texts of several columns",
         takes="NAMES",
     )
     label_column: str = _data(
@@ -196,16 +197,17 @@ class TrainConfig:
         0.15, "Fraction of the tokens that --task text masks for the model to predict", least=0.01, most=0.9
     )
     whole_word_mask: bool = _data(False, "With --task text, mask all tokens of a word together")
-    epochs: float = _recipe(3.0, "Number of passes over the training examples", least=0.0)
+    epochs: float = _recipe(3.0, "Number of passes over the training examples, such as 3 or 0.5", least=0.0)
     max_steps: int = _recipe(0, "Number of updates to train, instead of --epochs; 0 trains for --epochs", least=0)
     max_train_samples: int = _recipe(0, "Train on only this many examples, the first ones; 0 uses all", least=0)
     batch_size: int = _recipe(32, "Number of examples per rank in one forward and backward pass", least=1)
     gradient_accumulation: int = _recipe(
-        1, "Number of forward and backward passes per rank whose gradients are added up for one update", least=1
+        1, "Number of forward and backward passes per rank for one update, whose gradients are averaged", least=1
     )
     lora_rank: int = _recipe(
         0,
-        "Rank of LoRA adapters (peft), which are trained instead of the model's own weights; 0 trains all weights",
+        "Rank of LoRA adapters (peft) in the attention layers, which are trained together with the head of the task "
+        "instead of all weights; their alpha is twice the rank. 0 trains all weights",
         least=0,
         most=1024,
     )
@@ -226,14 +228,17 @@ class TrainConfig:
     dropout: float = _recipe(
         -1.0, "Dropout probability everywhere in the model (default: as in the model's configuration)", least=-1.0
     )
-    seed: int = _recipe(42, "Random seed of new weights, dropout, masking and the order of the examples", least=0)
+    seed: int = _recipe(
+        42,
+        "Random seed of new weights, dropout, masking and the order of the examples; with --task demo also of the "
+        "examples themselves",
+        least=0,
+    )
     precision: str = _speed(
         "auto",
         "Number format of matrix products: auto is bf16 if the CPU has AMX or AVX512_BF16, otherwise fp32. int8 "
-        "multiplies "
-        "in 8 bits, except for the gradients of weights; it is faster than fp32 on CPUs with VNNI and without "
-        "bf16, and "
-        "may change the metric slightly",
+        "multiplies in 8 bits, except for the gradients of weights; it is faster than fp32 on CPUs with VNNI and "
+        "without bf16, and may change the metric slightly",
         choices=PRECISIONS,
     )
     padding: str = _speed(
@@ -242,8 +247,7 @@ class TrainConfig:
     engine: str = _speed(
         "torch",
         "Training engine: torch is cpuft's own. To compare speeds, ipex (Intel Extension for PyTorch), deepspeed "
-        "(ZeRO) and "
-        "ort (ONNX Runtime) train with those packages, which you install yourself",
+        "(ZeRO) and ort (ONNX Runtime) train with those packages, which you install yourself",
         choices=ENGINES,
     )
     fast_path: bool = _speed(
@@ -261,13 +265,14 @@ class TrainConfig:
     eval_batch_size: int = _speed(32, "Number of examples per rank in one forward pass of the evaluation", least=1)
     backend: str = _communication(
         "auto",
-        "Library that carries collectives between ranks; auto measures gloo, mpi and ccl (oneCCL) at the start of the "
-        "run and uses the fastest",
+        "Library that carries collectives between ranks; auto measures gloo, mpi and ccl (oneCCL) in the first run "
+        "on these hosts, uses the fastest, and uses it again in later runs on them",
         choices=BACKENDS,
     )
     grad_compression: str = _communication(
         "auto",
-        "Format in which gradients are sent; auto measures the network between hosts and chooses none, bf16 or int8",
+        "Format in which gradients are sent; auto measures the network between hosts and chooses none, bf16 or "
+        "int8; with --sync-every above 1, auto is int8",
         choices=COMPRESSIONS,
     )
     sync_every: int = _communication(
@@ -278,8 +283,9 @@ class TrainConfig:
     )
     outer_momentum: float = _communication(
         0.0,
-        "With --sync-every above 1, momentum of the step that moves the parameters to their average over the "
-        "ranks; 0 takes the average as it is (0.9 is the value of the method DiLoCo)",
+        "With --sync-every above 1, Nesterov momentum of the step that moves the parameters to their average over "
+        "the ranks, as in the method DiLoCo, whose value is 0.9; the learning rate of this step is then 0.7. 0 "
+        "takes the average as it is",
         least=0.0,
         most=0.99,
     )
@@ -358,15 +364,16 @@ class LaunchConfig:
     np: int = _hosts(1, "Number of ranks on all hosts together", least=1)
     ppn: int = _hosts(
         0,
-        "Number of ranks on each host: the hosts are used in order until all --np ranks have a place, and a "
-        "host with fewer cores or slots is an error (default: --np is spread evenly if the hosts allow it)",
+        "Number of ranks on each host: the hosts are used in order until all --np ranks have a place, and a host "
+        "with fewer cores or slots is an error. --np stays as it is (default: --np divided by the number of hosts, "
+        "rounded up, if the hosts allow it)",
         least=0,
     )
     hostfile: str = _hosts(
         "",
-        "File with one host per line, optionally with slots=N or user=NAME; the first one is the head host, which "
-        "starts the "
-        "ranks on the others (default: only this machine)",
+        "File with one host per line, the head host first, which starts the ranks on the others; optionally with "
+        "slots=N or user=NAME (default: in a job of Slurm, an MPIJob or AWS Batch, the hosts of the job, else this "
+        "machine)",
         takes="FILE",
     )
     cluster: str = _hosts("", "Name of a cluster made by cpuft provision, instead of --hostfile", takes="NAME")
@@ -375,11 +382,15 @@ class LaunchConfig:
         "Network interface that the ranks use, such as eth0 (default: the one whose route leads to the other hosts)",
         takes="NAME",
     )
-    ssh_config: str = _hosts("", "Configuration file of the ssh client (default: your own ~/.ssh/config)", takes="FILE")
+    ssh_config: str = _hosts(
+        "",
+        "Configuration file of the ssh client (default: that of --cluster, else your own ~/.ssh/config)",
+        takes="FILE",
+    )
     mpirun: str = _hosts(
         "",
-        "Path of the mpirun or srun that starts the ranks (default: the mpirun of cpuft's Python environment, then of "
-        "PATH)",
+        "Path of the mpirun or srun that starts the ranks (default: the mpirun of cpuft's Python environment, then "
+        "of PATH; then, in a Slurm job, srun)",
         takes="FILE",
     )
     master_port: int = _hosts(
@@ -387,26 +398,26 @@ class LaunchConfig:
     )
     check: bool = _hosts(
         True,
-        "Run a short form of cpuft doctor before a launch on several hosts; an error ends the launch, a warning does "
-        "not",
+        "Run a short form of cpuft doctor before the launch; an error ends the launch, a warning does not",
     )
     comm_cores: int = _communication(
         -1,
-        "Cores per rank that are reserved for communication threads (default: 0 with gloo, with one rank or "
-        "with fewer than 8 cores per rank; else an eighth of the cores, at most 4)",
+        "Cores per rank that are reserved for communication threads (default: an eighth of the cores, at most 4, "
+        "also with --backend auto; 0 with --backend gloo, with one rank, with fewer than 8 cores per rank and for "
+        "your own script)",
         least=-1,
     )
     run_dir: str = _output(
         "",
         "Folder for the record, the logs, the checkpoints and the model; it must not exist yet, and cpuft compare "
-        "makes one "
-        "folder per run in it (default: a new folder in runs/)",
+        "makes one folder per run in it (default: a new folder in runs/)",
         takes="FOLDER",
     )
     time_limit: float = _output(
         0.0,
-        "Largest number of seconds of each run; evaluation and restarts count. A run that takes longer is "
-        "ended, and cpuft launch --resume continues it from its last checkpoint; 0 is no limit",
+        "Largest number of seconds of each run; evaluation and restarts count. A run that takes longer is ended "
+        "without a new checkpoint: after cpuft launch, --resume continues it; cpuft compare ends without its other "
+        "runs and its report. 0 is no limit",
         least=0.0,
     )
     max_restarts: int = _output(
@@ -419,15 +430,15 @@ class LaunchConfig:
     interruption_notice: str = _output(
         "",
         "File that appears on a host, or URL that answers with HTTP status 200, when that host will be taken away. "
-        "Then the "
-        "run saves a checkpoint and restarts on the other hosts; without other hosts it exits with code 75 (default: "
-        "clusters of spot instances made by cpuft provision aws watch the URL of EC2)",
+        "Then the run saves a checkpoint (your own script only if it asks cpuft.interrupted) and restarts on the "
+        "other hosts; without other hosts it exits with code 75 (default: clusters of spot instances made by cpuft "
+        "provision aws watch the URL of EC2)",
         takes="FILE|URL",
     )
     grace_period: float = _output(
         0.0,
-        "Seconds that a run has to save a checkpoint after cpuft launch receives SIGTERM; then the ranks are killed. 0 "
-        "kills them at once",
+        "Seconds that a run has to save a checkpoint after cpuft launch receives SIGTERM; then the ranks are "
+        "killed. Your own script saves one only if it asks cpuft.interrupted. 0 kills the ranks at once",
         least=0.0,
     )
 
@@ -458,8 +469,9 @@ class ResumeConfig:
 
     resume: str = _output(
         "",
-        "Resume the run in this folder from its last checkpoint, with its training options and its number of "
-        "ranks. Give the hosts, time limit and restarts again",
+        "Resume the run in this folder from its last checkpoint, with its training options and number of ranks; "
+        "--np may change the number. Give all other options of the launch again, such as --cluster or "
+        "--grace-period, and your script if the run has one",
         takes="FOLDER",
     )
 
@@ -472,15 +484,13 @@ class CompareConfig:
     scaling: str = _hosts(
         "weak",
         "weak: every rank has batches of --batch-size examples. strong: all runs have the global batch of the run "
-        "with the "
-        "fewest ranks, divided among their ranks",
+        "with the fewest ranks, divided among their ranks",
         choices=("weak", "strong"),
     )
     ideal: bool = _hosts(
         False,
         "For each number of ranks, also measure the same number of ranks without communication, each training on "
-        "its own "
-        "share of the examples: the upper limit of the speed",
+        "its own share of the examples: the upper limit of the speed",
     )
     repeats: int = _hosts(
         1, "Number of rounds; each round does all runs once, and the report then shows the spread", least=1

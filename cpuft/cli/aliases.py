@@ -92,8 +92,7 @@ def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bo
         parts.append(f"cpuft does not have these options, so leave them out: {listed}")
     if any(text.startswith("--") and text.partition("=")[0] not in flags for text in arguments[place:]):
         parts.append(
-            f"a script stands after --, with its own options behind it: write -- {arguments[place]} ..., "
-            "as in "
+            f"the script {arguments[place]} needs -- before it, and its own options after it: write for example "
             f"cpuft launch -- {arguments[place]} --name value"
         )
     return "; ".join(parts)

@@ -32,7 +32,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     To train, name a --task. To run your own script, put it with its own options after two dashes: cpuft launch --np 4
     -- train.py --lr 1e-4. The script finds RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT
     in its environment, as under torchrun. Its ranks have to form one process group, or the run ends with an error; see
-    --independent.
+    --independent. Options of the training, such as --backend or --batch-size, are not for your own script.
     """
     from cpuft.launch.run import LaunchRequest, describe_dry_run, plan_request, run_launch
 

@@ -125,11 +125,15 @@ CONFIG_FILE = FieldOption(
     ["--config"],
     "",
     "FILE",
-    help="YAML file with options of this command, one `option: value` per line without the dashes; write `true` or "
-    "`false` for options without a value. Options on the command line override the file",
+    help="YAML file with options of this command, one on each line, such as `batch-size: 16`; write `true` or `false` "
+    "for options without a value. Options on the command line override the file",
     default="",
 )
-DRY_RUN = click.Option(["--dry-run"], is_flag=True, help="Print what would be done, as a shell script, and do nothing")
+DRY_RUN = click.Option(
+    ["--dry-run"],
+    is_flag=True,
+    help="Print what would be done, as a shell script, and change nothing; the hosts, or AWS, are only asked for facts",
+)
 
 
 def make_options(config: type, *without: str) -> list[FieldOption]:

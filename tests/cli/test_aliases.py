@@ -99,12 +99,12 @@ def test_no_name_has_two_answers() -> None:
         ),
         (["--np", "2", "--task", "mrpc"], ""),
         (["train.py", "--np", "2"], ""),
-        (["train.py", "--lr", "2"], "a script stands after --, with its own options behind it: write -- train.py ..., as in cpuft launch -- train.py --name value"),  # noqa: E501
+        (["train.py", "--lr", "2"], "the script train.py needs -- before it, and its own options after it: write for example cpuft launch -- train.py --name value"),  # noqa: E501
         (
             ["--nproc_per_node", "2", "run_glue.py", "--task_name", "mrpc"],
             "write --np instead of --nproc_per_node (ranks of all hosts; --ppn is those of one); "
-            "a script stands after --, with its own options behind it: write -- run_glue.py ..., as in cpuft "
-            "launch -- run_glue.py --name value",
+            "the script run_glue.py needs -- before it, and its own options after it: write for example cpuft launch "
+            "-- run_glue.py --name value",
         ),
     ],
 )  # fmt: skip
@@ -118,7 +118,7 @@ def test_what_is_answered(words: list[str], message: str) -> None:
         (["launch", "-hostfile", "hosts"], "write --hostfile instead of -hostfile (see cpuft launch --help)"),
         (
             ["launch", "train.py", "--lr", "1"],
-            "a script stands after --, with its own options behind it: write -- train.py ..., as in cpuft launch -- "
+            "the script train.py needs -- before it, and its own options after it: write for example cpuft launch -- "
             "train.py --name value (see cpuft launch",
         ),
         (

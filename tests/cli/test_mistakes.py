@@ -129,7 +129,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch train.py --lr 1e-4",
         {"train.py": ""},
-        "a script stands after --, with its own options behind it: write -- train.py ..., as in cpuft launch -- train.py --name value (see cpuft launch --help)",
+        "the script train.py needs -- before it, and its own options after it: write for example cpuft launch -- train.py --name value (see cpuft launch --help)",
     ),
     (
         "launch --task mrpc -- train.py",
@@ -303,12 +303,12 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/dataset_dict.json": '{"splits": ["train", "validation"]}'},
-        "reviews is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not read: convert it with this command, then give the file that it writes for each split, for example train.jsonl, instead: python -c \"import datasets; [split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk('reviews').items()]\"",
+        "reviews is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not read: convert it with this command, then give the files that it writes, for example --train-file train.jsonl --validation-file validation.jsonl: python -c \"import datasets; [split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk('reviews').items()]\"",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "text;label\na;1\nb;0\n"},
-        "train.csv has semicolons between its columns, and cpuft reads commas: convert it with this command, then give train-commas.csv instead: python -c \"import pandas; pandas.read_csv('train.csv', sep=';', dtype=str).to_csv('train-commas.csv', index=False)\"",
+        "train.csv has semicolons between its columns, and cpuft reads commas: convert it with this command, then give train-commas.csv instead: python -c \"import pandas; pandas.read_csv('train.csv', sep=';', dtype=str, keep_default_na=False).to_csv('train-commas.csv', index=False)\"",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",

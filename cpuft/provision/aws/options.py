@@ -19,9 +19,9 @@ class AwsConfig:
     spot_or_demand: bool = option(False, "Rent spot instances, or on-demand instances if no zone has spot capacity")
     lease: str = option(
         "4h",
-        "Time after which the instances terminate themselves, even if this machine is off, such as 90m, 4h or 2d. "
-        "A run "
-        "that is still active extends it, up to --lease-limit",
+        "Time from 10m to 30d, such as 90m, 4h or 2d, after which new instances terminate themselves, even if this "
+        "machine is off. A run that is still active extends it, up to --lease-limit; you extend it by cpuft provision "
+        "extend",
         takes="TIME",
     )
     lease_limit: str = option(
@@ -55,8 +55,7 @@ class AwsConfig:
     wheels: str = option(
         "",
         "Folder on this machine with the wheels of all Python packages, cpuft_kernels included, to send to the "
-        "instances "
-        "(default: pinned versions are downloaded to this machine)",
+        "instances (default: pinned versions are downloaded to this machine)",
         takes="FOLDER",
     )
     yes: bool = option(False, "Rent the instances at the price that is shown, without asking")

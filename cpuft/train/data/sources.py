@@ -313,17 +313,14 @@ def _advise_command(command: str, target: str) -> str:
 def _describe_folder(path: Path, option: str) -> str:
     """Say that a folder was given in place of a file, and how to convert one that the package datasets saved."""
     if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
-        what = (
-            f"{path} is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not "
-            f"read"
-        )
+        writer = "save_to_disk of the Hugging Face library datasets"
+        what = f"{path} is a folder that {writer} wrote, which cpuft does not read"
         if (path / "dataset_dict.json").exists():
             code = f"[split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk({str(path)!r}).items()]"
-            target = "the file that it writes for each split, for example train.jsonl,"
-        else:
-            target = f"{path.absolute().name}.jsonl"
-            code = f"datasets.load_from_disk({str(path)!r}).to_json({target!r})"
-        command = f'python -c "import datasets; {code}"'
+            files = "the files that it writes, for example --train-file train.jsonl --validation-file validation.jsonl"
+            return f'{what}: convert it with this command, then give {files}: python -c "import datasets; {code}"'
+        target = f"{path.absolute().name}.jsonl"
+        command = f'python -c "import datasets; datasets.load_from_disk({str(path)!r}).to_json({target!r})"'
         return f"{what}: {_advise_command(command, target)}"
     return f"{path} is a folder, and {option} takes one file of rows: give a CSV, TSV or JSON lines file"
 
@@ -377,7 +374,8 @@ def _refuse_other_delimiter(columns: Sequence[str], path: Path) -> None:
                 ending = ".tsv" if name == "tabs" else ".csv"
                 raise CpuftError(f"{path} has {name} between its columns: give it a name that ends in {ending}")
             target = str(path.with_name(f"{path.stem}-{wanted}{path.suffix}"))
-            code = f"read_csv({str(path)!r}, sep={character!r}, dtype=str).to_csv({target!r}, index=False)"
+            options = f"sep={character!r}, dtype=str, keep_default_na=False"  # texts such as NA stay texts
+            code = f"read_csv({str(path)!r}, {options}).to_csv({target!r}, index=False)"
             what = f"{path} has {name} between its columns, and cpuft reads {wanted}"
             raise CpuftError(f"{what}: {_advise_command(_PANDAS.format(code), target)}")
 

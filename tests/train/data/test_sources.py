@@ -349,7 +349,8 @@ def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
             b"text;label\na, b, c;d\n",
             "x.csv has semicolons between its columns, and cpuft reads commas: convert it with this command, then give "
             'x-commas.csv instead: python -c "import '
-            "pandas; pandas.read_csv('x.csv', sep=';', dtype=str).to_csv('x-commas.csv', index=False)\"",
+            "pandas; pandas.read_csv('x.csv', sep=';', dtype=str, keep_default_na=False)"
+            ".to_csv('x-commas.csv', index=False)\"",
         ),
         (
             "x.csv",
@@ -398,8 +399,8 @@ def test_the_conversions_that_are_named_work() -> None:
             ("dataset_dict.json",),
             "x is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not "
             "read: convert it with this command, "
-            'then give the file that it writes for each split, for example train.jsonl, instead: python -c "import '
-            "datasets; "
+            "then give the files that it writes, for example --train-file train.jsonl --validation-file "
+            'validation.jsonl: python -c "import datasets; '
             "[split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk('x').items()]\"",
         ),
     ],
