@@ -889,14 +889,15 @@ def parse_bit_rate(rate: str, flag: str = "--net") -> int:
 
     Raises
     ------
-    CpuftError: the text has another form, or the rate is 0.
+    CpuftError: the text has another form, or the rate is below 1 bit/s.
     """
     if not rate:
         return 0
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgt]?)bit", rate)
-    if not match or float(match[1]) <= 0:
+    bits = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+    if not bits:
         raise CpuftError(f"{flag} {rate[:60]!r} is not a bit rate: write for example 1gbit or 100mbit")
-    return int(float(match[1]) * _UNITS[match[2]])
+    return bits
 
 
 TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}

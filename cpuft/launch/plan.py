@@ -365,20 +365,27 @@ def name_script(command: tuple[str, ...]) -> str:
     ----------
     command: from `plan_script`.
     """
-    if command[0] != sys.executable:
+    if command[0] != sys.executable or len(command) == 1:
         return Path(command[0]).stem
-    return command[2].rpartition(".")[2] if command[1] == "-m" else Path(command[1]).stem
+    if command[1] == "-m" and len(command) > 2:
+        return command[2].rpartition(".")[2]
+    return Path(command[1]).stem
 
 
 def refuse_other_launchers(script: tuple[str, ...]) -> None:
     """Refuse a script that another launcher starts. Every rank would start a job of its own, which trains by itself.
 
     Raises CpuftError: the program is torchrun, accelerate, deepspeed, ipexrun, mpirun, mpiexec or horovodrun (a path to
-    it counts), or `python -m` runs a module whose name begins with torch.distributed or accelerate.commands.
+    it counts), or `python -m`, also with other options of Python, runs a module whose name begins with
+    torch.distributed, accelerate.commands or deepspeed.
     """
     name = Path(script[0]).name
-    if _is_own_python(script[0]) and script[1:2] == ("-m",) and len(script) > 2:
-        name = next((known for module, known in _LAUNCHER_MODULES.items() if script[2].startswith(module)), "")
+    if _is_own_python(script[0]):
+        arguments = list(script[1:])
+        while arguments and arguments[0].startswith("-") and arguments[0] != "-m":
+            del arguments[: 2 if arguments[0] in ("-X", "-W") else 1]
+        module = arguments[1] if len(arguments) > 1 and arguments[0] == "-m" else ""
+        name = next((known for prefix, known in _LAUNCHER_MODULES.items() if module.startswith(prefix)), "")
     if name in _LAUNCHERS:
         raise CpuftError(
             f"cpuft launch starts the ranks itself, and {name} would start a job of its own on each of them: leave "

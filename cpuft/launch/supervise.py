@@ -400,7 +400,7 @@ class Watchdog:
 
 @dataclass
 class HostMonitor:
-    """Asks every five seconds whether all hosts answer, while one step on the head host prepares the run."""
+    """Asks every three seconds whether all hosts answer, while one step on the head host prepares the run."""
 
     find_unreachable: Callable[[], set[str]]
     """Asks all hosts, and returns the names of those that do not answer."""

@@ -404,7 +404,7 @@ def _hosts(image: Path) -> tuple[str, ...]:
 def job(steps: int) -> tuple[str, ...]:
     """Return the options of the training: MRPC if its data lies beside the checkout, else the built-in task."""
     data = ("--task", "mrpc", "--data-dir", str(GLUE)) if GLUE.is_dir() else ("--task", "demo")
-    rows = ("--max-steps", str(steps), "--batch-size", "4", "--max-length", "48", "--learning-rate", "1e-4")
+    rows = ("--max-steps", str(steps), "--batch-size", "4", "--max-length", "24", "--learning-rate", "1e-4")
     return (*data, *rows, "--np", str(NODES), "--comm-timeout", "20", "--checkpoint-every", "3", *SAME)
 
 

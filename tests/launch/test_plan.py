@@ -175,6 +175,7 @@ def test_scripts(tmp_path: Path) -> None:
     assert wrap_script((python, "-m", "a.train"), python, wrap=False) == ("-m", "cpuft.rank.script", "-m", "a.train")
     names = [("train.py",), ("python", "-m", "a.train"), ("bash", "-c", "true")]
     assert [name_script(plan_script(words)) for words in names] == ["train", "train", "bash"]
+    assert name_script((sys.executable,)) == Path(sys.executable).stem
     words = (str(tmp_path / "train.py"), "--lr", "1")
     assert wrap_script(command, python, wrap=True) == ("-m", "cpuft.train.wrap", *words)
     assert wrap_script(command, python, wrap=False) == ("-m", "cpuft.rank.script", *words)
@@ -194,12 +195,14 @@ def test_scripts(tmp_path: Path) -> None:
         (("torchrun", "train.py"), "torchrun"),
         (("/usr/bin/accelerate", "launch", "train.py"), "accelerate"),
         (("python", "-m", "torch.distributed.run", "train.py"), "torchrun"),
+        (("python", "-u", "-X", "dev", "-m", "torch.distributed.run", "train.py"), "torchrun"),
     ],
 )
 def test_another_launcher_is_refused(script: tuple[str, ...], name: str) -> None:
     with pytest.raises(CpuftError, match=f"starts the ranks itself, and {name} would start .* leave {name} and its"):
         refuse_other_launchers(script)
     refuse_other_launchers(("python", "-m", "train"))
+    refuse_other_launchers(("python", "-u", "train.py", "-m", "torch.distributed.run"))
     refuse_other_launchers(("train.py", "torchrun"))
 
 

@@ -7,6 +7,7 @@ there, whatever happens to this machine.
 from __future__ import annotations
 
 import ipaddress
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -379,7 +380,7 @@ def choose_zone(config: AwsConfig, resources: Resources, offer: Offer, refused: 
     """Return the zone to start instances in.
 
     All instances of a cluster are in one zone: that of the instances that exist, otherwise --zone, otherwise the
-    cheapest for spot instances (an unknown price counts as 0), otherwise the first by name.
+    cheapest for spot instances (zones without a known price come last), otherwise the first by name.
 
     Parameters
     ----------
@@ -397,7 +398,7 @@ def choose_zone(config: AwsConfig, resources: Resources, offer: Offer, refused: 
             f"no zone has {counted(config.nodes - len(resources.live), 'instance')} of {config.type} ({reasons}): try "
             f"another --type or --region, {'' if config.spot else '--spot, '}--no-placement-group, or wait"
         )
-    return min(left, key=lambda zone: (zone.spot_price if config.spot else 0.0, zone.name))
+    return min(left, key=lambda zone: ((zone.spot_price or math.inf) if config.spot else 0.0, zone.name))
 
 
 def _plan_launch(

@@ -8,6 +8,7 @@ checksum, so that the same data is prepared only once.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -23,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig, parse_arguments, split_run_memory
-from cpuft.errors import CpuftError, counted, describe_path_error
+from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
 from cpuft.files import cache_folder, take_secrets, write_atomically
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import EMPTY, UNKNOWN, UNTAGGED, Prepared, Tokens, read_prepared, write_prepared
@@ -326,8 +327,8 @@ def _is_number(text: str) -> bool:
 def main() -> None:
     """Prepare the data, check that training fits into the hosts' memory, and copy the archive to the path OUTPUT.
 
-    Without --host-memory, memory is not checked. Exits with code 2 and one line on standard error for a CpuftError or
-    OSError: bad input, too little memory, a full disk.
+    Without --host-memory, memory is not checked. Exits with one line on standard error, and with code 2 for bad input
+    and too little memory, or 74 for a full disk.
     """
     try:
         memory, arguments = split_run_memory(sys.argv[2:])
@@ -344,11 +345,11 @@ def main() -> None:
             shutil.copyfile(path, beside)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(error.exit_code)
     except OSError as error:
         reason = describe_path_error(error) or f"{error}: give another place with --run-dir"
         print(f"cpuft: error: {reason}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(IO_ERROR if error.errno in (errno.ENOSPC, errno.EDQUOT) else 2)
 
 
 if __name__ == "__main__":
