@@ -18,7 +18,7 @@ from cpuft.config import SECTIONS, LaunchConfig, TrainConfig, is_count, option, 
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
-    from cpuft.record import Record
+    from cpuft.record import Measurement, Record
     from cpuft.report.estimate import Instance, Job, Network
 
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
@@ -106,6 +106,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     """
     from cpuft.record import read_record
     from cpuft.report.estimate import (
+        Network,
         describe_job,
         estimate_hosts,
         estimates_to_json,
@@ -127,9 +128,10 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
             "10gbit; or --link with the file comm.jsonl that cpuft bench comm wrote; or --instance with a type of "
             "instance, for example --instance c7i.8xlarge"
         )
+    link = _read_link(config.link) if config.link else []  # before the short training, which would be for nothing
     record = read_record(run) if run else _probe(pick(TrainConfig, values))
     job = read_job(record, config.compression)
-    network = _find_network(config, job, bits, rented)
+    network = link if isinstance(link, Network) else _find_network(config, job, bits, rented, link)
     cores = config.cores or (rented.cores if rented else job.cores)
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
     notes = describe_job(job, network, run or "a probe of this machine") + _describe_instance(record, rented)
@@ -141,25 +143,38 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
         click.echo(format_estimates(found, notes, title), nl=False)
 
 
-def _find_network(config: EstimateConfig, job: Job, bits: int, rented: Instance | None) -> Network:
-    """Return the network of --link, --bandwidth or --instance. Raises CpuftError: the file of --link is not usable."""
+def _read_link(path: str) -> Network | list[Measurement]:
+    """Return the network in a file of cpuft doctor, or the measurements in a comm.jsonl of cpuft bench comm.
+
+    Raises CpuftError: there is no such file, it cannot be read, or it is neither.
+    """
     from cpuft.record import parse_measurements
-    from cpuft.report.estimate import Network, find_network, read_doctor_links
+    from cpuft.report.estimate import read_doctor_links
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CpuftError(
+            f"there is no file {path}, which --link names: give a comm.jsonl that cpuft bench comm wrote"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CpuftError(
+            f"--link {path} cannot be read ({error}): give a comm.jsonl that cpuft bench comm wrote"
+        ) from None
+    return read_doctor_links(text, path) or parse_measurements(text, path)
+
+
+def _find_network(
+    config: EstimateConfig, job: Job, bits: int, rented: Instance | None, measured: list[Measurement]
+) -> Network:
+    """Return the network that was measured, or that of --bandwidth or --instance.
+
+    Raises CpuftError: --link was given, and its measurements are not sufficient.
+    """
+    from cpuft.report.estimate import Network, find_network
 
     if config.link:
-        try:
-            text = Path(config.link).read_text(encoding="utf-8")
-        except FileNotFoundError:
-            raise CpuftError(
-                f"there is no file {config.link}, which --link names: give a comm.jsonl that cpuft bench comm wrote"
-            ) from None
-        except (OSError, UnicodeDecodeError) as error:
-            raise CpuftError(
-                f"--link {config.link} cannot be read ({error}): give a comm.jsonl that cpuft bench comm wrote"
-            ) from None
-        return read_doctor_links(text, config.link) or find_network(
-            parse_measurements(text, config.link), job.levels[0]
-        )
+        return find_network(measured, job.levels[0])
     rate = bits or (rented.gbits_per_second * 1e9 if rented else 0.0)
     return Network(rate, config.latency / 1e6)
 
