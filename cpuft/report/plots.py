@@ -186,12 +186,12 @@ def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> lis
     ideals = [(float(row.np), row.speedup / row.ideal.efficiency) for row in rows if row.ideal]
     if ideals:
         lines.append(Line("ideal", [x for x, _ in ideals], [y for _, y in ideals], colour=2))
-    foretold = [one for one in predictions if one.hosts <= 2 * rows[-1].np]
-    if foretold:
-        unit = next((one.samples_per_second for one in foretold if one.hosts == base.np), base.samples_per_second)
-        middle = [one.samples_per_second / unit for one in foretold]
-        off = [(one.most - one.least) / 2 / unit for one in foretold]
-        lines.append(Line("estimate", [float(one.hosts) for one in foretold], middle, off, colour=1))
+    estimates = [one for one in predictions if one.hosts <= 2 * rows[-1].np]
+    if estimates:
+        unit = next((one.samples_per_second for one in estimates if one.hosts == base.np), base.samples_per_second)
+        middle = [one.samples_per_second / unit for one in estimates]
+        off = [(one.most - one.least) / 2 / unit for one in estimates]
+        lines.append(Line("estimate", [float(one.hosts) for one in estimates], middle, off, colour=1))
     axes = ("ranks", f"times as fast as np {base.np}")
     figure = draw_lines("Speedup", axes, lines, marker="o", counts=True)
     told = " The ideal: as many independent ranks at the same time." if ideals else ""

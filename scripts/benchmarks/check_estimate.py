@@ -13,7 +13,7 @@ from cpuft.terminal import format_table
 from tests.provision.simulated import Simulated, simulate
 
 MOST_WRONG = 0.10
-COLUMNS = ("link", "hosts", "measured", "foretold", "from", "to", "off by")
+COLUMNS = ("link", "hosts", "measured", "estimated", "from", "to", "off by")
 
 
 def run(cluster: Simulated, *words: str) -> str:
@@ -41,9 +41,9 @@ def check_rate(folder: Path, rate: str, hosts: list[str], options: argparse.Name
         for one in told["predictions"]:
             footer = read_record(str(folder / f"np-{one['hosts']}")).footer
             assert footer is not None
-            measured, foretold = footer.steady_samples_per_second, one["samples_per_second"]
-            figures = [measured, foretold, one["least"], one["most"]]
-            off = f"{foretold / measured - 1:+.0%}"
+            measured, estimated = footer.steady_samples_per_second, one["samples_per_second"]
+            figures = [measured, estimated, one["least"], one["most"]]
+            off = f"{estimated / measured - 1:+.0%}"
             rows.append([rate, str(one["hosts"]), *(f"{figure:.1f}" for figure in figures), off])
         return rows
 
@@ -66,7 +66,7 @@ def main() -> None:
         rows = [
             row for rate in options.rates.split(",") for row in check_rate(Path(folder, rate), rate, hosts, options)
         ]
-    print(format_table(COLUMNS, rows, "samples/s, measured and foretold"))
+    print(format_table(COLUMNS, rows, "samples/s, measured and estimated"))
     sys.exit(any(abs(float(row[3]) / float(row[2]) - 1) > MOST_WRONG for row in rows))
 
 
