@@ -295,7 +295,7 @@ def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: St
             time_limit = _time_left(launch.job, begun) if policy.restarts else launch.job.config.time_limit
             # The hosts keep what they have until the last attempt has ended.
             start_now = partial(start, replace(plan, keep_host_copies=True), launch.run_dir, cluster, time_limit)
-            tried = _make_attempt(launch, cluster, start_now)
+            tried = make_attempt(launch, cluster, start_now)
         except NotStoredError:
             raise  # the hosts have the only copies of the results, so nothing may be removed there
         except CpuftError:
@@ -344,7 +344,7 @@ def _time_left(job: Job, begun: float) -> float:
     return left if limit else 0.0
 
 
-def _make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Attempt:
+def make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Attempt:
     """Start the ranks once and find out how they ended.
 
     Raises CpuftError: `start` raised it, and neither a lost host nor a failed connection is the reason.
@@ -366,6 +366,9 @@ def _make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) ->
         return Attempt(AttemptResult(0), 0.0)
     failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
     transport.unresponsive.update(set() if error else read_lost_hosts(launch.run_dir))
+    if transport.unresponsive.intersection(hosts):
+        # Another host may have been lost at the same moment: it has to be named, and nothing should wait for it later.
+        transport.find_unresponsive([name for name in names if name not in transport.unresponsive])
     result = AttemptResult(
         code,
         failures=tuple(failures),

@@ -29,6 +29,7 @@ from cpuft.launch.restart import (
     describe_limit,
     describe_restart,
     find_limit,
+    make_attempt,
     retry_connections,
     run_with_restarts,
 )
@@ -38,6 +39,7 @@ from cpuft.plan import RunPlan, Step
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, format_line, read_measurements
+from tests.launch.test_plan import make_cluster
 from tests.launch.test_resume import HEADER, TRAIN, write_run
 from tests.records import make_steps
 
@@ -136,6 +138,25 @@ def test_planning_a_restart_is_retried_after_a_failed_connection(
     with suppress(CpuftError):
         assert retry_connections(plan, pause=0.0) == 7
     assert (len(asked), len(asked) > fails) == (tries, ends_well)
+
+
+def test_hosts_that_are_lost_at_the_same_moment_are_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks have missed one of them; another one does not answer either."""
+    three = make_cluster((1, 1, 1))
+    names = [assignment.host.name for assignment in three.assignments]
+    asked = list[str]()
+
+    def find(asked_names: Sequence[str], seconds: float = 0.0) -> set[str]:
+        asked.extend(asked_names)
+        three.access.transport.unresponsive.add(names[2])
+        return {names[2]}
+
+    monkeypatch.setattr(three.access.transport, "find_unresponsive", find)
+    monkeypatch.setattr(three.access.transport, "unresponsive", set())
+    monkeypatch.setattr("cpuft.launch.restart.read_lost_hosts", lambda run_dir: {names[1]})
+    attempt = make_attempt(Launch(script(3), str(Path("run").absolute()), {}), three, lambda: 1)
+    assert attempt.result.unreachable == {names[1], names[2]}
+    assert asked == [names[0], names[2]]
 
 
 def test_hosts_keep_their_files_until_the_last_attempt_has_ended(cluster: Cluster) -> None:
