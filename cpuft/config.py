@@ -177,8 +177,8 @@ class TrainConfig:
     label_type: str = _data(
         "auto",
         "Type of the labels of --task files: class (one class per example), number (regression) or multi (several "
-        "classes per example). auto decides by the values: numbers with a fraction are regression, several labels "
-        "are multi, and all others are classes; tags of words need no type",
+        "classes per example). auto decides by the values: numbers are regression if at least one has a fraction, "
+        "such as 3.5, several labels are multi, and all others are classes; tags of words need no type",
         choices=LABEL_TYPES,
     )
     max_length: int = _data(
@@ -189,7 +189,8 @@ class TrainConfig:
     )
     validation_split: float = _data(
         0.1,
-        "Fraction of the texts that --task text keeps for validation when there is no --validation-file",
+        "Fraction of the lines (of JSON lines files: the rows) that --task text keeps for validation when there is "
+        "no --validation-file; they are taken from all parts of the texts, up to 64 in a row",
         least=0.001,
         most=0.5,
     )
@@ -242,7 +243,10 @@ class TrainConfig:
         choices=PRECISIONS,
     )
     padding: str = _speed(
-        "dynamic", "Pad each batch to its longest example (dynamic) or to --max-length (max_length)", choices=PADDINGS
+        "dynamic",
+        "dynamic: examples of similar length are in one batch, which is padded to its longest example. max_length: "
+        "examples are in random order, and all are padded to --max-length",
+        choices=PADDINGS,
     )
     engine: str = _speed(
         "torch",
@@ -271,8 +275,9 @@ class TrainConfig:
     )
     grad_compression: str = _communication(
         "auto",
-        "Format in which gradients are sent; auto measures the network between hosts and chooses none, bf16 or "
-        "int8; with --sync-every above 1, auto is int8",
+        "Format in which gradients are sent; auto is bf16 with --precision bf16 and otherwise none, unless the "
+        "measured network between hosts is so slow that int8 or bf16 is faster; with --sync-every above 1, auto is "
+        "int8",
         choices=COMPRESSIONS,
     )
     sync_every: int = _communication(
@@ -304,8 +309,9 @@ class TrainConfig:
     )
     checkpoint_every: float = _output(
         -1.0,
-        "Seconds between checkpoints; 0 writes none (default: chosen so that checkpoints take at most 2 % of "
-        "the time; cpuft compare writes none)",
+        "Seconds between checkpoints; 0 writes checkpoints only when the run is asked to stop and, for remote "
+        "hosts, at its end (default: chosen so that checkpoints take at most 2 % of the time; cpuft compare takes "
+        "0)",
         least=-1.0,
     )
 
@@ -415,15 +421,15 @@ class LaunchConfig:
     )
     time_limit: float = _output(
         0.0,
-        "Largest number of seconds of each run; evaluation and restarts count. A run that takes longer is ended "
-        "without a new checkpoint: after cpuft launch, --resume continues it; cpuft compare ends without its other "
-        "runs and its report. 0 is no limit",
+        "Largest number of seconds of each run, from the start of its ranks; evaluation and restarts count. A run "
+        "that takes longer is ended without a new checkpoint: after cpuft launch, --resume continues it; cpuft "
+        "compare ends without its other runs and its report. 0 is no limit",
         least=0.0,
     )
     max_restarts: int = _output(
         -1,
-        "Restarts allowed after the loss of a host or a rank, or after an error that may not occur again "
-        "(default: 3 with several hosts, else 0)",
+        "Restarts allowed after the loss of a host or a rank, after an interruption notice, or after an error that "
+        "may not occur again (default: 3 with several hosts, else 0)",
         least=-1,
     )
     min_np: int = _output(1, "Minimum number of ranks for a restart; with fewer, the run ends", least=1)
@@ -455,7 +461,9 @@ class ScriptConfig:
     """How `cpuft launch` runs the user's own script."""
 
     wrap: bool = _speed(
-        False, "Use the fast path in the Hugging Face Trainer of your script, without changing the script"
+        False,
+        "Use the fast path in the Hugging Face Trainer of your script, without changing the script; on CPUs with "
+        "AMX or AVX512_BF16 it multiplies in bf16, whatever the script asks for",
     )
     independent: bool = _communication(
         False,
@@ -470,8 +478,9 @@ class ResumeConfig:
     resume: str = _output(
         "",
         "Resume the run in this folder from its last checkpoint, with its training options and number of ranks; "
-        "--np may change the number. Give all other options of the launch again, such as --cluster or "
-        "--grace-period, and your script if the run has one",
+        "--np, and options that decide how the hosts train, such as --backend or --gradient-checkpointing, may "
+        "change. Give the other options of the launch again, such as --cluster or --grace-period, and your script "
+        "if the run has one",
         takes="FOLDER",
     )
 

@@ -170,14 +170,18 @@ def fetch_and_clean_up(
             remove_all_but_checkpoints(plan, run_dir, environ, unreachable, say)
         return
     Path(run_dir, CHECKPOINT_HOSTS).unlink(missing_ok=True)
-    commands = Plan(command_prefixes=plan.command_prefixes)
+    commands, missing = Plan(command_prefixes=plan.command_prefixes), set[str]()
     for stage in cleanup:
-        steps = [commands.as_local(step) for step in stage if step.host not in unreachable]
+        missing |= {step.host for step in stage if step.host in unreachable}
+        steps = [step for step in stage if step.host not in unreachable]
         # A host that was lost meanwhile must not hide how the run ended.
-        with contextlib.suppress(TimeoutError):
-            execute.run_stage(steps, environ, _REMOVE_SECONDS)
-    if missing := sorted({step.host for stage in cleanup for step in stage} & unreachable):
-        say(f"cpuft: {', '.join(missing)} did not answer at the end of the run: {FILES_LEFT}")
+        try:
+            answers = execute.run_stage([commands.as_local(step) for step in steps], environ, _REMOVE_SECONDS)
+            missing |= {step.host for step, answer in zip(steps, answers, strict=True) if answer.exit_code}
+        except TimeoutError:
+            missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
+    if missing:
+        say(f"cpuft: {', '.join(sorted(missing))} did not answer at the end of the run: {FILES_LEFT}")
 
 
 def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:

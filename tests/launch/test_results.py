@@ -17,8 +17,8 @@ import pytest
 from cpuft.errors import IO_ERROR, CpuftError
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch import results
-from cpuft.launch.results import NotStoredError, fetch_results, plan_results
-from cpuft.plan import RunPlan
+from cpuft.launch.results import NotStoredError, fetch_and_clean_up, fetch_results, plan_results
+from cpuft.plan import RunPlan, Step
 from tests.launch.test_inputs import AWAY
 
 
@@ -203,3 +203,14 @@ def planned_without_host(plan: RunPlan) -> RunPlan:
     words = fetch_step.command[: fetch_step.command.index("sh")]
     run = str(Path(words[-1]).parents[1] / "other")
     return replace(plan, results=((replace(fetch_step, command=(*words[:-1], run, "sh", "-c", "exit 255")),), *others))
+
+
+def test_a_host_that_is_lost_while_results_are_fetched_is_named(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's files stay there, of which nobody was told."""
+    monkeypatch.setattr(results, "fetch_results", lambda *rest: run.mkdir(parents=True))
+    steps = tuple(
+        Step("remove the run", ("sh", "-c", f"exit {code}"), host=host) for host, code in (("b", 0), ("c", 255))
+    )
+    plan, said = RunPlan(results=((Step("fetch", ("true",), host="b"),), steps)), list[str]()
+    fetch_and_clean_up(plan, str(run), AWAY, os.environ, True, said.append)
+    assert said == [f"cpuft: c did not answer at the end of the run: {results.FILES_LEFT}"]

@@ -19,15 +19,15 @@ class AwsConfig:
     spot_or_demand: bool = option(False, "Rent spot instances, or on-demand instances if no zone has spot capacity")
     lease: str = option(
         "4h",
-        "Time from 10m to 30d, such as 90m, 4h or 2d, after which new instances terminate themselves, even if this "
-        "machine is off. A run that is still active extends it, up to --lease-limit; you extend it by cpuft provision "
-        "extend",
+        "Time from 10m to 30d, such as 90m, 4h or 2d, after which the instances of a new cluster terminate themselves, "
+        "even if this machine is off. A run that is still active extends it, up to --lease-limit. For an existing "
+        "cluster, cpuft provision extend changes it, and this option has no effect",
         takes="TIME",
     )
     lease_limit: str = option(
         "",
-        "Longest time, counted from now, to which an active run extends the lease by itself, such as 8h or 2d. To "
-        "forbid extensions, give the same time as for --lease (default: twice --lease)",
+        "Longest time, counted from the making of the cluster, to which an active run extends the lease by itself, "
+        "such as 8h or 2d. To forbid extensions, give the same time as for --lease (default: twice --lease)",
         takes="TIME",
     )
     image: str = option(

@@ -179,6 +179,9 @@ DROPOUT_SETTINGS = (
     "resid_pdrop",
     "attn_pdrop",
     "summary_last_dropout",
+    "classifier_dropout_prob",
+    "mlp_dropout",
+    "embedding_dropout",
 )
 """Names in config.json of all dropout rates, for any encoder of transformers: what --dropout sets."""
 
