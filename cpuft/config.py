@@ -32,12 +32,15 @@ ENGINES = ("torch", "ipex", "deepspeed", "ort")
 """The values of --engine."""
 LAST_PORT = 65535
 """The largest TCP port."""
+LR_SCHEDULES = ("linear", "cosine", "constant", "constant-with-warmup", "inverse-sqrt")
+"""The values of --lr-schedule, which transformers writes with underscores."""
 SHARDS = ("none", "optimizer")
 """The values of --shard."""
 SECTIONS = (
     "Hosts and ranks",
     "Task, model and data",
     "Training recipe",
+    "Evaluation while training",
     "Speed and memory",
     "Communication",
     "Output, checkpoints and restarts",
@@ -105,7 +108,9 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-_hosts, _data, _recipe, _speed, _communication, _output = (partial(option, section=section) for section in SECTIONS)
+_hosts, _data, _recipe, _evaluation, _speed, _communication, _output = (
+    partial(option, section=section) for section in SECTIONS
+)
 
 
 @dataclass(frozen=True)
@@ -217,12 +222,55 @@ class TrainConfig:
         "Highest learning rate (default: 2e-5; 1e-4 for --task demo; 2e-4 with --lora-rank)",
         least=-1.0,
     )
+    lr_schedule: str = _recipe(
+        "linear",
+        "How the learning rate changes after the warm-up: linear and cosine fall to 0 at the last update, inverse-sqrt "
+        "falls with the square root of the number of updates, constant-with-warmup stays; constant stays and has no "
+        "warm-up",
+        choices=LR_SCHEDULES,
+    )
     warmup_ratio: float = _recipe(
         0.0,
-        "Fraction of the updates in which the learning rate rises linearly from 0; after that it falls linearly to 0",
+        "Fraction of the updates that warm up: in them, the learning rate rises linearly from 0",
         least=0.0,
+        most=1.0,
+    )
+    warmup_steps: int = _recipe(
+        0,
+        "Number of updates that warm up, instead of --warmup-ratio: in them, the learning rate rises linearly from 0",
+        least=0,
     )
     weight_decay: float = _recipe(0.0, "Weight decay of AdamW; biases and layer norms have none", least=0.0)
+    adam_beta1: float = _recipe(
+        0.9, "Decay rate of AdamW's mean of gradients, its first moment", least=0.0, most=0.999999
+    )
+    adam_beta2: float = _recipe(
+        0.999, "Decay rate of AdamW's mean of squared gradients, its second moment", least=0.0, most=0.999999
+    )
+    adam_epsilon: float = _recipe(
+        1e-8, "Number that AdamW adds to the square root of the second moment, so that it never divides by 0", least=0.0
+    )
+    layerwise_lr_decay: float = _recipe(
+        1.0,
+        "Factor by which the learning rate becomes smaller from each layer to the one below it: the head has the whole "
+        "rate, the top layer this factor of it, and so on down to the embeddings; 1 gives all layers the same rate",
+        least=0.01,
+        most=1.0,
+    )
+    label_smoothing: float = _recipe(
+        0.0,
+        "Share of the target probability that is spread evenly over all classes (label smoothing), for tasks with one "
+        "class per example or per word",
+        least=0.0,
+        most=0.99,
+    )
+    class_weights: str = _recipe(
+        "",
+        "Weight of each class in the loss, for tasks with one class per example or per word: balanced (inverse to "
+        "the frequency in the training data), or a number for each class with commas between them, in the order in "
+        "which the run names the classes (default: all classes count the same)",
+        takes="balanced|LIST",
+    )
     max_grad_norm: float = _recipe(
         1.0, "Scale gradients down when their global norm is larger than this; 0 turns clipping off", least=0.0
     )
@@ -302,6 +350,27 @@ class TrainConfig:
     )
     comm_timeout: float = _communication(
         300.0, "Seconds that a collective may take before the run ends with an error", least=1.0
+    )
+    eval_every: str = _evaluation(
+        "none",
+        "When to evaluate while training: epoch (after each epoch), a number of updates, or none. Every run evaluates "
+        "at its end, too",
+        takes="epoch|N|none",
+    )
+    best_metric: str = _evaluation(
+        "",
+        "Metric by which --save-best and --early-stopping compare evaluations, such as f1 (default: the first metric "
+        "of the task)",
+        takes="NAME",
+    )
+    save_best: bool = _evaluation(
+        False, "Save the weights of the evaluation with the best --best-metric, not those of the last update"
+    )
+    early_stopping: int = _evaluation(
+        0,
+        "End the training after this many evaluations in a row that did not improve --best-metric; 0 never ends it "
+        "early",
+        least=0,
     )
     save_model: bool = _output(True, "Save the trained model and its tokenizer in the folder model of the run")
     lora_merge: bool = _output(
@@ -449,7 +518,7 @@ class LaunchConfig:
     )
 
 
-ALTERNATIVES = (("model", "from_config"),)
+ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
 """Pairs of options of which only one may be given."""
 
 LAUNCH_ONLY = ("interruption_notice", "grace_period", "max_restarts", "min_np")
@@ -710,11 +779,19 @@ _WEIGHTS = "it keeps the fp32 weights to itself"
 _SENDS = "it sends gradients in its own way"
 _SHARDS = "it shards the optimizer state itself"
 _UNTESTED = "this combination is not tested"
+_NO_CHECKPOINTS = "it writes no checkpoints, in which the best weights are kept"
 _OWN_LAYERS = {"fast_path": _LAYERS, "compile": _LAYERS, "lora_rank": _LAYERS, "gradient_checkpointing": _UNTESTED}
 UNSUPPORTED_BY_ENGINE = {
-    "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS},
-    "deepspeed": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "grad_compression": _SENDS, "shard": _SHARDS},
-    "ort": {**_OWN_LAYERS, "shard": _UNTESTED},
+    "ipex": {**_OWN_LAYERS, "sync_every": _WEIGHTS, "shard": _WEIGHTS, "save_best": _NO_CHECKPOINTS},
+    "deepspeed": {
+        **_OWN_LAYERS,
+        "sync_every": _WEIGHTS,
+        "grad_compression": _SENDS,
+        "shard": _SHARDS,
+        "save_best": _NO_CHECKPOINTS,
+        "layerwise_lr_decay": _UNTESTED,
+    },
+    "ort": {**_OWN_LAYERS, "shard": _UNTESTED, "save_best": _NO_CHECKPOINTS},
 }
 """Value of --engine -> options that it does not support, and the reason."""
 
@@ -750,8 +827,9 @@ def refuse_conflicts(config: TrainConfig) -> None:
     These are: an engine other than torch with an option in UNSUPPORTED_BY_ENGINE that differs from its default; ort
     without fp32 and gloo, or with the task text; a label type without the task files; int8 with another engine, without
     the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a compression
-    that does not work with it; LoRA with from_config; and lora_merge without LoRA. A compression that was removed is
-    refused, too.
+    that does not work with it; LoRA with from_config; lora_merge without LoRA; what compares evaluations without
+    evaluations; and a warm-up with a constant learning rate. A compression that was removed is refused, too, and so is
+    a value of eval_every that is none.
     """
     default = TrainConfig()
     if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
@@ -792,6 +870,21 @@ def refuse_conflicts(config: TrainConfig) -> None:
         raise CpuftError(
             "--lora-rank adapts a pretrained model, and --from-config makes an untrained one: leave out one of them"
         )
+    if config.eval_every not in ("epoch", "none") and not is_count(config.eval_every):
+        raise CpuftError(
+            f"--eval-every {config.eval_every!r:.60} is not valid: give epoch, none, or a number of updates, 1 or more"
+        )
+    for name in ("save_best", "early_stopping", "best_metric"):
+        if config.eval_every == "none" and getattr(config, name):
+            raise CpuftError(
+                f"{format_flag(name)} compares evaluations while training, and there are none: add --eval-every epoch"
+            )
+    if config.best_metric and not (config.save_best or config.early_stopping):
+        raise CpuftError(
+            "--best-metric changes nothing by itself: add --save-best or --early-stopping, or leave it out"
+        )
+    if config.lr_schedule == "constant" and (config.warmup_ratio or config.warmup_steps):
+        raise CpuftError("--lr-schedule constant has no warm-up: write constant-with-warmup")
     if config.lora_merge and not config.lora_rank:
         raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
 

@@ -280,6 +280,10 @@ class Footer:
     """Mean bytes that rank 0 gave to collectives in one update."""
     phases: list[dict[str, float]] = field(default_factory=list)
     """For each rank the mean seconds of a steady step by the names in PHASES; empty in a record of an older version."""
+    evaluation_seconds: float = 0.0
+    """Seconds of all evaluations; 0 in a record of an older version."""
+    saved_step: int = 0
+    """Number of the update whose weights were saved, with --save-best; 0: those of the last update."""
 
 
 @dataclass(frozen=True)
@@ -296,8 +300,13 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the last evaluation by name; empty if there was none."""
-        return self.evaluations[-1].metrics if self.evaluations else {}
+        """Metrics of the saved model by name: those of the last evaluation or, with --save-best, of the best one.
+
+        Empty if there was no evaluation.
+        """
+        saved = self.footer.saved_step if self.footer else 0
+        lines = [line for line in self.evaluations if line.step == saved] or self.evaluations
+        return lines[-1].metrics if lines else {}
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:

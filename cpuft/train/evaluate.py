@@ -13,6 +13,7 @@ import torch
 from cpuft.record import EvaluationLine
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
+from cpuft.train.data.recipe import LOWER_IS_BETTER
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.precision import autocast
 from cpuft.train.process_group import gather
@@ -37,6 +38,34 @@ def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
     setup.model.train()
     examples = sum(len(tokens) for tokens in setup.prepared.validation.values())
     return EvaluationLine(step, metrics, examples, time.perf_counter() - start)
+
+
+def is_better(value: float, than: float, metric: str) -> bool:
+    """Return whether a metric's value is better than another one; of equal ones, and of nan, neither is better."""
+    return value < than if metric.startswith(LOWER_IS_BETTER) else value > than
+
+
+def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationLine | None:
+    """Return the evaluation with the best value of a metric, of equal ones the first; None without evaluations."""
+    best = None
+    for line in evaluations:
+        if best is None or is_better(line.metrics[metric], best.metrics[metric], metric):
+            best = line
+    return best
+
+
+def should_stop_early(evaluations: Sequence[EvaluationLine], metric: str, patience: int) -> bool:
+    """Return whether the last `patience` evaluations were not better than the best one before them; never if it is 0.
+
+    This is the rule of EarlyStoppingCallback in transformers.
+
+    Parameters
+    ----------
+    evaluations: all evaluations of the run, in their order.
+    metric: name of the metric that compares them.
+    """
+    best = find_best(evaluations, metric)
+    return bool(patience and best) and len(evaluations) - 1 - evaluations.index(best) >= patience
 
 
 def _predict_on_all_ranks(setup: TrainingSetup, tokens: Tokens) -> Predictions:

@@ -20,12 +20,12 @@ from cpuft.comm import take_traffic
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
-from cpuft.record import StepLine
+from cpuft.record import EvaluationLine, StepLine
 from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
-from cpuft.train.evaluate import evaluate
+from cpuft.train.evaluate import evaluate, find_best, should_stop_early
 from cpuft.train.objective.base import Batch
-from cpuft.train.optimizer import learning_rate_factor
+from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor
 from cpuft.train.precision import autocast
 from cpuft.train.process_group import gather, prove_equal_parameters
 from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, merge_steps
@@ -41,7 +41,9 @@ def train_and_evaluate(
 ) -> TrainingResult:
     """Train all ranks as one job after `done` updates, evaluate the model, and record everything. Collective.
 
-    Steps and metrics are shown and recorded as they come.
+    Steps and metrics are shown and recorded as they come. By --eval-every, the model is also evaluated while training:
+    then it may be that of the best evaluation at the end (--save-best), and the training may end early
+    (--early-stopping).
 
     Parameters
     ----------
@@ -63,9 +65,10 @@ def train_and_evaluate(
         The record cannot be written.
     """
     config, exchange, updates = setup.config, setup.exchange, setup.updates
-    steps: list[StepLine] = []
+    steps, evaluations = list[StepLine](), list(reporter.earlier_evaluations)
+    stops = partial(should_stop_early, evaluations, setup.best_metric, config.early_stopping)
     try:
-        for line in train(setup, checkpoints, done):
+        for line in () if stops() else train(setup, checkpoints, done):
             steps.append(line)
             reporter.add_step(line, updates)
             # With --sync-every the ranks' parameters differ on purpose between two averages.
@@ -73,16 +76,71 @@ def train_and_evaluate(
                 with exchange.full_weights():
                     prove_equal_parameters(setup.model, f"after update {line.step}")
                 take_traffic()  # the bytes of this check belong to no step
+            if evaluates_after(setup, line.step):
+                with exchange.common_weights():
+                    evaluations.append(evaluate(setup, line.step))
+                    reporter.add(evaluations[-1])
+                    reporter.progress.show_evaluation(evaluations[-1], setup.best_metric)
+                    if config.save_best and find_best(evaluations, setup.best_metric) is evaluations[-1]:
+                        checkpoints.write(line.step, is_best=True)
+                take_traffic()
+                if stops():
+                    exchange.synchronize_parameters(line.step, wait=True)
+                    break
     except Interrupted as interruption:
         reporter.add(interruption.line)
         dist.barrier()  # mpirun ends all ranks when the first one ends
         raise
-    checkpoints.write_final(updates)
+    last = steps[-1].step if steps else done
+    checkpoints.write_final(last)
     with exchange.full_weights():
         checksum = prove_equal_parameters(setup.model, "after the last step")
-    reporter.progress.show_evaluation_start(sum(len(tokens) for tokens in setup.prepared.validation.values()))
-    reporter.add_evaluation(evaluate(setup, updates))
-    return TrainingResult(reporter.earlier_steps + steps, gather(average_phases(steps)), checksum)
+    # The last update may have been evaluated before it ended the training early. With --sync-every, that was the mean
+    # of the parameters without what sending them rounds away.
+    if not evaluations or evaluations[-1].step != last or config.sync_every > 1:
+        reporter.progress.show_evaluation_start(sum(len(tokens) for tokens in setup.prepared.validation.values()))
+        evaluations.append(evaluate(setup, last))
+        reporter.add(evaluations[-1])
+    saved = restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
+    reporter.progress.show_metrics(saved)
+    return TrainingResult(
+        steps=reporter.earlier_steps + steps,
+        phases=gather(average_phases(steps)),
+        checksum=checksum,
+        evaluation_seconds=sum(line.seconds for line in evaluations),
+        saved_step=0 if saved is evaluations[-1] else saved.step,
+    )
+
+
+def evaluates_after(setup: TrainingSetup, update: int) -> bool:
+    """Return whether the model is evaluated after this update, before the training goes on.
+
+    Not after the last one: the evaluation at the end comes then, after the final checkpoint.
+    """
+    interval = setup.evaluation_interval
+    return interval > 0 and update % interval == 0 and update < setup.updates
+
+
+def restore_best(
+    setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, evaluations: list[EvaluationLine]
+) -> EvaluationLine:
+    """Give the model the weights of the best of the evaluations, at least one, if that is not the last. Collective.
+
+    Returns the evaluation of the weights that the model has then. This is the last one, with a warning, if the best
+    weights are on no disk.
+    """
+    last, best = evaluations[-1], find_best(evaluations, setup.best_metric)
+    if best is None or best.step == last.step:
+        return last
+    reporter.progress.show_evaluation(last, setup.best_metric)
+    if not checkpoints.restore_best(best.step, setup.world):
+        reporter.progress.show(
+            f"warning: the weights of the best evaluation, after update {best.step}, are on no disk, so the model has "
+            f"those of the last update: free some space, or see whether the disks of the hosts can be written"
+        )
+        return last
+    reporter.progress.show(f"the weights of the best evaluation, after update {best.step}, are saved")
+    return best
 
 
 def train_independently(
@@ -184,7 +242,8 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         unfinished.append(_Step(update, rate, clock, waited, sent, seconds, sums))
 
         # Record.
-        finished = unfinished[:-1] if late_sums and not due.any else unfinished
+        waits = due.any or evaluates_after(setup, update)
+        finished = unfinished[:-1] if late_sums and not waits else unfinished
         for step in finished:
             requests = step.sums().requests
             yield step.make_line()
@@ -241,11 +300,12 @@ def seed_update(seed: int, update: int, rank: int) -> None:
 
 
 def set_learning_rate(setup: TrainingSetup, update: int) -> float:
-    """Set the optimizer's learning rate for an update, counted from 1, and return it."""
+    """Set the optimizer's learning rate for an update, counted from 1, and return that of the head."""
     config = setup.config
-    rate = config.learning_rate * learning_rate_factor(update - 1, setup.updates, config.warmup_ratio)
+    warmup = count_warm_up_updates(setup.updates, config.warmup_ratio, config.warmup_steps)
+    rate = config.learning_rate * learning_rate_factor(update - 1, setup.updates, warmup, config.lr_schedule)
     for group in setup.optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get(RATE_FACTOR, 1.0)
     return rate
 
 

@@ -153,7 +153,7 @@ def estimate_memory(
         feedback = 16 * trained
     elif config.grad_compression in COMPRESSIONS_WITH_FEEDBACK:
         feedback = 4 * trained
-    keeps_copy = writes_checkpoints and config.checkpoint_every and config.engine == "torch"
+    keeps_copy = writes_checkpoints and (config.checkpoint_every or config.save_best) and config.engine == "torch"
     parts = {
         "weights": weight_size * shape.linear_parameters + 4 * shape.other_parameters,
         "masters": 4 * linears // shards if weight_size == 2 else 0,

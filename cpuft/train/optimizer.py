@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -29,8 +30,8 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     ----------
     precision: fp32, bf16 or int8.
 
-    Raises CpuftError: --gradient-checkpointing finds no layers in the model that support it, or the cache folder of
-    --compile cannot be made.
+    Raises CpuftError: --gradient-checkpointing finds no layers in the model that support it, --layerwise-lr-decay finds
+    none at all, or the cache folder of --compile cannot be made.
     """
     if config.gradient_checkpointing:
         checkpoint_gradients(model)
@@ -39,7 +40,13 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
         # the first optimizer is made.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_folder(os.environ) / "inductor"))
     fused = config.engine == "torch" or ENGINES[config.engine].has_fused_adamw
-    optimizer = torch.optim.AdamW(group_parameters(model, config.weight_decay), config.learning_rate, fused=fused)
+    optimizer = torch.optim.AdamW(
+        group_parameters(model, config.weight_decay, config.layerwise_lr_decay),
+        config.learning_rate,
+        (config.adam_beta1, config.adam_beta2),
+        config.adam_epsilon,
+        fused=fused,
+    )
     if config.engine != "torch":
         optimize_with_engine(config.engine, model, optimizer, precision)
     elif config.compile:
@@ -85,32 +92,93 @@ def checkpoint_gradients(model: torch.nn.Module) -> None:
         layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
 
-def group_parameters(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups of the trainable parameters: those with two dimensions or more, then all others.
+RATE_FACTOR = "rate_factor"
+"""Key of a parameter group: the factor of the learning rate for its parameters."""
 
-    Each is a dict of `params` and `weight_decay`: the given one for matrices, 0.0 for biases and norms (one dimension).
-    A group may be empty.
+
+def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_decay: float = 1.0) -> list[dict[str, Any]]:
+    """Return parameter groups of the trainable parameters: for each learning rate the matrices, then all others.
+
+    Each is a dict of `params`, `weight_decay` (the given one for parameters with two dimensions or more, 0.0 for biases
+    and norms) and `rate_factor` (see `find_rate_factors`). Without layerwise decay there are two groups, of which one
+    may be empty; with it, groups come from the head down to the embeddings, and none is empty.
+
+    Raises CpuftError: `layerwise_decay` is not 1, and the model has no stack of layers.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.ndim > 1], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    factors = dict.fromkeys(parameters, 1.0)
+    if layerwise_decay != 1:
+        factors = find_rate_factors(model, parameters, layerwise_decay)
+    groups = [
+        {
+            "params": [p for name, p in parameters.items() if factors[name] == factor and (p.ndim > 1) == is_matrix],
+            "weight_decay": weight_decay if is_matrix else 0.0,
+            RATE_FACTOR: factor,
+        }
+        for factor in sorted({*factors.values(), *([1.0] if layerwise_decay == 1 else [])}, reverse=True)
+        for is_matrix in (True, False)
     ]
+    return groups if layerwise_decay == 1 else [group for group in groups if group["params"]]
 
 
-def learning_rate_factor(update: int, updates: int, warmup_ratio: float) -> float:
+def find_rate_factors(model: torch.nn.Module, names: Iterable[str], decay: float) -> dict[str, float]:
+    """Return the factor of the learning rate for each parameter: `decay` to the power of its distance from the head.
+
+    The head, and whatever else is outside of the encoder or follows its layers, has the distance 0, the top layer 1,
+    the layer below it 2, and the embeddings one more than the lowest layer. Source: BEiT (Bao et al. 2021,
+    arXiv:2106.08254), after ELECTRA.
+
+    Parameters
+    ----------
+    names: names of parameters of the model.
+
+    Raises CpuftError: the model has no stack of layers (a ModuleList).
+    """
+    stacks = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
+    if not stacks:
+        raise CpuftError(f"--layerwise-lr-decay finds no stack of layers in {type(model).__name__}: leave it out")
+    stack = max(stacks, key=lambda name: stacks[name])
+    layers = stacks[stack]
+
+    def distance(name: str) -> int:
+        if name.startswith(f"{stack}."):
+            return layers - int(name.removeprefix(f"{stack}.").partition(".")[0])
+        return layers + 1 if "embedding" in name else 0
+
+    return {name: decay ** distance(name) for name in names}
+
+
+def count_warm_up_updates(updates: int, warmup_ratio: float, warmup_steps: int) -> int:
+    """Return the number of updates that warm up: `warmup_steps` unless it is 0, else that ratio of all, rounded up."""
+    return warmup_steps or math.ceil(updates * warmup_ratio)
+
+
+def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str = "linear") -> float:
     """Return the share of the peak learning rate for an update, from 0 to 1.
 
-    It rises linearly from 0 during the warm-up, whose last update is followed by the peak, and then falls linearly, so
-    that it would be 0 for update `updates`.
+    It rises linearly from 0 during the warm-up, whose last update is followed by the peak. Afterwards it follows the
+    schedule, by the formulas of transformers (optimization.py: get_linear_schedule_with_warmup and its neighbours):
+    linear and cosine (half a wave) would be 0 for update `updates`; inverse-sqrt falls with the square root of the
+    updates, beginning at `warmup` of them, or at 10,000 without a warm-up; the constant ones stay at 1.
 
     Parameters
     ----------
     update: number of the update, counted from 0.
     updates: number of updates of the run.
-    warmup_ratio: share of the updates that warm up, rounded up to whole ones.
+    warmup: number of updates that warm up.
+    schedule: one of LR_SCHEDULES.
+
+    Raises KeyError: an unknown schedule.
     """
-    warmup = math.ceil(updates * warmup_ratio)
     if update < warmup:
         return update / warmup
-    return max(0.0, (updates - update) / max(1, updates - warmup))
+    progress = min(1.0, (update - warmup) / max(1, updates - warmup))
+    beginning = warmup or 10_000
+    factors = {
+        "linear": max(0.0, (updates - update) / max(1, updates - warmup)),
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "inverse-sqrt": math.sqrt(beginning / (update - warmup + beginning)),
+        "constant": 1.0,
+        "constant-with-warmup": 1.0,
+    }
+    return factors[schedule]

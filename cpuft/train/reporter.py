@@ -60,6 +60,8 @@ class Progress:
     def __init__(self, style: str, rank: int) -> None:
         self._style, self._is_shown = style, rank == 0
         self._bar: Any = None
+        self._metrics = ""
+        """The metrics of the last evaluation, which the bar shows."""
         self._first_step, self._steps_made = 0, 0
         self._recent = deque[tuple[float, int]](maxlen=_WINDOW_STEPS + 1)
         """For each of the latest steps after the warm-up, when it ended and its number of examples. The first one is
@@ -80,8 +82,10 @@ class Progress:
             self.show(f"gradients over {header.backend}: {backend_reason}")
 
     def show(self, text: str) -> None:
-        """Show a line on standard error."""
-        if self._is_shown:
+        """Show a line on standard error, above the bar if there is one."""
+        if self._is_shown and self._bar is not None:
+            self._bar.write(text, file=sys.stderr)
+        elif self._is_shown:
             print(text, file=sys.stderr, flush=True)
 
     def show_resumption(self, line: ResumedLine, updates: int) -> None:
@@ -135,6 +139,7 @@ class Progress:
         if speed := self._measure_speed():
             rate, seconds = speed
             text += f", {rate:.1f} samples/s, {seconds * (updates - line.step):.0f} s left"
+        text += f", {self._metrics}" if self._metrics else ""
         self._bar.set_postfix_str(text, refresh=False)
         self._bar.update()
 
@@ -142,6 +147,16 @@ class Progress:
         """Close the bar and show that the evaluation on so many examples begins, which may take a while."""
         self._close_bar()
         self.show(f"evaluating on {counted(examples, 'example')}")
+
+    def show_evaluation(self, line: EvaluationLine, name: str) -> None:
+        """Show the metrics of an evaluation while training, on standard error; the bar goes on with the metric `name`.
+
+        The seconds of the evaluation do not count in the speed and in the time that is left.
+        """
+        self._metrics = f"{name} {line.metrics[name]:.4f}"
+        times = [(at + line.seconds, samples) for at, samples in self._recent]
+        self._recent = deque(times, maxlen=self._recent.maxlen)
+        self.show(f"evaluation after update {line.step}: {format_metrics(line.metrics)}")
 
     def show_metrics(self, line: EvaluationLine) -> None:
         """Close the bar and print the metrics in one line on standard output."""
@@ -173,6 +188,10 @@ class TrainingResult:
     """For each rank, the mean seconds of a steady step by phase: data, forward, backward, communication and update."""
     checksum: str
     """Of the parameters, the same on all ranks; empty if ranks trained independently."""
+    evaluation_seconds: float = 0.0
+    """Seconds of all evaluations."""
+    saved_step: int = 0
+    """Update whose weights the model has now, if they are not the last ones; else 0."""
 
 
 class RunReporter:
@@ -187,6 +206,8 @@ class RunReporter:
         self.checkpoint_writer: CheckpointWriter | None = None
         self.earlier_steps: list[StepLine] = []
         """Steps of the run before it was resumed."""
+        self.earlier_evaluations: list[EvaluationLine] = []
+        """Evaluations of the run before it was resumed."""
 
     def add(self, line: Line) -> None:
         """Write a line to the record at once, and add it to the record in later checkpoints, where this rank has them.
@@ -201,11 +222,6 @@ class RunReporter:
     def add_step(self, line: StepLine, updates: int) -> None:
         """Show and record a step, out of `updates`. Raises OSError: the record cannot be written."""
         self.progress.show_step(line, updates)
-        self.add(line)
-
-    def add_evaluation(self, line: EvaluationLine) -> None:
-        """Show and record metrics. Raises OSError: the record cannot be written."""
-        self.progress.show_metrics(line)
         self.add(line)
 
 
@@ -340,4 +356,6 @@ def make_footer(result: TrainingResult, peak_memory_bytes: int, total_seconds: f
         checksum=result.checksum,
         bytes_per_step=sum(line.bytes_sent for line in steps) / len(steps) if steps else 0.0,
         phases=result.phases,
+        evaluation_seconds=result.evaluation_seconds,
+        saved_step=result.saved_step,
     )

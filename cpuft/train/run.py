@@ -29,6 +29,7 @@ from cpuft.train.checkpoint.policy import Checkpoints, CheckpointWriter, ResumeP
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare, warn_of_unknown
+from cpuft.train.data.recipe import check_recipe
 from cpuft.train.engines import check_engine
 from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.loop import settle_bucket_layout, train_and_evaluate, train_independently
@@ -82,6 +83,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
 
         # Load data and model.
         prepared = read_prepared(worker.prepared or str(prepare(config)))
+        check_recipe(config, prepared)
         objective = make_objective(config, prepared)
         torch.manual_seed(config.seed)
         model = objective.load_model(config)
@@ -160,6 +162,7 @@ def begin(
         point = resume(state, root, world, header.options, header.data)
         exchange.reset()
         reporter.earlier_steps = point.record.steps if point.record else []
+        reporter.earlier_evaluations = point.record.evaluations if point.record else []
     record_text = point.text or format_line(header) + "\n"
     if worker.run_dir and world.rank == 0:
         reporter.record = stack.enter_context(Writer(worker.run_dir, record_text if is_resumed else None))
@@ -174,7 +177,8 @@ def begin(
             writer.begin(record_text.splitlines(), point.update)
         reporter.checkpoint_writer = writer
         is_on_several_hosts = world.size > world.local_size
-        checkpoints = Checkpoints(exchange, writer, True, worker.keep_checkpoints and is_on_several_hosts)
+        keeps_final = worker.keep_checkpoints and is_on_several_hosts
+        checkpoints = Checkpoints(exchange, writer, True, keeps_final, state, root)
         handle_interruption()
     if is_resumed:
         line = make_resumed_line(header, worker, point.update)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,7 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import count_updates
+from cpuft.train.data.recipe import find_best_metric
 from cpuft.train.exchange.compression import choose_compression
 from cpuft.train.exchange.data_parallel import UNUSED_ATTRIBUTE
 from cpuft.train.exchange.table import choose_exchange
@@ -62,6 +64,10 @@ class TrainingSetup:
         self.global_batch = global_batch or config.batch_size * config.gradient_accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
         """Number of updates of the whole run."""
+        self.evaluation_interval = find_evaluation_interval(config, len(prepared.train), self.global_batch)
+        """Number of updates between two evaluations while training; 0: there are none."""
+        self.best_metric = find_best_metric(config, prepared)
+        """Name of the metric that compares evaluations."""
         try_model(model, objective, config, prepared, precision)
         optimizer = make_optimizer(model, config, precision)
         self.compression, self.compression_reason = "", ""
@@ -74,6 +80,18 @@ class TrainingSetup:
         exchange = choose_exchange(config, 1 if independent else world.size)
         self.exchange = exchange(model, optimizer, config, precision)
         self.optimizer = self.exchange.optimizer
+
+
+def find_evaluation_interval(config: TrainConfig, examples: int, global_batch: int) -> int:
+    """Return the number of updates between two evaluations while training, by --eval-every; 0 for none.
+
+    An epoch has examples / global_batch updates, rounded up.
+
+    Raises ValueError: --eval-every is neither epoch, nor none, nor a number.
+    """
+    if config.eval_every == "none":
+        return 0
+    return math.ceil(examples / global_batch) if config.eval_every == "epoch" else int(config.eval_every)
 
 
 def try_model(

@@ -21,6 +21,8 @@ from cpuft.serialization import load, parse_json
 
 FOLDER = "checkpoints"
 """Name of the folder of checkpoints in a run's folder."""
+BEST = "best"
+"""Name of the folder, in the folder of checkpoints, of the checkpoint of the best evaluation."""
 STATE, RECORD, VALUES = "state.safetensors", "record.jsonl", "values.json"
 """Files of a checkpoint: the state, and the record of a training, or a script's values that are no tensors."""
 CHECKPOINTS_KEPT = 2
@@ -73,6 +75,36 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
         if number < updates[-CHECKPOINTS_KEPT:][0]:
             _remove(path)
     return target
+
+
+def keep_best(path: Path) -> None:
+    """Keep a checkpoint as that of the best evaluation, in the folder `best` beside it, in place of an earlier one.
+
+    Its files are linked, not copied, and stay when the checkpoint itself is removed.
+
+    Parameters
+    ----------
+    path: folder of a whole checkpoint, as `write_checkpoint` returns it.
+
+    Raises
+    ------
+    OSError
+        The folder cannot be made or written; an earlier best checkpoint then stays.
+    """
+    root = path.parent / BEST
+    root.mkdir(exist_ok=True)
+    new = root / f"{path.name}{_NEW}"
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir()
+    for file in path.iterdir():
+        os.link(file, new / file.name)
+    _sync(new)
+    _remove(root / path.name)
+    new.rename(root / path.name)
+    _sync(root)
+    for _, older in list_checkpoints(root):
+        if older.suffix == path.suffix and older.name != path.name:
+            _remove(older)
 
 
 def _remove(path: Path) -> None:
@@ -212,10 +244,12 @@ def _forget_updates(root: Path) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """Remove all checkpoints in `root`, also half-written ones, and its files rank-N.last; then `root` if it is empty.
+    """Remove all checkpoints in `root`, also half-written ones and the best one, and its files rank-N.last.
 
-    Errors of the disk are ignored, and a missing `root` is no error.
+    Then `root` itself is removed if it is empty. Errors of the disk are ignored, and a missing `root` is no error.
     """
+    if root.name != BEST:
+        remove_all(root / BEST)
     for path, name in _list_folders(root):
         if name[3]:
             shutil.rmtree(path, ignore_errors=True)

@@ -23,8 +23,10 @@ from cpuft.rank.interruption import describe_cause, is_host_leaving, is_interrup
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, Line, Record, RecordedRank, StepLine, format_line, parse_record
 from cpuft.train.checkpoint.files import (
+    BEST,
     RECORD,
     STATE,
+    keep_best,
     note_update,
     read_newest,
     remove_after,
@@ -94,6 +96,8 @@ class Checkpoints:
     exchange: that of the run, by which ranks contribute to the checkpoints of others.
     writer: writes the checkpoints of this rank; None on ranks that only contribute to those of others.
     enabled: whether any rank of the run writes checkpoints.
+    state: what checkpoints hold, with which `restore_best` is possible; None in a run without checkpoints.
+    root: folder of the checkpoints.
     keep_final: whether `write_final` writes a checkpoint after the last update, if `enabled`.
     """
 
@@ -103,8 +107,11 @@ class Checkpoints:
         writer: CheckpointWriter | None = None,
         enabled: bool = False,
         keep_final: bool = False,
+        state: TrainingState | None = None,
+        root: Path = Path(),
     ) -> None:
         self.writer = writer
+        self._state, self._root = state, root
         self._exchange, self._enabled, self._keep_final = exchange, enabled, enabled and keep_final
 
     def find_requests(self) -> Requests:
@@ -120,16 +127,44 @@ class Checkpoints:
             return Requests(stop=True)
         return Requests(checkpoint=self.writer is not None and self.writer.rank == 0 and self.writer.is_due())
 
-    def write(self, update: int) -> None:
+    def write(self, update: int, is_best: bool = False) -> None:
         """Begin to write a checkpoint after an update. Collective: each rank writes one or contributes to others'.
 
         It returns when the state is copied; a thread writes the copy. A writer whose previous checkpoint is not on the
-        disk yet writes none. A full disk is a warning on standard error, not an exception.
+        disk yet writes none or, with `is_best`, waits for it. A full disk is a warning on standard error, not an
+        exception.
+
+        Parameters
+        ----------
+        is_best: keep this checkpoint until a better one comes, for `restore_best`.
         """
         if self.writer:
-            self.writer.write(update)
+            self.writer.write(update, skip_if_busy=not is_best, is_best=is_best)
         else:
             self._exchange.contribute_to_checkpoint()
+
+    def restore_best(self, update: int, world: World) -> bool:
+        """Restore the weights of the best evaluation, after this update, into the model on all ranks. Collective.
+
+        The first rank of each host looks for them on its disk, after its own writer has finished.
+
+        Returns
+        -------
+        Whether they were found on any host. If not, for example because a disk was full, the model stays as it is.
+
+        Raises
+        ------
+        CpuftError
+            On all ranks alike: all checkpoints of best evaluations are damaged.
+        """
+        if self._state is None:
+            return False
+        if self.writer:
+            self.writer.finish()
+        newest, read = find_newest_checkpoint(self._root / BEST, world, RECORD)
+        if newest.update == update:
+            self._state.restore(read())
+        return newest.update == update
 
     def write_and_stop(self, update: int, updates: int) -> None:
         """Write a checkpoint after an update and wait until it is on the disk. Collective.
@@ -251,7 +286,12 @@ class CheckpointWriter:
         return time.monotonic() - self._last >= every and not self._thread.is_alive()
 
     def write(
-        self, update: int, wait: bool = False, last_line: Line | None = None, skip_if_busy: bool | None = None
+        self,
+        update: int,
+        wait: bool = False,
+        last_line: Line | None = None,
+        skip_if_busy: bool | None = None,
+        is_best: bool = False,
     ) -> bool:
         """Copy the state, and write it with the record as the checkpoint of an update, on a thread.
 
@@ -265,6 +305,7 @@ class CheckpointWriter:
         last_line: the last line of the record in this checkpoint.
         skip_if_busy: while the previous one is being written, write no checkpoint and only contribute to those of
             other ranks; else wait for the previous one first. None: skip unless `wait` is set.
+        is_best: also keep it as the checkpoint of the best evaluation (`keep_best`).
 
         Returns
         -------
@@ -279,7 +320,8 @@ class CheckpointWriter:
         self._state.snapshot(self._block)
         paused = time.monotonic() - start
         record = [*self.record, *([format_line(last_line)] if last_line else [])]
-        self._thread = threading.Thread(target=self._write_to_disk, args=(update, record, paused), daemon=True)
+        arguments = (update, record, paused, is_best)
+        self._thread = threading.Thread(target=self._write_to_disk, args=arguments, daemon=True)
         self._thread.start()
         if wait:
             self._thread.join()
@@ -289,13 +331,15 @@ class CheckpointWriter:
         """Wait until the checkpoint that is being written is on the disk, or has failed; return at once if none is."""
         self._thread.join()
 
-    def _write_to_disk(self, update: int, record: list[str], paused: float) -> None:
+    def _write_to_disk(self, update: int, record: list[str], paused: float, is_best: bool) -> None:
         files = {STATE: self._block.numpy().data, RECORD: to_view(record)}
         self._is_written = False
         try:
             self._check_space()
-            write_checkpoint(self._root, update, self.rank, files)
+            path = write_checkpoint(self._root, update, self.rank, files)
             self._is_written = True
+            if is_best:
+                keep_best(path)
         except OSError as error:
             if not self._has_warned:
                 problem = f"checkpoint of update {update} cannot be written to {self._root} ({error.strerror})"
@@ -408,6 +452,7 @@ def resume(state: TrainingState, root: Path, world: World, options: Mapping[str,
         state.restore(read())
     if world.local_rank == 0:
         remove_after(root, newest.update)
+        remove_after(root / BEST, newest.update)
     return ResumePoint(max(0, newest.update), newest.text, record)
 
 

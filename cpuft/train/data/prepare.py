@@ -28,6 +28,7 @@ from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
 from cpuft.files import cache_folder, take_secrets, write_atomically
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import EMPTY, UNKNOWN, UNTAGGED, Prepared, Tokens, read_prepared, write_prepared
+from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.sources import Examples, TaskData, first_examples, read_data
 from cpuft.train.data.texts import Packer, classify_tokens, pack, scan_texts, split_texts
 from cpuft.train.data.tokenizer import (
@@ -339,8 +340,10 @@ def main() -> None:
         if not config.from_config:
             check_weights(find_model(config.model))
         path = prepare(config)
+        prepared = read_prepared(str(path))
+        check_recipe(config, prepared)
         if memory:
-            check_fit(config, read_prepared(str(path)), memory)
+            check_fit(config, prepared, memory)
         with write_atomically(Path(output)) as beside:
             shutil.copyfile(path, beside)
     except CpuftError as error:

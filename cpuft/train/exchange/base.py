@@ -20,8 +20,8 @@ class Exchange:
     An exchange is made after the optimizer has the model's parameters, on all ranks together. In every update the
     training loop calls, on all ranks and in this order: `micro_batch` around each forward and backward pass,
     `average_gradients`, `clip_gradients`, the optimizer's step, `clear_gradients` and `synchronize_parameters`. Between
-    updates it may call `full_weights` and `contribute_to_checkpoint`. Subclasses override what differs from one rank
-    alone.
+    updates it may call `full_weights`, `common_weights` and `contribute_to_checkpoint`. Subclasses override what
+    differs from one rank alone.
 
     Parameters
     ----------
@@ -65,6 +65,14 @@ class Exchange:
         the fp32 weights of bf16 parameters.
         """
         return self.shards.full_weights() if self.shards else nullcontext()
+
+    def common_weights(self) -> AbstractContextManager[object]:
+        """Return a context in which all ranks' models have the same parameters, to evaluate or to store them.
+
+        Afterwards each rank has its own parameters again, and the training goes on as without it. Here it does nothing:
+        parameters are the same between updates. Collective where it does something.
+        """
+        return nullcontext()
 
     def contribute_to_checkpoint(self) -> None:
         """Take part in the snapshots that other ranks make, while this rank makes none.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from cpuft.comm.compression.embedding_rows import find_embedding
@@ -51,6 +53,26 @@ class LocalSGDExchange(Exchange):
         """
         self._local.note_tokens(find_token_ids())
         return 0.0
+
+    @contextmanager
+    def common_weights(self) -> Iterator[None]:
+        """Give the model the mean of all ranks' parameters inside this context, and its own ones afterwards.
+
+        Collective at its beginning. The averages that are under way, and the updates that follow, stay as they are
+        without it.
+        """
+        parameters = [p for p in self.bare_model.parameters() if p.requires_grad]
+        with fp32_weights(self.bare_model), torch.no_grad():
+            own = [parameter.detach().clone() for parameter in parameters]
+            for parameter in parameters:
+                dist.all_reduce(parameter)
+                parameter.div_(dist.get_world_size())
+        try:
+            yield
+        finally:
+            with fp32_weights(self.bare_model), torch.no_grad():
+                for parameter, value in zip(parameters, own, strict=True):
+                    parameter.copy_(value)
 
     def synchronize_parameters(self, update: int, wait: bool) -> None:
         """Send the changes of every `--sync-every`-th update in the background; with `wait`, finish the average now.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,10 +24,45 @@ def name_classes(labels: Sequence[str]) -> dict[str, Any]:
     return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
 
 
-class Classification(Objective):
+@dataclass(frozen=True)
+class ClassObjective(Objective):
+    """What objectives with one class for each term have in common: cross entropy, smoothed and weighted if asked."""
+
+    label_smoothing: float = 0.0
+    """Share of the target probability that is spread evenly over all classes."""
+    class_weights: tuple[float, ...] = ()
+    """Weight of each class in the loss, in the order of their numbers; empty if all count the same."""
+
+    def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the cross entropy of each term, 0 where the label is UNTAGGED; fp32, in the shape of `labels`.
+
+        It is multiplied by the weight of the label's class. `logits` have one more dimension, the classes at place 1.
+        """
+        weights = torch.tensor(self.class_weights) if self.class_weights else None
+        return torch.nn.functional.cross_entropy(
+            logits.float(),
+            labels,
+            weights,
+            ignore_index=UNTAGGED,
+            reduction="none",
+            label_smoothing=self.label_smoothing,
+        )
+
+    def weigh(self, labels: NDArray[Any]) -> float:
+        """Return the sum of the weights of class numbers, by which a mean loss is divided, as in CrossEntropyLoss."""
+        if not self.class_weights:
+            return float(len(labels))
+        return float(np.asarray(self.class_weights)[labels.astype(np.int64)].sum())
+
+
+class Classification(ClassObjective):
     """One class for each example, by cross entropy."""
 
     model_class, label_type = "AutoModelForSequenceClassification", torch.int64
+
+    def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
+        """Return the number of these examples; with class weights, the sum of their weights. `epoch` has no effect."""
+        return self.weigh(tokens.labels[examples])
 
     def head_settings(self) -> dict[str, Any]:
         """Return the settings of a head with one output for each class.
@@ -37,8 +73,7 @@ class Classification(Objective):
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Run a forward pass; return the cross entropy of each example, fp32, shape (examples,)."""
-        logits = model(**batch.inputs).logits
-        return torch.nn.functional.cross_entropy(logits.float(), batch.labels, reduction="none")
+        return self.cross_entropy(model(**batch.inputs).logits, batch.labels)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name, from the most likely class of each example.
@@ -96,7 +131,7 @@ class Regression(Objective):
         return compute_label_metrics(self.metrics, predictions[:, 0], tokens.labels)
 
 
-class TokenClassification(Objective):
+class TokenClassification(ClassObjective):
     """A class (tag) for each word of an example, by the cross entropy of the output at the word's first token.
 
     The loss of an update is the mean over all its words, as CrossEntropyLoss defines it for a batch. So long examples
@@ -118,13 +153,15 @@ class TokenClassification(Objective):
 
         The losses are fp32, shape (examples,).
         """
-        logits = model(**batch.inputs).logits.float().transpose(1, 2)
-        entropy = torch.nn.functional.cross_entropy(logits, batch.labels, reduction="none", ignore_index=UNTAGGED)
-        return entropy.sum(-1)
+        return self.cross_entropy(model(**batch.inputs).logits.transpose(1, 2), batch.labels).sum(-1)
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
-        """Return the number of words of these examples that have a tag; `epoch` has no effect."""
-        return float(np.count_nonzero(tokens.labels[tokens.positions(examples)] != UNTAGGED))
+        """Return the number of words of these examples that have a tag; with class weights, the sum of their weights.
+
+        `epoch` has no effect.
+        """
+        labels = tokens.labels[tokens.positions(examples)]
+        return self.weigh(labels[labels != UNTAGGED])
 
     def reduce_outputs(self, outputs: Predictions) -> Predictions:
         """Return the number of the most likely class of each token, fp32, shape (examples, length)."""
