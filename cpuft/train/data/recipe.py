@@ -76,4 +76,4 @@ def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
             f"the task {config.task} has no metric {config.best_metric!r:.60}: "
             f"{suggest_names(config.best_metric, known)}"
         )
-    return config.best_metric or known[0]
+    return config.best_metric or next(iter(known), "")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.train.checkpoint.files import (
+    keep_best,
     list_checkpoints,
     note_update,
     read_checkpoint,
@@ -42,6 +43,20 @@ def test_two_are_kept_and_read_back(tmp_path: Path) -> None:
     update, files, damaged = read_newest(root)
     assert (update, damaged) == (1000000000, [])
     assert files == {"state.safetensors": bytearray(b"\0" * 100), "record.jsonl": bytearray(b"line\n")}
+
+
+def test_the_best_one_stays_when_it_is_old_until_a_better_one_comes(tmp_path: Path) -> None:
+    keep_best(write(tmp_path, 3))
+    keep_best(write(tmp_path, 3, rank=2))
+    for update in (4, 5, 6):
+        write(tmp_path, update)
+    assert read_newest(tmp_path / "best")[0] == 3
+    keep_best(write(tmp_path, 7))
+    assert names(tmp_path / "best") == ["000000003.2", "000000007.0"]
+    remove_after(tmp_path / "best", 6)
+    assert names(tmp_path / "best") == ["000000003.2"]
+    remove_all(tmp_path)
+    assert not tmp_path.exists()
 
 
 def test_another_ranks_are_left_until_they_are_older(tmp_path: Path) -> None:

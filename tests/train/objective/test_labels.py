@@ -59,6 +59,26 @@ def test_the_words_of_rows_are_theirs_and_the_one_that_pads() -> None:
     assert CLASSES.list_token_ids(make_tokens([2, 5, 1]), np.asarray([2, 0])).tolist() == [3, 1, 1, 9]
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("weights", [(), (0.5, 2.0)])
+def test_a_weighted_loss_is_that_of_torch(smoothing: float, weights: tuple[float, ...]) -> None:
+    objective = Classification(*BINARY, 9, 0, label_smoothing=smoothing, class_weights=weights)
+    tokens = replace(make_tokens([1, 2, 3]), labels=np.asarray([0, 1, 1], np.float32))
+    logits = [[0.5, 0.25], [0.0, 2.0], [1.0, -1.0]]
+    losses = objective.losses(Predictions(), answered(logits, torch.tensor([0, 1, 1])))
+    mean = losses.sum() / objective.count_terms(tokens, np.arange(3))
+    reference = torch.nn.CrossEntropyLoss(torch.tensor(weights) if weights else None, label_smoothing=smoothing)
+    assert float(mean) == pytest.approx(float(reference(torch.tensor(logits), torch.tensor([0, 1, 1]))), rel=1e-6)
+
+
+def test_words_without_a_tag_have_no_weight() -> None:
+    objective = TokenClassification(("O", "B-PER"), ("f1",), 0, 0, class_weights=(0.5, 3.0))
+    labels = np.asarray([UNTAGGED, 1, 0, UNTAGGED, 0], np.int32)
+    tokens = replace(make_tokens([3, 2]), labels=labels)
+    assert objective.count_terms(tokens, np.asarray([0])) == 3.5
+    assert objective.count_terms(tokens, np.asarray([0, 1])) == 4.0
+
+
 def test_each_row_has_its_loss_in_fp32() -> None:
     losses = CLASSES.losses(Predictions(), answered([[0, 0], [0, 2]], torch.tensor([1, 0])))
     assert losses.dtype == torch.float32
