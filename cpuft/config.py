@@ -376,6 +376,12 @@ class TrainConfig:
     lora_merge: bool = _output(
         False, "With --lora-rank, save the whole model with the adapters merged into it, not the adapters alone"
     )
+    report_to: str = _output(
+        "",
+        "Trackers that follow the run, separated by commas: tensorboard, mlflow, wandb, trackio; each needs its "
+        "package on the head host. A tracker that fails or is slow does not disturb the run (default: none)",
+        takes="LIST",
+    )
     checkpoint_every: float = _output(
         -1.0,
         "Seconds between checkpoints; 0 writes checkpoints only when the run is asked to stop and, for remote "
@@ -405,6 +411,7 @@ CHANGEABLE_ON_RESUME = (
     "checkpoint_every",
     "save_model",
     "lora_merge",
+    "report_to",
 )
 """Training options that may change when a run is resumed: they decide how these hosts train, not what is learned."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 import click
 
@@ -28,11 +29,20 @@ from cpuft.errors import CpuftError
             metavar="FILE",
             help="With --html, also draw the estimates in this file, the output of cpuft estimate --json.",
         ),
+        click.Option(
+            ["--to"],
+            default="",
+            metavar="LIST",
+            help="Send the records to these trackers, separated by commas, instead of showing them: tensorboard, "
+            "mlflow, wandb, trackio.",
+        ),
         CONFIG_FILE,
         click.Argument(["runs"], nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs),
     ],
 )
-def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, config: str) -> None:
+def report(
+    runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, to: str, config: str
+) -> None:
     """Show recorded runs side by side, as a table or an HTML page.
 
     RUN is the folder of a run or of a comparison. The runs must be complete, and must have trained the same model on
@@ -42,12 +52,19 @@ def report(runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, est
     from cpuft.report.comparison import compare
     from cpuft.report.page import find_runs, page_path, read_estimates, write_page
     from cpuft.report.tables import format_markdown, format_text, to_json
+    from cpuft.trackers import check_trackers, parse_trackers, send_record
 
     if estimate and not html:
         raise CpuftError("--estimate adds estimates to the HTML page: give --html as well")
     found, others = find_runs(runs)
     if others:
         say(f"skipped, because there is no record.jsonl in them: {', '.join(others)}")
+    if to:
+        check_trackers(to, os.environ)
+        for run in found:
+            send_record(run, parse_trackers(to))
+            click.echo(f"sent to {to}: {run}")
+        return
     records = [read_record(run) for run in found]
     comparison = compare(records)
     if html:

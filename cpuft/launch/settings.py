@@ -15,12 +15,14 @@ from cpuft.serialization import load, parse_json
 _BY_VALUE = (
     *("CCL_", "FI_", "GLOO_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "THP_", "TORCH_", "UCX_"),
     *("HF_ASSETS_CACHE", "HF_DATASETS_", "HF_ENDPOINT", "HF_HOME", "HF_HUB_", "HF_MODULES_CACHE", "HF_XET_"),
+    *("MLFLOW_", "TRACKIO_", "WANDB_"),
 )
 """Prefixes of the user's variables that every rank gets. Their values are visible on command lines and in plans."""
 
 _FOR_RANKS = {
     *("ALL_PROXY", "HF_ENDPOINT", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY"),
     *("HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"),
+    *("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"),
 }
 """Secret variables that training may need, so that other hosts get them. The URL of a proxy may hold a password."""
 # UCX_IB_PKEY and similar names are not secret: they number a partition of the network.
@@ -277,9 +279,9 @@ def may_be_secret(name: str, value: str) -> bool:
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the secret variables that ranks on other hosts get, with their values.
 
-    They are HF_TOKEN, HUGGING_FACE_HUB_TOKEN and WANDB_API_KEY; and ALL_PROXY, HTTP_PROXY, HTTPS_PROXY and HF_ENDPOINT
-    if their URL may hold a password or token. The names may be in lower case, too. All other secrets stay on this
-    machine.
+    They are HF_TOKEN, HUGGING_FACE_HUB_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_TOKEN and MLFLOW_TRACKING_PASSWORD; and
+    ALL_PROXY, HTTP_PROXY, HTTPS_PROXY, HF_ENDPOINT and MLFLOW_TRACKING_URI if their URL may hold a password or token.
+    The names may be in lower case, too. All other secrets stay on this machine.
     """
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 

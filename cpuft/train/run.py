@@ -40,6 +40,7 @@ from cpuft.train.process_group import check_ranks, gather, join_process_group, p
 from cpuft.train.reporter import Progress, RunReporter, make_footer, make_header, make_resumed_line
 from cpuft.train.setup import TrainingSetup
 from cpuft.train.startup import resume_garbage_collection
+from cpuft.train.tracking import TrackerProcess
 
 
 def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
@@ -112,6 +113,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
             if warning:
                 progress.show(warning)
         checkpoints, done = begin(reporter, setup, worker, header, stack)
+        if reporter.record and not worker.independent:
+            stack.enter_context(TrackerProcess(config.report_to, worker.run_dir, progress.show))
         with setup.exchange.full_weights():
             prove_equal_parameters(model, "before the first step")
         resume_garbage_collection()

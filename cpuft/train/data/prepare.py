@@ -27,6 +27,7 @@ from cpuft.config import TrainConfig, parse_arguments, split_run_memory
 from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
 from cpuft.files import cache_folder, take_secrets, write_atomically
 from cpuft.tasks import TASKS, Task
+from cpuft.trackers import check_trackers
 from cpuft.train.data.archive import EMPTY, UNKNOWN, UNTAGGED, Prepared, Tokens, read_prepared, write_prepared
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.sources import Examples, TaskData, first_examples, read_data
@@ -337,6 +338,7 @@ def main() -> None:
         os.environ.update(take_secrets(os.environ, "prepare"))
         check_engine(config)
         check_lora(config)
+        check_trackers(config.report_to, os.environ)
         if not config.from_config:
             check_weights(find_model(config.model))
         path = prepare(config)

@@ -1,0 +1,312 @@
+"""Trackers: send the record of a run to TensorBoard, MLflow, Weights & Biases or Trackio (`--report-to`).
+
+    python -m cpuft.trackers NAMES RUN_DIR
+
+follows the record of a run that is training. The first rank starts it as a process of its own, so that a tracker that
+fails, or waits for its server, never disturbs the training. `cpuft report RUN --to NAMES` sends a record afterwards.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib.util
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cpuft.errors import CpuftError, install_command, suggest_names
+from cpuft.files import hash_text
+from cpuft.record import FILE_NAME, EvaluationLine, Footer, Header, Line, StepLine, format_line, parse_lines
+
+_PROJECT = "cpuft"
+"""Project or experiment of all runs, unless the tracker's own environment variable names another one."""
+_POLL_SECONDS = 0.2
+
+
+@dataclass(frozen=True)
+class TrackedRun:
+    """What a tracker has to know of a run."""
+
+    name: str
+    """Name of the run's folder."""
+    key: str
+    """16 hexadecimal digits that stay the same when the run is restarted or resumed, and that no other run has."""
+    options: Mapping[str, Any]
+    """What the run page shows as its configuration: training options, model, number of ranks and versions."""
+    folder: Path
+    """The folder of the run, for trackers that write files."""
+
+
+class Tracker(abc.ABC):
+    """One run in a tracker. The library of the tracker is imported when the object is made, and only then.
+
+    `log` is called with growing steps, several times for a step that was evaluated. A restart of the run makes the
+    object again with the same `TrackedRun.key`, and continues the tracked run; it may repeat steps with the same
+    values. All methods may raise whatever the library raises.
+    """
+
+    package: ClassVar[str]
+    """Name of the Python package that this tracker needs."""
+    extra: ClassVar[str]
+    """Extra of setup.cfg that installs it."""
+
+    @abc.abstractmethod
+    def __init__(self, run: TrackedRun) -> None:
+        """Begin or continue the tracked run."""
+
+    @abc.abstractmethod
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send values of one update by name, such as `train/loss`."""
+
+    @abc.abstractmethod
+    def finish(self) -> None:
+        """Send what is left, and mark the run as complete."""
+
+    @classmethod
+    def check_settings(cls, environ: Mapping[str, str]) -> None:
+        """Raise CpuftError if an environment variable that this tracker needs is missing; here: it needs none."""
+        return
+
+
+class TensorBoard(Tracker):
+    """Event files in the folder `tensorboard` of the run."""
+
+    package, extra = "tensorboard", "tensorboard"
+
+    def __init__(self, run: TrackedRun) -> None:
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(run.folder / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one event with all values, which TensorBoard stores as fp32."""
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        found = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=found)))
+
+    def finish(self) -> None:
+        """Write all events to the disk."""
+        self._writer.close()
+
+
+class MLflow(Tracker):
+    """A run in the experiment `cpuft`, or MLFLOW_EXPERIMENT_NAME, of the server of MLFLOW_TRACKING_URI."""
+
+    package, extra = "mlflow", "mlflow"
+
+    def __init__(self, run: TrackedRun) -> None:
+        from mlflow.tracking import MlflowClient
+
+        self._client = MlflowClient()
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _PROJECT
+        experiment = self._client.get_experiment_by_name(name)
+        number = experiment.experiment_id if experiment else self._client.create_experiment(name)
+        found = self._client.search_runs([number], f"tags.`cpuft.key` = '{run.key}'", max_results=1)
+        if found:
+            self._run = found[0].info.run_id
+            self._client.update_run(self._run, status="RUNNING")
+            return
+        self._run = self._client.create_run(number, run_name=run.name, tags={"cpuft.key": run.key}).info.run_id
+        for option, value in run.options.items():
+            self._client.log_param(self._run, option, str(value)[:500])
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send all values in one request."""
+        from mlflow.entities import Metric
+
+        now = int(1000 * time.time())
+        self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in values.items()])
+
+    def finish(self) -> None:
+        """Mark the run as finished."""
+        self._client.set_terminated(self._run)
+
+    @classmethod
+    def check_settings(cls, environ: Mapping[str, str]) -> None:
+        """Raise CpuftError without MLFLOW_TRACKING_URI: MLflow would write to the folder in which the rank runs."""
+        if not environ.get("MLFLOW_TRACKING_URI"):
+            raise CpuftError(
+                "the tracker mlflow needs the address of its server: set MLFLOW_TRACKING_URI, for example to "
+                "http://server:5000 or sqlite:////home/me/mlflow.db"
+            )
+
+
+class WeightsAndBiases(Tracker):
+    """A run in the project `cpuft`, or WANDB_PROJECT. With WANDB_MODE=offline its files stay in the run's folder."""
+
+    package, extra = "wandb", "wandb"
+
+    def __init__(self, run: TrackedRun) -> None:
+        import wandb
+
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT") or _PROJECT,
+            name=run.name,
+            id=run.key,
+            resume="allow",
+            config=dict(run.options),
+            dir=str(run.folder),
+            settings=wandb.Settings(silent=True, console="off", x_disable_stats=True),
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue the values; the library sends them in the background."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        """Wait until everything is sent or, offline, written."""
+        self._run.finish()
+
+
+class Trackio(Tracker):
+    """A run in the project `cpuft` of Trackio's database on this host, or TRACKIO_PROJECT."""
+
+    package, extra = "trackio", "trackio"
+
+    def __init__(self, run: TrackedRun) -> None:
+        import trackio
+
+        project = os.environ.get("TRACKIO_PROJECT") or _PROJECT
+        self._run = trackio.init(
+            project=project, name=f"{run.name}-{run.key}", config=dict(run.options), resume="allow"
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Queue the values; the library writes them in the background."""
+        self._run.log(dict(values), step=step)
+
+    def finish(self) -> None:
+        """Wait until everything is written."""
+        self._run.finish()
+
+
+TRACKERS: dict[str, type[Tracker]] = {
+    "tensorboard": TensorBoard,
+    "mlflow": MLflow,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}
+"""Values of --report-to."""
+
+
+def parse_trackers(text: str) -> list[str]:
+    """Return the names in a list of trackers with commas between them; [] for an empty text.
+
+    Raises CpuftError: a name is not in TRACKERS.
+    """
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in TRACKERS:
+            raise CpuftError(f"{name!r:.60} is not a tracker: {suggest_names(name, TRACKERS)}")
+    return list(dict.fromkeys(names))
+
+
+def check_trackers(text: str, environ: Mapping[str, str]) -> None:
+    """Raise CpuftError if a tracker in the list is unknown, is not installed, or misses an environment variable."""
+    for name in parse_trackers(text):
+        tracker = TRACKERS[name]
+        if importlib.util.find_spec(tracker.package) is None:
+            raise CpuftError(f"the tracker {name} is not installed: {install_command(tracker.extra)}")
+        tracker.check_settings(environ)
+
+
+def values_of(line: Line) -> dict[str, float]:
+    """Return what trackers get of a line of a record, by name; empty for a line that holds no values of an update."""
+    if isinstance(line, StepLine):
+        rate = line.samples / line.step_seconds if line.step_seconds else 0.0
+        return {"train/loss": line.loss, "train/learning_rate": line.learning_rate, "train/samples_per_second": rate}
+    if isinstance(line, EvaluationLine):
+        return {f"eval/{name}": value for name, value in line.metrics.items()}
+    if isinstance(line, Footer):
+        return {
+            "run/steady_samples_per_second": line.steady_samples_per_second,
+            "run/train_seconds": line.train_seconds,
+            "run/peak_memory_bytes": float(line.peak_memory_bytes),
+        }
+    return {}
+
+
+def describe_run(header: Header, folder: Path) -> TrackedRun:
+    """Return what trackers have to know of the run with this header, which stays the same when the run is restarted."""
+    versions = {f"version_{name}": version for name, version in header.versions.items()}
+    more = {"ranks": header.world_size, "hosts": ", ".join(header.hosts), "cpu": header.cpu_model}
+    return TrackedRun(
+        folder.absolute().name,
+        hash_text(format_line(header), 16),
+        {**header.options, **more, "precision": header.precision, **versions},
+        folder,
+    )
+
+
+def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
+    """Send the lines of a record, from its header on, to trackers. Whatever their libraries raise is passed on."""
+    trackers: list[Tracker] = []
+    step = 0
+    for line in lines:
+        if isinstance(line, Header):
+            trackers = [TRACKERS[name](describe_run(line, folder)) for name in names]
+        if isinstance(line, (StepLine, EvaluationLine)):
+            step = line.step
+        if values := values_of(line):
+            for tracker in trackers:
+                tracker.log(step, values)
+    for tracker in trackers:
+        tracker.finish()
+
+
+def send_record(run: str, names: Sequence[str]) -> None:
+    """Send the record of a run that has ended to trackers, for `cpuft report RUN --to NAMES`.
+
+    Raises CpuftError: there is no record, or a tracker's library reports an error, for example because its server does
+    not answer.
+    """
+    path = Path(run) / FILE_NAME
+    try:
+        lines = parse_lines(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except OSError:
+        raise CpuftError(f"{run} holds no {FILE_NAME}: give the folder of a run") from None
+    try:
+        send(iter(lines), names, Path(run))
+    except Exception as error:  # each library has errors of its own
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CpuftError(f"{run} was not sent to {', '.join(names)} ({reason}): try again when it answers") from None
+
+
+def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Line]:
+    """Yield the lines of a record as they are written, until its footer. Never ends without a footer."""
+    with path.open("rb") as file:
+        rest = b""
+        while True:
+            *complete, rest = (rest + file.read()).split(b"\n")
+            for text in complete:
+                for line in parse_lines(text.decode(errors="replace") + "\n", str(path)):
+                    yield line
+                    if isinstance(line, Footer):
+                        return
+            sleep(_POLL_SECONDS)
+
+
+def _end_with_parent(parent: int) -> None:
+    """End this process when the rank that started it has ended, even if a library never returns."""
+    while os.getppid() == parent:
+        time.sleep(0.5)
+    os._exit(1)
+
+
+def main() -> None:
+    """Follow the record in RUN_DIR and send it to the trackers NAMES, until its footer or the end of the rank."""
+    names, run_dir = sys.argv[1:]
+    os.nice(19)
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    send(follow(Path(run_dir) / FILE_NAME), parse_trackers(names), Path(run_dir))
+
+
+if __name__ == "__main__":
+    main()
