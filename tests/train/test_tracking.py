@@ -1,0 +1,66 @@
+"""The process beside a training that sends its record to trackers: it disturbs nothing, and ends with the run."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from cpuft.record import format_line, read_record
+from cpuft.train import tracking
+from cpuft.train.tracking import TrackerProcess
+from tests.conftest import run_cpuft
+from tests.records import make_record
+
+JOB = ("--task", "demo", "--max-train-samples", "64", "--max-steps", "4", "--batch-size", "16", "--no-save-model")
+
+
+def follow(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[str]]:
+    """Put a shell command in the place of the trackers; return how long the end took, and the warnings."""
+    warnings: list[str] = []
+    (folder / "record.jsonl").write_text(format_line(make_record(1).header) + "\n")
+    popen = tracking.subprocess.Popen
+    monkeypatch.setattr(
+        tracking.subprocess, "Popen", lambda argv, **options: popen(["sh", "-c", command, *argv], **options)
+    )
+    with TrackerProcess("wandb", str(folder), warnings.append):
+        start = time.monotonic()
+    return time.monotonic() - start, warnings
+
+
+def test_a_tracker_that_hangs_costs_a_second_and_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, warnings = follow(tmp_path, "exec sleep 60", monkeypatch)
+    assert 0.9 < seconds < 1.3
+    assert [f"send it with cpuft report {tmp_path.name} --to wandb" in line for line in warnings] == [True]
+    assert "do not have the whole record" in warnings[0]
+
+
+def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, warnings = follow(tmp_path, "echo no server >&2; exit 1", monkeypatch)
+    assert seconds < 0.9
+    assert ["have failed" in line for line in warnings] == [True]
+    assert (tmp_path / "logs/trackers.err").read_text() == "no server\n"
+
+
+def test_a_tracker_that_has_everything_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds, warnings = follow(tmp_path, "exit 0", monkeypatch)
+    assert (warnings, seconds < 0.9) == ([], True)
+
+
+def test_without_trackers_nothing_is_started(tmp_path: Path) -> None:
+    with TrackerProcess("", str(tmp_path), pytest.fail):
+        pass
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_tensorboard_follows_a_run_of_two_ranks(tmp_path: Path) -> None:
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    done = run_cpuft("launch", "--np", "2", *JOB, "--run-dir", "run", "--report-to", "tensorboard")
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    found = event_accumulator.EventAccumulator("run/tensorboard")
+    found.Reload()
+    record = read_record("run")
+    assert [event.step for event in found.Scalars("train/loss")] == [line.step for line in record.steps]
+    assert found.Scalars("eval/accuracy")[0].value == pytest.approx(record.metrics["accuracy"])
