@@ -154,14 +154,15 @@ class TrainConfig:
     )
     train_file: str = _data(
         "",
-        "Training data. With --task files: one CSV, TSV or JSON lines file. With --task text: text files, JSON lines "
-        "files or folders of them, separated by commas",
+        "Training data: paths or patterns such as 'data/*.csv', separated by commas. With --task files: CSV, TSV or "
+        "JSON lines files, also compressed with gzip, Parquet or Arrow files, or folders of datasets.save_to_disk. "
+        "With --task text: text files, JSON lines files or folders of them",
         takes="FILE",
     )
     validation_file: str = _data(
         "",
-        "Validation data in the same form as --train-file; --task files requires it, --task text can use "
-        "--validation-split instead",
+        "Validation data in the same form as --train-file (default: a part of the training data, see "
+        "--validation-split)",
         takes="FILE",
     )
     text_columns: str = _data(
@@ -194,8 +195,8 @@ class TrainConfig:
     )
     validation_split: float = _data(
         0.1,
-        "Fraction of the lines (of JSON lines files: the rows) that --task text keeps for validation when there is "
-        "no --validation-file; they are taken from all parts of the texts, up to 64 in a row",
+        "Fraction of the rows of --task files, or of the lines of --task text, that is kept for validation when there is "
+        "no --validation-file; of texts, up to 64 lines in a row are taken from all parts",
         least=0.001,
         most=0.5,
     )

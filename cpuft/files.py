@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import glob
 import hashlib
 import os
 import secrets
@@ -106,9 +107,14 @@ def write_text(path: Path, text: str) -> None:
 def split_paths(text: str) -> list[str]:
     """Return the paths in a text that separates them by commas, without spaces around them.
 
-    A text that is itself an existing path is one path, even if it contains commas. An empty text is one empty path.
+    A pattern such as `data/*.csv` stands for all paths that match it, in alphabetical order, and for itself if none
+    does. A text that is itself an existing path is one path, even if it contains commas. An empty text is one empty
+    path.
     """
-    return [text] if os.path.exists(text) else [word.strip() for word in text.split(",")]
+    if os.path.exists(text):
+        return [text]
+    names = [word.strip() for word in text.split(",")]
+    return [path for name in names for path in (sorted(glob.glob(name)) if glob.has_magic(name) else []) or [name]]
 
 
 def hash_text(text: str, digits: int = 64) -> str:

@@ -274,12 +274,13 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
 def refuse_unused_data_options(train: TrainConfig) -> None:
     """Raise CpuftError if an option about data differs from its default and has no effect with `train.task`.
 
-    --train-file, --validation-file and --text-columns need the task "files" or "text"; --validation-split,
+    --train-file, --validation-file, --validation-split and --text-columns need the task "files" or "text";
     --mlm-probability and --whole-word-mask need "text"; --data-dir needs a GLUE task such as "mrpc". An ignored option
     would mean to train on other data than the user believes.
     """
-    default, text = TrainConfig(), ("validation_split", "mlm_probability", "whole_word_mask")
-    own = {"files": (), "text": ()}.get(train.task, ("train_file", "validation_file", "text_columns"))
+    default, text = TrainConfig(), ("mlm_probability", "whole_word_mask")
+    files = ("train_file", "validation_file", "validation_split", "text_columns")
+    own = {"files": (), "text": ()}.get(train.task, files)
     task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
     for name in (*own, *(text if train.task != "text" else ())):
         if getattr(train, name) != getattr(default, name):

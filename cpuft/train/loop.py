@@ -107,6 +107,7 @@ def train_and_evaluate(
         steps=reporter.earlier_steps + steps,
         phases=gather(average_phases(steps)),
         checksum=checksum,
+        evaluation=saved,
         evaluation_seconds=sum(line.seconds for line in evaluations),
         saved_step=0 if saved is evaluations[-1] else saved.step,
     )

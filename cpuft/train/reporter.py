@@ -188,6 +188,8 @@ class TrainingResult:
     """For each rank, the mean seconds of a steady step by phase: data, forward, backward, communication and update."""
     checksum: str
     """Of the parameters, the same on all ranks; empty if ranks trained independently."""
+    evaluation: EvaluationLine | None = None
+    """The evaluation of the weights that the model has now; None if ranks trained independently."""
     evaluation_seconds: float = 0.0
     """Seconds of all evaluations."""
     saved_step: int = 0

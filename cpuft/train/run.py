@@ -24,7 +24,8 @@ from cpuft.rank.world import parse_world
 from cpuft.record import EarlierMeasurements, Header, RecordedRank, Writer, describe_products, format_line
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.files import FOLDER, remove_all
-from cpuft.train.checkpoint.final_model import save_model
+from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
+from cpuft.train.checkpoint.model_card import write_model_card
 from cpuft.train.checkpoint.policy import Checkpoints, CheckpointWriter, ResumePoint, choose_writer_ranks, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import read_prepared
@@ -128,7 +129,10 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
                 source = config.tokenizer or config.model
                 save_model(model, source, worker.run_dir, config.lora_merge, prepared.tokenizer)
         if reporter.record:
-            reporter.record.write(make_footer(result, peak_memory, time.perf_counter() - started))
+            footer = make_footer(result, peak_memory, time.perf_counter() - started)
+            if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
+                write_model_card(folder, header, result.evaluation, footer)
+            reporter.record.write(footer)
         finish(checkpoints, worker, world.local_rank)
 
 

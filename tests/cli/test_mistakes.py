@@ -247,8 +247,8 @@ TRAINING: list[tuple[str, Files, str]] = [
     ),
     (
         "--task=files --train-file=train.csv",
-        {"train.csv": "text,label\ngood,1\nbad,0\n"},
-        "--task files needs --validation-file as well: give a second file (CSV, TSV or JSON lines) with the same columns and other examples, by which the model is evaluated",
+        {"train.csv": "text,label\ngood,1\ngood,1\n"},
+        "train.csv has 1 different row, too few to take some for validation: give more rows, or other rows with --validation-file",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
@@ -288,7 +288,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.parquet --validation-file=train.parquet",
         {"train.parquet": b"PAR1\x15\x04\x15\xfePAR1"},
-        "train.parquet is a Parquet file, which cpuft does not read: convert it with this command, then give train.jsonl instead: python -c \"import pandas; pandas.read_parquet('train.parquet').to_json('train.jsonl', orient='records', lines=True)\"",
+        "train.parquet is cut off or damaged (PARQUET): copy or download it again, or check --train-file",
     ),
     (
         "--task=files --train-file=train.xlsx --validation-file=train.xlsx",
@@ -298,12 +298,12 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/data-00000-of-00001.arrow": b"ARROW1", "reviews/dataset_info.json": "{}", "reviews/state.json": "{}"},
-        "reviews is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not read: convert it with this command, then give reviews.jsonl instead: python -c \"import datasets; datasets.load_from_disk('reviews').to_json('reviews.jsonl')\"",
+        "reviews is cut off or damaged ('_data_files'): copy or download it again, or check --train-file",
     ),
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/dataset_dict.json": '{"splits": ["train", "validation"]}'},
-        "reviews is a folder that save_to_disk of the Hugging Face library datasets wrote, which cpuft does not read: convert it with this command, then give the files that it writes, for example --train-file train.jsonl --validation-file validation.jsonl: python -c \"import datasets; [split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk('reviews').items()]\"",
+        "reviews holds several splits that the Hugging Face library datasets saved (): give the folder of one split, for example --train-file reviews/train",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",

@@ -234,7 +234,7 @@ def test_compare_reports(tmp_path: Path) -> None:
         ),
         (
             ("--task", "files"),
-            "--task files needs --train-file: give a CSV, TSV or JSON lines file with texts and labels",
+            "--task files needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with texts and labels",
         ),
     ],
 )

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import csv
+import gzip
 import io
+import json
 import random
 import shlex
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,8 +19,10 @@ from typing import Any
 
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError, counted, suggest_names
+from cpuft.files import split_paths
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import TASKS, Task
+from cpuft.train.data.columnar import Cell, is_columnar, read_columnar
 from cpuft.train.startup import find_hub_problem
 
 
@@ -204,73 +209,100 @@ def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Exampl
 
 # The user's own files
 
-Cell = str | list[str]
-"""A text; in JSON lines also a list of texts."""
-
 
 @dataclass(frozen=True)
 class Table:
-    """A CSV, TSV or JSON lines file."""
+    """The rows of one file or of several files."""
 
     source: str
-    """The file's path, for messages."""
+    """The paths of the files, for messages."""
     columns: list[str]
-    """Names of the columns in the order of the header; in JSON lines those of all lines, in alphabetical order."""
-    rows: list[tuple[int, dict[str, Cell]]]
-    """Line number and cells of each row. In JSON lines a row may lack columns."""
+    """Names of the columns in the order of the header; in JSON lines those of all lines, in alphabetical order. Of
+    several files, the columns that all of them have, in the order of the first one."""
+    rows: list[tuple[str, dict[str, Cell]]]
+    """Of each row, where it is (`train.csv, line 3`, for messages), and its cells. In JSON lines a row may lack
+    columns."""
+
+
+def read_tables(paths: str, option: str = "--train-file") -> Table:
+    """Read files as `read_table` does: paths and patterns, separated by commas, one after another.
+
+    Raises CpuftError: a file cannot be read.
+    """
+    tables = [read_table(Path(path), option) for path in split_paths(paths)]
+    if len(tables) == 1:
+        return tables[0]
+    columns = [name for name in tables[0].columns if all(name in table.columns for table in tables)]
+    return Table(paths, columns, [row for table in tables for row in table.rows])
 
 
 def read_table(path: Path, option: str = "--train-file") -> Table:
-    """Read a CSV or TSV file with a header line (quoting as in RFC 4180) or JSON lines (.json, .jsonl, .ndjson).
+    """Read a file with rows, whose format the name and the first bytes tell.
 
-    A name that ends in .tsv means tabs between columns, all other names commas. Blank lines are skipped. A file with
-    only a header gives a table without rows.
+    The formats are CSV and TSV with a header line (quoting as in RFC 4180), JSON lines (.json, .jsonl, .ndjson), each
+    also compressed with gzip (.gz); Parquet; Arrow; and a folder of `datasets.save_to_disk`. A name that ends in .tsv
+    means tabs between columns, all other names commas. Blank lines are skipped. A file with only a header gives a table
+    without rows.
 
     Parameters
     ----------
     option: the option that named the file, for messages.
 
-    Raises CpuftError: the file is missing, empty or not UTF-8 text; another format, such as Parquet, a JSON array, or
-    CSV with another delimiter; or a line does not have the header's number of columns or is no JSON object.
+    Raises CpuftError: the file is missing, empty, cut off or not UTF-8 text; another format, such as a spreadsheet, a
+    JSON array, or CSV with another delimiter; or a line does not have the header's number of columns or is no JSON
+    object.
     """
+    with suppress(OSError):  # of a file that is missing; reading it as text says what to do
+        if is_columnar(path):
+            columns, found = read_columnar(path, option)
+            return Table(str(path), columns, [(f"{path}, row {n}", row) for n, row in enumerate(found, start=1)])
     text = read_text(path, option)
     if not text.strip():
         raise CpuftError(f"{path} is empty: give a file with rows")
-    if path.suffix in (".json", ".jsonl", ".ndjson"):
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if suffix in (".json", ".jsonl", ".ndjson"):
         lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
         _refuse_json_array(lines[0][1], path)
-        rows = [(number, parse_json_cells(line, f"{path}, line {number}")) for number, line in lines]
+        rows = [(where := f"{path}, line {number}", parse_json_cells(line, where)) for number, line in lines]
         # All lines' columns, not the first line's: if that lacks a column, the error must name the line.
         return Table(str(path), sorted({name for _, row in rows for name in row}), rows)
-    (_, columns), *cell_rows = _split_cells(text, "\t" if path.suffix == ".tsv" else ",", str(path))
-    _refuse_other_delimiter(columns, path)
+    (_, columns), *cell_rows = _split_cells(text, "\t" if suffix == ".tsv" else ",", str(path))
+    _refuse_other_delimiter(columns, path, suffix)
     for number, cells in cell_rows:
         if len(cells) != len(columns):
-            separator = "tab" if path.suffix == ".tsv" else "comma"
+            separator = "tab" if suffix == ".tsv" else "comma"
             quotes = f"put a text that contains a {separator} in quotation marks"
             raise CpuftError(
                 f"{path}, line {number} has {counted(len(cells), 'column')}, but the header has {len(columns)}: "
                 f"{quotes if len(cells) > len(columns) else 'correct that line'}"
             )
-    return Table(str(path), columns, [(number, {**dict(zip(columns, cells))}) for number, cells in cell_rows])
+    return Table(
+        str(path), columns, [(f"{path}, line {number}", {**dict(zip(columns, cells))}) for number, cells in cell_rows]
+    )
 
 
 def read_text(path: Path, option: str = "--data-dir") -> str:
     """Return the text of a file that `option` has named, with its line ends, but without a byte order mark.
 
-    Raises CpuftError: it is missing, cannot be read, is a folder, or not UTF-8 text, or has the format of Parquet,
-    Arrow, gzip or a spreadsheet. The message tells how to convert it.
+    A file that is compressed with gzip is decompressed.
+
+    Raises CpuftError: it is missing, cannot be read, is a folder, cut off, or not UTF-8 text, or has the format of
+    Parquet, Arrow or a spreadsheet. The message tells how to convert it.
     """
     content = b""
     try:
         if path.is_dir():
             raise CpuftError(_describe_folder(path, option))
         content = path.read_bytes()
+        if content.startswith(_GZIP):
+            content = gzip.decompress(content)
         if problem := _describe_format(path, content):
             raise CpuftError(problem)
         return content.decode("utf-8-sig")  # line ends stay as they are: inside quotation marks they are text
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}: check {option}") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error):
+        raise CpuftError(f"{path} is cut off or damaged: copy or download it again, or check {option}") from None
     except UnicodeDecodeError as error:
         # The decoder does not count a byte order mark at the beginning.
         start = error.start + (len(content) - len(error.object))
@@ -280,8 +312,9 @@ def read_text(path: Path, option: str = "--data-dir") -> str:
 
 
 _PANDAS = 'python -c "import pandas; pandas.{}"'
-_MAGIC = ((b"PAR1", "a Parquet file"), (b"ARROW1", "an Arrow file"), (b"\x1f\x8b", "compressed with gzip"))
+_MAGIC = ((b"PAR1", "a Parquet file"), (b"ARROW1", "an Arrow file"))
 """The first bytes of files of other formats."""
+_GZIP = b"\x1f\x8b"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -294,8 +327,6 @@ def _describe_format(path: Path, content: bytes) -> str:
         command = _PANDAS.format(f"read_parquet({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
     elif name == "an Arrow file":
         command = _PANDAS.format(f"read_feather({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
-    elif name:
-        command, target = f"gunzip {shlex.quote(str(path))}", str(path.with_suffix(""))
     elif path.suffix in (".xlsx", ".xls", ".ods"):
         advice = "save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead"
         return f"{what.format('a spreadsheet')}: {advice}"
@@ -311,18 +342,17 @@ def _advise_command(command: str, target: str) -> str:
 
 
 def _describe_folder(path: Path, option: str) -> str:
-    """Say that a folder was given in place of a file, and how to convert one that the package datasets saved."""
-    if any((path / name).exists() for name in ("dataset_info.json", "dataset_dict.json", "state.json")):
-        writer = "save_to_disk of the Hugging Face library datasets"
-        what = f"{path} is a folder that {writer} wrote, which cpuft does not read"
-        if (path / "dataset_dict.json").exists():
-            code = f"[split.to_json(name + '.jsonl') for name, split in datasets.load_from_disk({str(path)!r}).items()]"
-            files = "the files that it writes, for example --train-file train.jsonl --validation-file validation.jsonl"
-            return f'{what}: convert it with this command, then give {files}: python -c "import datasets; {code}"'
-        target = f"{path.absolute().name}.jsonl"
-        command = f'python -c "import datasets; datasets.load_from_disk({str(path)!r}).to_json({target!r})"'
-        return f"{what}: {_advise_command(command, target)}"
-    return f"{path} is a folder, and {option} takes one file of rows: give a CSV, TSV or JSON lines file"
+    """Say that a folder was given in place of a file, or of the folder of one split that the library datasets saved."""
+    if (path / "dataset_dict.json").exists():
+        splits = sorted(one.parent.name for one in path.glob("*/state.json"))
+        return (
+            f"{path} holds several splits that the Hugging Face library datasets saved ({', '.join(splits)}): give the "
+            f"folder of one split, for example {option} {path / (splits or ['train'])[-1]}"
+        )
+    return (
+        f"{path} is a folder, and {option} takes files of rows: give a CSV, TSV, JSON lines, Parquet or Arrow file, or "
+        f"all files of the folder, for example {option} '{path}/*.csv'"
+    )
 
 
 def _convert_from(encoding: str, path: Path) -> tuple[str, str]:
@@ -365,9 +395,9 @@ def _refuse_json_array(first_line: str, path: Path) -> None:
 _DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
 
 
-def _refuse_other_delimiter(columns: Sequence[str], path: Path) -> None:
-    """Raise CpuftError if the header has one column that contains another delimiter than the file's name tells."""
-    wanted = "tabs" if path.suffix == ".tsv" else "commas"
+def _refuse_other_delimiter(columns: Sequence[str], path: Path, suffix: str) -> None:
+    """Raise CpuftError if the header has one column that contains another delimiter than the file's `suffix` tells."""
+    wanted = "tabs" if suffix == ".tsv" else "commas"
     for character, name in _DELIMITERS.items():
         if len(columns) == 1 and character in columns[0] and name != wanted:
             if name in ("tabs", "commas"):
@@ -482,14 +512,14 @@ def read_user_files(task: Task, config: TrainConfig) -> TaskData:
     has.
     """
     if not config.train_file:
-        raise CpuftError("--task files needs --train-file: give a CSV, TSV or JSON lines file with texts and labels")
-    if not config.validation_file:
         raise CpuftError(
-            "--task files needs --validation-file as well: give a second file (CSV, TSV or JSON lines) with the same "
-            "columns and other examples, by which the model is evaluated"
+            "--task files needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with texts and labels"
         )
-    train = read_table(Path(config.train_file), "--train-file")
-    validation = read_table(Path(config.validation_file), "--validation-file")
+    train = read_tables(config.train_file, "--train-file")
+    if config.validation_file:
+        validation = read_tables(config.validation_file, "--validation-file")
+    else:
+        train, validation = split_table(train, config.validation_split)
     label = _choose_label_column(train, config.label_column)
     task = replace(task, texts=choose_text_columns(train, config.text_columns, label), label=label)
     for table in (train, validation):
@@ -501,6 +531,32 @@ def read_user_files(task: Task, config: TrainConfig) -> TaskData:
         check_cells(table, task)
     task = _find_labels(task, train, validation, config.label_type)
     return TaskData(task, make_examples(train, task), {"": make_examples(validation, task)})
+
+
+def split_table(table: Table, share: float) -> tuple[Table, Table]:
+    """Return a table without the rows that are kept for validation, and a table of these rows.
+
+    The rows are drawn at random, and the same ones whatever the seed of the training is, so that runs can be compared.
+    Equal rows, with the same cells, stay together: no validation example is a training example, too.
+
+    Parameters
+    ----------
+    share: of the rows for validation; at least one row is taken.
+
+    Raises CpuftError: there are fewer than two different rows.
+    """
+    keys = [json.dumps(cells, sort_keys=True) for _, cells in table.rows]
+    different = sorted(set(keys))
+    if len(different) < 2:
+        raise CpuftError(
+            f"{table.source} has {counted(len(different), 'different row')}, too few to take some for validation: give "
+            f"more rows, or other rows with --validation-file"
+        )
+    count = min(len(different) - 1, max(1, round(share * len(different))))
+    chosen = set(random.Random(0).sample(different, count))
+    rows = [(key in chosen, row) for key, row in zip(keys, table.rows)]
+    train, validation = ([row for is_chosen, row in rows if is_chosen is wanted] for wanted in (False, True))
+    return replace(table, rows=train), replace(table, rows=validation)
 
 
 def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
@@ -520,7 +576,10 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     another number of text columns than the task, a line does not fit the others, or a label is none of the task's.
     """
     option = "--file" if config.file else "where the run's rows are, or name them with --file"
-    table = read_table(Path(config.file or train.validation_file), option)
+    if config.file or train.validation_file:
+        table = read_tables(config.file or train.validation_file, option)
+    else:
+        table = split_table(read_tables(train.train_file, option), train.validation_split)[1]
     has_column = {name: name in table.columns for name in (*task.texts, task.label, train.label_column)}
     usual = task.label if has_column[task.label] and not has_column[train.label_column] else train.label_column
     label = config.label_column or _choose_label_column(table, usual)
@@ -614,8 +673,7 @@ def check_cells(table: Table, task: Task, has_labels: bool = True) -> None:
     if has_labels:
         several = any(isinstance(row.get(task.label), list) for _, row in table.rows)
         needs_list[task.label] = several if task.kind == "labels" else task.kind == "tags"
-    for number, row in table.rows:
-        where = f"{table.source}, line {number}"
+    for where, row in table.rows:
         for name, is_list in needs_list.items():
             if name not in row or (_must_not_be_empty(name, task) and not _has_text(row[name])):
                 raise CpuftError(f"{where} has no {name!r}: correct or remove that line")
@@ -650,16 +708,16 @@ def _find_labels(task: Task, train: Table, validation: Table, wanted: str) -> Ta
     Raises CpuftError: training examples have fewer than two labels, or a validation example has another label.
     """
     found = sorted({text for _, row in train.rows for text in _split_label(row[task.label], task)})
-    others = {text: number for number, row in reversed(validation.rows) for text in _split_label(row[task.label], task)}
+    others = {text: where for where, row in reversed(validation.rows) for text in _split_label(row[task.label], task)}
     if task.kind == "score" or (wanted == "auto" and task.kind == "class" and _are_scores([*found, *others])):
         return replace(task, labels=(), metrics=choose_metrics("score", ()), kind="score")
     if len(found) < 2:
         what = f"all rows of {train.source} have the label {found[0]!r}" if found else f"{train.source} has no labels"
         raise CpuftError(f"{what}: give rows with at least two different labels")
-    for label, number in others.items():
+    for label, where in others.items():
         if label not in found:
             raise CpuftError(
-                f"{validation.source}, line {number}: no row of {train.source} has the label {label!r}: correct that "
+                f"{where}: no row of {train.source} has the label {label!r}: correct that "
                 f"line, or train on rows that have it"
             )
     return replace(task, labels=tuple(found), metrics=choose_metrics(task.kind, found))
@@ -704,11 +762,11 @@ def make_examples(table: Table, task: Task, has_labels: bool = True) -> Examples
     Raises CpuftError, which names the line: a label is not one of `task.labels`, or a score is no finite number.
     """
     examples = Examples([], [], has_labels)
-    for number, row in table.rows:
+    for where, row in table.rows:
         cells = [row[name] for name in task.texts]
         examples.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))
         texts = _split_label(row[task.label], task) if has_labels else []
-        numbers = [parse_label(text, task, f"{table.source}, line {number}") for text in texts]
+        numbers = [parse_label(text, task, where) for text in texts]
         several = task.kind in ("labels", "tags")
         examples.labels.append(tuple(map(int, numbers)) if several else numbers[0] if has_labels else 0.0)
     return examples

@@ -1,0 +1,106 @@
+"""The model card: a README.md in the folder of the trained model, made from the record of the run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+import cpuft
+from cpuft.config import TrainConfig, option_names
+from cpuft.errors import counted
+from cpuft.files import hash_text, write_text
+from cpuft.record import EvaluationLine, Footer, Header, format_line
+
+_LEFT_OUT = (
+    "task",
+    "model",
+    "from_config",
+    "tokenizer",
+    "data_dir",
+    "train_file",
+    "validation_file",
+    "report_to",
+    "save_model",
+    "checkpoint_every",
+    "comm_timeout",
+)
+"""Options that the recipe does not show: they are elsewhere in the card, name local files, or change no weight."""
+
+
+def write_model_card(folder: Path, header: Header, evaluation: EvaluationLine, footer: Footer) -> None:
+    """Write README.md into the folder of a model.
+
+    Parameters
+    ----------
+    evaluation: that of the weights in the folder.
+
+    Raises OSError: it cannot be written.
+    """
+    write_text(folder / "README.md", format_model_card(header, evaluation, footer))
+
+
+def format_model_card(header: Header, evaluation: EvaluationLine, footer: Footer) -> str:
+    """Return the card: what the Hugging Face hub reads of a model, then task, metrics, recipe, hosts, speed, versions.
+
+    Names of hosts and local paths are not in it. Texts that come from options or files are written as JSON, so that
+    they neither end the header nor begin a line of their own.
+    """
+    base = header.model if not _is_local(header.model) else ""
+    front = {"library_name": "transformers", "tags": ["cpuft"], "metrics": list(evaluation.metrics)}
+    if base:
+        front |= {"base_model": base}
+    default = TrainConfig(task=header.task if header.task in ("demo",) else "mrpc")
+    recipe = {
+        name: header.options[name]
+        for name in option_names(TrainConfig)
+        if name in header.options
+        and name not in _LEFT_OUT
+        and (
+            header.options[name] != getattr(default, name) or name in ("epochs", "batch_size", "learning_rate", "seed")
+        )
+    }
+    # Ranks that are named only by number: the names of hosts are their owner's.
+    place = f"{counted(header.world_size, 'rank')} on {counted(len(header.hosts), 'host')} ({header.cpu_model})"
+    speed = {
+        "place": place,
+        "precision": header.precision,
+        "backend": header.backend,
+        "training": f"{footer.train_seconds:.0f} s, {footer.steady_samples_per_second:.1f} samples/s",
+        "peak memory of a rank": f"{footer.peak_memory_bytes / 1e9:.2f} GB",
+    }
+    weights = f"after update {footer.saved_step}, the best evaluation" if footer.saved_step else "after the last update"
+    parts = [
+        "---",
+        *(f"{name}: {json.dumps(value)}" for name, value in front.items()),
+        "---",
+        "",
+        f"# A model for the task {_inline(header.task)}",
+        "",
+        f"{_inline(base) if base else 'A model'} was fine-tuned with cpuft {cpuft.__version__} on "
+        f"{counted(header.examples, 'example')}. The weights are those {weights}.",
+        "",
+        *_table("Metrics on the validation examples", {k: f"{v:.4f}" for k, v in evaluation.metrics.items()}),
+        *_table("Recipe", {f"--{name.replace('_', '-')}": str(value) for name, value in recipe.items()}),
+        *_table("Hosts and speed", speed),
+        *_table("Versions", header.versions),
+        f"Checksum of the examples: `{header.data}`; of the parameters: `{footer.checksum}`; of the run: "
+        f"`{hash_text(format_line(header), 16)}`.",
+        "",
+    ]
+    return "\n".join(parts)
+
+
+def _is_local(model: str) -> bool:
+    """Whether the name of a model is a path, which says nothing to others."""
+    return model.startswith((".", "/", "~")) or model.count("/") > 1 or Path(model).exists()
+
+
+def _inline(text: str) -> str:
+    """Return a text for a line of Markdown, without line breaks and without the characters of tables and code."""
+    return "".join(c if c.isprintable() and c not in "|`<>" else "?" for c in text)
+
+
+def _table(title: str, values: Mapping[str, str]) -> list[str]:
+    rows = [f"| {_inline(name)} | {_inline(str(value))} |" for name, value in values.items()]
+    return [f"## {title}", "", "| | |", "| --- | --- |", *rows, ""]

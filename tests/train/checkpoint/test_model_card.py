@@ -1,0 +1,55 @@
+"""The model card: what it says of a run, and what it keeps for itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from cpuft.config import TrainConfig
+from cpuft.train.checkpoint.model_card import format_model_card, write_model_card
+from tests.records import make_record
+
+RECORD = make_record(2)
+HEADER = replace(RECORD.header, options=vars(TrainConfig(task="mrpc", learning_rate=1e-4, train_file="/home/me/x.csv")))
+
+
+def card(**changes: object) -> str:
+    assert RECORD.footer is not None
+    return format_model_card(replace(HEADER, **changes), RECORD.evaluations[-1], RECORD.footer)
+
+
+def test_a_card_has_task_metrics_recipe_speed_and_versions() -> None:
+    text = card(task="mrpc", model="org/encoder")
+    _, front, body = text.split("---\n", 2)
+    assert yaml.safe_load(front)["base_model"] == "org/encoder"
+    assert yaml.safe_load(front)["metrics"] == list(RECORD.metrics)
+    for name, value in RECORD.metrics.items():
+        assert f"| {name} | {value:.4f} |" in body
+    assert "| --learning-rate | 0.0001 |" in body
+    assert "2 ranks on" in body
+    assert f"| torch | {HEADER.versions['torch']} |" in body
+
+
+def test_names_of_hosts_and_local_paths_stay_at_home() -> None:
+    text = card(model="/home/me/model")
+    assert "/home/me" not in text
+    assert not any(host in text for host in HEADER.hosts)
+    assert "base_model" not in text
+
+
+def test_a_name_with_a_line_break_ends_neither_the_header_nor_a_row() -> None:
+    text = card(model="a\n---\nb", versions={"x|y": "1\n2"})
+    assert yaml.safe_load(text.split("---\n", 2)[1])["library_name"] == "transformers"
+    assert "| x?y | 1?2 |" in text
+
+
+@pytest.mark.parametrize(
+    ("step", "words"), [(0, "after the last update"), (30, "after update 30, the best evaluation")]
+)
+def test_a_card_says_which_weights_were_saved(step: int, words: str, tmp_path: Path) -> None:
+    assert RECORD.footer is not None
+    write_model_card(tmp_path, HEADER, RECORD.evaluations[-1], replace(RECORD.footer, saved_step=step))
+    assert f"The weights are those {words}." in (tmp_path / "README.md").read_text()

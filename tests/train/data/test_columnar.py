@@ -1,0 +1,152 @@
+"""Parquet, Arrow and saved data sets give the same rows as a CSV file with the same content."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pandas
+import pyarrow
+import pytest
+from pyarrow import feather, parquet
+
+from cpuft.config import TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.train.data.prepare import prepare
+from cpuft.train.data.sources import read_data, read_table, read_tables, split_table
+from tests.train.data.test_sources import lines
+
+ROWS: dict[str, list[Any]] = {
+    "text": ["good", "NA", 'a "quoted", text', "line\nbreak", "caf\u00e9", ""],
+    "label": [1, 0, 1, 0, 1, 0],
+    "score": [0.5, 1e-7, 3.0, 2.25, -1.0, 0.1],
+}
+
+
+def write_stream(table: pyarrow.Table, path: str) -> None:
+    with pyarrow.OSFile(path, "wb") as sink, pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+
+
+WRITERS: dict[str, Callable[[pyarrow.Table, str], None]] = {
+    "x.csv": lambda table, path: table.to_pandas().to_csv(path, index=False),
+    "x.csv.gz": lambda table, path: table.to_pandas().to_csv(path, index=False),
+    "x.jsonl": lambda table, path: table.to_pandas().to_json(path, orient="records", lines=True),
+    "x.jsonl.gz": lambda table, path: table.to_pandas().to_json(path, orient="records", lines=True),
+    "x.parquet": lambda table, path: parquet.write_table(table, path),
+    "x.feather": lambda table, path: feather.write_feather(table, path),
+    "x.arrow": write_stream,
+    "x": lambda table, path: datasets.Dataset(table).save_to_disk(path),
+}
+
+
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, write in WRITERS.items():
+        write(pyarrow.table(ROWS), name)
+    return tmp_path
+
+
+def test_all_formats_give_the_same_rows(written: Path) -> None:
+    expected = [list(row.values()) for _, row in read_table(Path("x.csv")).rows]
+    assert [row[0] for row in expected] == ROWS["text"]
+    for name in WRITERS:
+        table = read_table(Path(name))
+        assert table.columns == sorted(ROWS) if "json" in name else table.columns == list(ROWS)
+        assert [[row[column] for column in ROWS] for _, row in table.rows] == expected, name
+
+
+def test_all_formats_give_the_same_tokens(written: Path, own_cache: None) -> None:
+    names = [name for name in WRITERS if name != "x"]
+    paths = {
+        prepare(TrainConfig(task="files", train_file=name, validation_file="x.csv")).name for name in (*names, "x")
+    }
+    assert len(paths) == 1
+
+
+def test_numbers_of_classes_become_their_names() -> None:
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
+    table = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    table.save_to_disk("x")
+    table.to_parquet("x.parquet")
+    for name in ("x", "x.parquet"):
+        assert [row["label"] for _, row in read_table(Path(name)).rows] == ["good", "bad"]
+
+
+def test_rows_that_were_selected_are_read_in_their_order() -> None:
+    datasets.Dataset.from_dict({"text": ["a", "b", "c"]}).select([2, 0]).save_to_disk("x")
+    assert [row["text"] for _, row in read_table(Path("x")).rows] == ["c", "a"]
+
+
+def test_fp32_numbers_nulls_and_nested_columns() -> None:
+    table = pyarrow.table(
+        {
+            "text": pyarrow.array(["a", None]),
+            "score": pyarrow.array([0.1, None], pyarrow.float32()),
+            "tokens": pyarrow.array([["a", "b"], []]),
+            "nested": pyarrow.array([{"x": 1}, {"x": 2}]),
+            "flag": pyarrow.array([True, False]),
+        }
+    )
+    parquet.write_table(table, "x.parquet")
+    found = read_table(Path("x.parquet"))
+    assert found.columns == ["text", "score", "tokens", "flag"]
+    assert [row for _, row in found.rows] == [
+        {"text": "a", "score": "0.1", "tokens": ["a", "b"], "flag": "True"},
+        {"text": "", "score": "", "tokens": [], "flag": "False"},
+    ]
+    assert [where for where, _ in found.rows] == ["x.parquet, row 1", "x.parquet, row 2"]
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "x.feather", "x.arrow", "x.csv.gz", "x/data-00000-of-00001.arrow"])
+@pytest.mark.parametrize("size", [5, 100, -8])
+def test_a_file_that_is_cut_off_is_named(written: Path, name: str, size: int) -> None:
+    content = Path(name).read_bytes()
+    Path(name).write_bytes(content[:size])
+    path = Path(name.partition("/")[0])
+    with pytest.raises(
+        CpuftError, match=f"{path} is cut off or damaged.*: copy or download it again, or check --train"
+    ):
+        read_table(path, "--train-file")
+
+
+def test_a_column_that_is_missing_is_answered_with_those_that_are_there(written: Path) -> None:
+    with pytest.raises(
+        CpuftError, match=r"x.parquet has no column 'body' \(its columns are 'text', 'label', 'score'\)"
+    ):
+        read_data(TrainConfig(task="files", train_file="x.parquet", text_columns="body"))
+
+
+def test_several_files_and_patterns_are_read_in_their_order(written: Path) -> None:
+    one, two = lines({"text": "a", "label": "x"}), lines({"label": "y", "text": "b", "more": 1})
+    Path("b1.jsonl").write_text(one)
+    Path("b0.jsonl").write_text(two)
+    for paths, expected in (("b1.jsonl, b0.jsonl", ["a", "b"]), ("b*.jsonl", ["b", "a"])):
+        table = read_tables(paths)
+        assert [row["text"] for _, row in table.rows] == expected
+        assert set(table.columns) == {"label", "text"}
+    assert table.rows[0][0] == "b0.jsonl, line 1"
+
+
+def test_without_a_validation_file_a_part_is_kept_and_equal_rows_stay_together() -> None:
+    rows = [{"text": f"text {number % 40}", "label": str(number % 2)} for number in range(80)]
+    Path("x.jsonl").write_text(lines(*rows))
+    table = read_table(Path("x.jsonl"))
+    train, validation = split_table(table, 0.25)
+    texts = [{row["text"] for _, row in part.rows} for part in (train, validation)]
+    assert (len(train.rows), len(validation.rows)) == (60, 20)
+    assert not texts[0] & texts[1]
+    assert split_table(table, 0.25)[1].rows == validation.rows
+    data = read_data(TrainConfig(task="files", train_file="x.jsonl", validation_split=0.25))
+    assert len(data.validation[""].texts) == 20
+
+
+def test_pandas_and_gzip_are_what_tests_write_with() -> None:
+    pandas.DataFrame({"text": ["a"]}).to_csv("x.csv.gz", index=False)
+    assert gzip.decompress(Path("x.csv.gz").read_bytes()) == b"text\na\n"
