@@ -195,8 +195,8 @@ class TrainConfig:
     )
     validation_split: float = _data(
         0.1,
-        "Fraction of the rows of --task files, or of the lines of --task text, that is kept for validation when there is "
-        "no --validation-file; of texts, up to 64 lines in a row are taken from all parts",
+        "Fraction of the rows of --task files, or of the lines of --task text, that is kept for validation when there "
+        "is no --validation-file; of texts, up to 64 lines in a row are taken from all parts",
         least=0.001,
         most=0.5,
     )
@@ -385,8 +385,8 @@ class TrainConfig:
     )
     checkpoint_every: float = _output(
         -1.0,
-        "Seconds between checkpoints; 0 writes checkpoints only when the run is asked to stop and, for remote "
-        "hosts, at its end (default: chosen so that checkpoints take at most 2 % of the time; cpuft compare takes "
+        "Seconds between checkpoints; 0 writes checkpoints only when the run is asked to stop, at the end on "
+        "remote hosts, and with --save-best (default: chosen so that checkpoints take at most 2 % of the time; cpuft compare takes "
         "0)",
         least=-1.0,
     )
