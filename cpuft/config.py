@@ -385,9 +385,9 @@ class TrainConfig:
     )
     checkpoint_every: float = _output(
         -1.0,
-        "Seconds between checkpoints; 0 writes checkpoints only when the run is asked to stop, at the end on "
-        "remote hosts, and with --save-best (default: chosen so that checkpoints take at most 2 % of the time; cpuft compare takes "
-        "0)",
+        "Seconds between checkpoints, from which a run is restarted or resumed; the newest two stay until the run is "
+        "complete. 0 writes them only when the run is asked to stop, at the end on several remote hosts, and with "
+        "--save-best (default: chosen so that checkpoints take at most 2 % of the time; cpuft compare takes 0)",
         least=-1.0,
     )
 
@@ -556,8 +556,8 @@ class ResumeConfig:
         "",
         "Resume the run in this folder from its last checkpoint, with its training options and number of ranks; "
         "--np, and options that decide how the hosts train, such as --backend or --gradient-checkpointing, may "
-        "change. Give the other options of the launch again, such as --cluster or --grace-period, and your script "
-        "if the run has one",
+        "change. Give the other options of the launch again, such as --cluster or --grace-period. Give your own script "
+        "again, too: it starts anew, and loads what it has saved with cpuft.save_state",
         takes="FOLDER",
     )
 

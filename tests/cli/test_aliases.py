@@ -87,15 +87,14 @@ def test_no_name_has_two_answers() -> None:
         ),
         (["--lr", "1e-4"], "write --learning-rate instead of --lr"),
         (
-            ["--lr_scheduler_type", "cosine", "--push_to_hub"],
-            "cpuft does not have these options, so leave them out: --lr_scheduler_type (the learning rate always rises "
-            "linearly for --warmup-ratio of the updates, then falls linearly to 0), --push_to_hub (when the run has "
-            "ended, upload its model yourself; it is in the folder of the run, for example in runs/mrpc-np2/model)",
+            ["--no_cuda", "--push_to_hub"],
+            "cpuft does not have these options, so leave them out: --no_cuda (cpuft trains on CPUs only), "
+            "--push_to_hub (when the run has ended, upload its model yourself; it is in the folder of the run, for example in "
+            "runs/mrpc-np2/model)",
         ),
         (
             ["--load_best_model_at_end", "True"],
-            "cpuft does not have the option --load_best_model_at_end, so leave it out: a run evaluates once, when the "
-            "training has ended, and saves the model as it is then",
+            "write --save-best instead of --load_best_model_at_end",
         ),
         (["--np", "2", "--task", "mrpc"], ""),
         (["train.py", "--np", "2"], ""),

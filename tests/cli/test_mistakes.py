@@ -144,7 +144,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --lr_scheduler_type cosine",
         {},
-        "cpuft does not have the option --lr_scheduler_type, so leave it out: the learning rate always rises linearly for --warmup-ratio of the updates, then falls linearly to 0 (see cpuft launch --help)",
+        "write --lr-schedule instead of --lr_scheduler_type (with dashes: constant-with-warmup) (see cpuft launch --help)",
     ),
     (
         "launch --push_to_hub",
@@ -154,7 +154,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --load_best_model_at_end True",
         {},
-        "cpuft does not have the option --load_best_model_at_end, so leave it out: a run evaluates once, when the training has ended, and saves the model as it is then (see cpuft launch --help)",
+        "write --save-best instead of --load_best_model_at_end (see cpuft launch --help)",
     ),
     (
         "launch --num_train_epochs 3",
@@ -288,7 +288,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.parquet --validation-file=train.parquet",
         {"train.parquet": b"PAR1\x15\x04\x15\xfePAR1"},
-        "train.parquet is cut off or damaged (PARQUET): copy or download it again, or check --train-file",
+        "train.parquet is cut off or damaged (Parquet file size is 12 bytes, smaller than the size reported by footer's (4262790165bytes)): copy or download it again, or check --train-file",
     ),
     (
         "--task=files --train-file=train.xlsx --validation-file=train.xlsx",

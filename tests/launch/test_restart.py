@@ -142,17 +142,16 @@ def test_planning_a_restart_is_retried_after_a_failed_connection(
 
 def test_hosts_that_are_lost_at_the_same_moment_are_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The ranks have missed one of them; another one does not answer either."""
-    three = make_cluster((1, 1, 1))
+    three, asked = make_cluster((1, 1, 1)), list[str]()
     names = [assignment.host.name for assignment in three.assignments]
-    asked = list[str]()
 
-    def find(asked_names: Sequence[str], seconds: float = 0.0) -> set[str]:
-        asked.extend(asked_names)
-        three.access.transport.unresponsive.add(names[2])
-        return {names[2]}
+    class Transport(transport_module.SshTransport):
+        def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+            asked.extend(names)
+            self.unresponsive.add("node3")
+            return {"node3"}
 
-    monkeypatch.setattr(three.access.transport, "find_unresponsive", find)
-    monkeypatch.setattr(three.access.transport, "unresponsive", set())
+    three = replace(three, access=replace(three.access, transport=Transport()))
     monkeypatch.setattr("cpuft.launch.restart.read_lost_hosts", lambda run_dir: {names[1]})
     attempt = make_attempt(Launch(script(3), str(Path("run").absolute()), {}), three, lambda: 1)
     assert attempt.result.unreachable == {names[1], names[2]}

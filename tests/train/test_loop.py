@@ -210,7 +210,7 @@ class ScriptedCheckpoints(Checkpoints):
         self.update += 1
         return self.requests.get(self.update, Requests())
 
-    def write(self, update: int) -> None:
+    def write(self, update: int, is_best: bool = False) -> None:
         self.done.append(f"write {update}")
 
     def write_and_stop(self, update: int, updates: int) -> None:

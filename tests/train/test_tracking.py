@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cpuft.record import format_line, read_record
-from cpuft.train import tracking
 from cpuft.train.tracking import TrackerProcess
 from tests.conftest import run_cpuft
 from tests.records import make_record
@@ -20,10 +21,8 @@ def follow(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> tuple
     """Put a shell command in the place of the trackers; return how long the end took, and the warnings."""
     warnings: list[str] = []
     (folder / "record.jsonl").write_text(format_line(make_record(1).header) + "\n")
-    popen = tracking.subprocess.Popen
-    monkeypatch.setattr(
-        tracking.subprocess, "Popen", lambda argv, **options: popen(["sh", "-c", command, *argv], **options)
-    )
+    popen: Any = subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda argv, **options: popen(["sh", "-c", command, *argv], **options))
     with TrackerProcess("wandb", str(folder), warnings.append):
         start = time.monotonic()
     return time.monotonic() - start, warnings

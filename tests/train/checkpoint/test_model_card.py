@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,7 +17,7 @@ RECORD = make_record(2)
 HEADER = replace(RECORD.header, options=vars(TrainConfig(task="mrpc", learning_rate=1e-4, train_file="/home/me/x.csv")))
 
 
-def card(**changes: object) -> str:
+def card(**changes: Any) -> str:
     assert RECORD.footer is not None
     return format_model_card(replace(HEADER, **changes), RECORD.evaluations[-1], RECORD.footer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,7 @@ def test_the_metric_is_the_first_of_the_task_or_the_given_one() -> None:
 
 
 @pytest.mark.parametrize("options", [{"label_smoothing": 0.1}, {"class_weights": "balanced"}])
-def test_data_without_classes_has_no_weights_and_no_smoothing(options: dict[str, object]) -> None:
+def test_data_without_classes_has_no_weights_and_no_smoothing(options: dict[str, Any]) -> None:
     config = replace(TrainConfig(), **options)
     check_recipe(config, DATA)
     with pytest.raises(CpuftError, match="is for tasks with one class per example or per word"):
