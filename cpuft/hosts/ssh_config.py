@@ -222,7 +222,8 @@ def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bas
     known_hosts: path of the file with the hosts' keys; no other host keys are accepted.
     bastions: those on the way to all hosts.
 
-    Raises CpuftError: a value contains a control character or a quotation mark, which would begin another option.
+    Raises CpuftError: a value contains a control character or a quotation mark, which would begin another option, or
+    bytes that are not UTF-8.
     """
     parts = ["# Made by cpuft provision: how to reach the hosts of this cluster."]
     parts += [_format_bastion(name, login) for name, login in bastions]
@@ -272,7 +273,12 @@ def format_shared_key_config(alias: str, key: str, known_hosts: str, port: int) 
 
 
 def _check_line(option: str, value: str) -> str:
-    """Return `value`. Raises CpuftError when it contains a control character, which would end its line."""
+    """Return `value`.
+
+    Raises CpuftError when it contains a control character, which would end its line, or bytes that are not UTF-8.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in value):
+        raise CpuftError(f"{option} {value[:80]!r} is not UTF-8 text, which ssh_config needs: rename the file")
     if odd := find_control(value):
         raise CpuftError(
             f"{option} {value[:80]!r} contains the control character {odd!r}, which ssh_config cannot hold: remove it"

@@ -89,8 +89,8 @@ def test_no_name_has_two_answers() -> None:
         (
             ["--no_cuda", "--push_to_hub"],
             "cpuft does not have these options, so leave them out: --no_cuda (cpuft trains on CPUs only), "
-            "--push_to_hub (when the run has ended, upload its model yourself; it is in the folder of the run, for example in "
-            "runs/mrpc-np2/model)",
+            "--push_to_hub (when the run has ended, upload its model yourself; it is in the folder of the run, for "
+            "example in runs/mrpc-np2/model)",
         ),
         (
             ["--load_best_model_at_end", "True"],

@@ -239,3 +239,8 @@ def test_a_value_cannot_add_a_line_to_the_ssh_configuration(change: dict[str, An
 def test_a_key_path_with_spaces_is_quoted_in_the_ssh_configuration() -> None:
     lines = format_ssh_config(MEMBERS, "/my keys/k", "/known").splitlines()
     assert [line for line in lines if "IdentityFile" in line] == ['  IdentityFile "/my keys/k"'] * 2
+
+
+def test_a_key_path_that_is_not_utf_8_is_refused() -> None:
+    with pytest.raises(CpuftError, match=r"IdentityFile '/\\udcff' is not UTF-8 text, which ssh_config needs: rename"):
+        format_ssh_config(MEMBERS, "/\udcff", "/known")
