@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,11 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import EarlyStoppingCallback, TrainerControl, TrainerState
 
+from cpuft.config import TrainConfig
 from cpuft.record import EvaluationLine, Record, read_record
+from cpuft.train.data.sources import read_data
 from cpuft.train.evaluate import find_best, should_stop_early
 from tests.conftest import run_cpuft
 
-JOB = ("--task", "demo", "--max-train-samples", "256", "--batch-size", "16", "--max-length", "32", "--max-steps", "20")
+JOB = (
+    *("--task", "files", "--train-file", "train.jsonl", "--validation-file", "validation.jsonl"),
+    *("--batch-size", "8", "--max-length", "32", "--learning-rate", "1e-4", "--max-steps", "20"),
+)
 EVERY_EPOCH = ("--eval-every", "epoch")
 
 
@@ -57,7 +63,17 @@ def test_training_ends_early_where_a_trainer_would_end_it(values: list[float], p
     assert (stops or [0])[0] == stop_as_transformers(values, patience)
 
 
+def write_data() -> None:
+    """Write the demo's pairs, few of them for validation, so that evaluating is quick."""
+    data = read_data(TrainConfig(task="demo"))
+    for name, examples, count in (("train", data.train, 160), ("validation", data.validation[""], 48)):
+        rows = zip(examples.texts[:count], examples.labels)
+        lines = [json.dumps({"sentence1": a, "sentence2": b, "label": str(int(label))}) for (a, b), label in rows]
+        Path(f"{name}.jsonl").write_text("\n".join(lines))
+
+
 def train(name: str, *options: str) -> Record:
+    write_data()
     done = run_cpuft("launch", *JOB, "--run-dir", name, *options)
     assert done.returncode == 0, done.stderr
     return read_record(name)
@@ -103,6 +119,7 @@ def test_early_stopping_ends_a_run_that_is_complete(tmp_path: Path) -> None:
 
 
 def test_what_no_evaluation_can_tell_is_refused() -> None:
+    write_data()
     for options, message in (
         (
             ("--save-best",),
@@ -111,7 +128,7 @@ def test_what_no_evaluation_can_tell_is_refused() -> None:
         (("--eval-every", "0"), "--eval-every '0' is not valid: give epoch, none, or a number of updates, 1 or more"),
         (
             (*EVERY_EPOCH, "--save-best", "--best-metric", "f2"),
-            "the task demo has no metric 'f2': did you mean f1?",
+            "the task files has no metric 'f2': did you mean f1?",
         ),
     ):
         done = run_cpuft("launch", *JOB, *options)
