@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gzip
 import io
 import json
 from collections.abc import Callable
@@ -60,6 +61,7 @@ from cpuft.report.page import read_estimates
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.tasks import TASKS
+from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
@@ -152,6 +154,32 @@ def _read_archive(text: str) -> object:
     return read_prepared("data.npz")
 
 
+def _read_bytes_as_rows(name: str) -> Callable[[str], object]:
+    """A function of a file's bytes, a character for each byte, that reads them as rows."""
+
+    def call(text: str) -> object:
+        Path(name).write_bytes(text.encode("latin-1", "ignore"))
+        return read_table(Path(name))
+
+    return call
+
+
+def _make_files_of_rows() -> list[str]:
+    """A Parquet file, an Arrow file, an Arrow stream and a compressed CSV file, a character for each byte."""
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"text": ["a", "b"], "label": [0, 1], "words": [["x"], ["y", "z"]]})
+    as_parquet, as_file, as_stream = io.BytesIO(), io.BytesIO(), io.BytesIO()
+    parquet.write_table(table, as_parquet)
+    with pyarrow.ipc.new_file(as_file, table.schema) as writer:
+        writer.write_table(table)
+    with pyarrow.ipc.new_stream(as_stream, table.schema) as writer:
+        writer.write_table(table)
+    files = [as_parquet.getvalue(), as_file.getvalue(), as_stream.getvalue(), gzip.compress(_CSV[0].encode())]
+    return [file.decode("latin-1") for file in files]
+
+
 def _make_archive() -> str:
     """A small archive of prepared rows, a character for each byte."""
     task = {"kind": "class", "labels": ["0", "1"], "metrics": ["accuracy"]}
@@ -201,6 +229,7 @@ _MODEL = {
 }
 
 _ARCHIVES = values.damaged([_make_archive()])
+_FILES_OF_ROWS = values.damaged(_make_files_of_rows())
 
 _MEASUREMENT: list[Line] = [
     MeasuredHeader("bench comm", {"torch": "2"}),
@@ -262,6 +291,7 @@ PARSERS: dict[str, Parser] = {
         values.damaged(["until 9\nusec 9000000\nmode poweroff\nenabled yes\n"]),
     ),
     "parse_ssh_from": Parser(parse_ssh_from, values.damaged(["203.0.113.7", "10.0.0.0/24", "::1"])),
+    "parse_trackers": Parser(parse_trackers, values.damaged(["tensorboard,mlflow", "wandb", "trackio"])),
     "parse_bit_rate": Parser(parse_bit_rate, values.damaged(["1gbit", "2.5mbit", "7bit"])),
     "parse_world": Parser(
         lambda text: (
@@ -315,6 +345,9 @@ PARSERS: dict[str, Parser] = {
     "parse_label": Parser(partial(parse_label, task=TASKS["stsb"], where="x"), values.damaged(["0.5", "1"])),
     "read_table": Parser(_from_file("rows.csv", read_table), _ROWS),
     "read_table of JSON": Parser(_from_file("rows.jsonl", read_table), _ROWS),
+    "read_columnar": Parser(_read_bytes_as_rows("rows.parquet"), _FILES_OF_ROWS),
+    "read_columnar of Arrow": Parser(_read_bytes_as_rows("rows.arrow"), _FILES_OF_ROWS),
+    "read_table of gzip": Parser(_read_bytes_as_rows("rows.csv.gz"), _FILES_OF_ROWS),
     "read_finished_run": Parser(_from_file("trained/model/config.json", _read_trained), values.damaged_json(_MODEL)),
     "read_file_to_predict": Parser(_from_file("rows.csv", _read_asked), _ROWS),
     "read_file_to_predict of JSON": Parser(_from_file("rows.jsonl", _read_asked), _ROWS),

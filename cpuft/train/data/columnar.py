@@ -79,11 +79,14 @@ def _read_table(path: Path) -> Any:
             table = table.take(order.column(0))
         return table
     if _begins_with(path, _PARQUET) or path.suffix == ".parquet":
-        return parquet.ParquetFile(path).read()
-    with pyarrow.memory_map(str(path)) as source:
-        is_file = _begins_with(path, _ARROW)
-        reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-        return reader.read_all()
+        table = parquet.ParquetFile(path).read()
+    else:
+        with pyarrow.memory_map(str(path)) as source:
+            is_file = _begins_with(path, _ARROW)
+            reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
+            table = reader.read_all()
+    table.validate(full=True)  # damaged positions would make the process read outside of the columns
+    return table
 
 
 def _begins_with(path: Path, magic: bytes) -> bool:
