@@ -155,8 +155,9 @@ class TrainConfig:
     train_file: str = _data(
         "",
         "Training data: paths or patterns such as 'data/*.csv', separated by commas. With --task files: CSV, TSV or "
-        "JSON lines files, also compressed with gzip, Parquet or Arrow files, or folders of datasets.save_to_disk. "
-        "With --task text: text files, JSON lines files or folders of them",
+        "JSON lines files, also compressed with gzip, Parquet or Arrow files, folders of datasets.save_to_disk, or "
+        "hub:OWNER/NAME/CONFIGURATION:SPLIT@REVISION for a data set of the Hugging Face hub, of which configuration, "
+        "split and revision may be left out. With --task text: text files, JSON lines files or folders of them",
         takes="FILE",
     )
     validation_file: str = _data(

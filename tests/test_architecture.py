@@ -177,6 +177,7 @@ TESTED_ELSEWHERE = {
     "report/tables.py": "report/test_comparison.py",
     "schedulers/base.py": "schedulers/test_submit.py",
     "tasks.py": "train/data/test_sources.py",
+    "train/data/tables.py": "train/data/test_sources.py",
     "train/engines/deepspeed.py": "train/test_engines.py",
     "train/engines/ipex.py": "train/test_engines.py",
     "train/engines/ort.py": "train/test_engines.py",

@@ -23,7 +23,7 @@ from torch import Tensor
 from cpuft.errors import CpuftError
 from cpuft.tasks import TASKS
 from cpuft.train.data.archive import Tokens
-from cpuft.train.data.sources import first_examples, parse_glue_tsv
+from cpuft.train.data.sources import parse_glue_tsv
 from cpuft.train.fast.acceleration import accelerate, has_bf16_products, patch_model
 from cpuft.train.fast.adamw import clip_gradients
 from cpuft.train.precision import autocast
@@ -40,7 +40,7 @@ def read_rows(path: Path, tokenizer: Any, count: int = 0) -> list[Row]:
     """
     if not path.is_file():
         raise CpuftError(f"{path} is not there: give --data the folder that holds MRPC's train.tsv and dev.tsv")
-    rows = first_examples(parse_glue_tsv(path.read_text(encoding="utf-8-sig"), TASKS["mrpc"], str(path)), count)
+    rows = parse_glue_tsv(path.read_text(encoding="utf-8-sig"), TASKS["mrpc"], str(path)).first(count)
     first, second = ([texts[at] for texts in rows.texts] for at in (0, 1))
     encoded = tokenizer(first, second, truncation=True, max_length=MAX_LENGTH)
     return [

@@ -52,6 +52,7 @@ EXEMPT = {
     "read_raw": "a text, whatever it holds",
     "read_recorder": "what torch tells in this process",
     "read_route": "a system call",
+    "read_dataset": "a data set that the library datasets has loaded",
     "read_glue_file": "parse_glue_tsv",
     "read_user_files": "read_data",
     "read_entry_if_exists": "read_entry",

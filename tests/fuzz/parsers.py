@@ -63,7 +63,8 @@ from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict, read_table
+from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict
+from cpuft.train.data.tables import parse_hub_name, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
 from cpuft.train.predict import read_finished_run
 from tests.conftest import make_facts
@@ -154,12 +155,16 @@ def _read_archive(text: str) -> object:
     return read_prepared("data.npz")
 
 
+def _read_rows(path: Path) -> object:
+    return list(read_table(path).rows)
+
+
 def _read_bytes_as_rows(name: str) -> Callable[[str], object]:
     """A function of a file's bytes, a character for each byte, that reads them as rows."""
 
     def call(text: str) -> object:
         Path(name).write_bytes(text.encode("latin-1", "ignore"))
-        return read_table(Path(name))
+        return _read_rows(Path(name))
 
     return call
 
@@ -291,6 +296,9 @@ PARSERS: dict[str, Parser] = {
         values.damaged(["until 9\nusec 9000000\nmode poweroff\nenabled yes\n"]),
     ),
     "parse_ssh_from": Parser(parse_ssh_from, values.damaged(["203.0.113.7", "10.0.0.0/24", "::1"])),
+    "parse_hub_name": Parser(
+        partial(parse_hub_name, option="--train-file", split="train"), values.damaged(["hub:a/b/c:train[:1%]@main"])
+    ),
     "parse_trackers": Parser(parse_trackers, values.damaged(["tensorboard,mlflow", "wandb", "trackio"])),
     "parse_bit_rate": Parser(parse_bit_rate, values.damaged(["1gbit", "2.5mbit", "7bit"])),
     "parse_world": Parser(
@@ -343,8 +351,8 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_glue_tsv": Parser(partial(parse_glue_tsv, task=TASKS["mrpc"], source="x"), values.damaged([_GLUE])),
     "parse_label": Parser(partial(parse_label, task=TASKS["stsb"], where="x"), values.damaged(["0.5", "1"])),
-    "read_table": Parser(_from_file("rows.csv", read_table), _ROWS),
-    "read_table of JSON": Parser(_from_file("rows.jsonl", read_table), _ROWS),
+    "read_table": Parser(_from_file("rows.csv", _read_rows), _ROWS),
+    "read_table of JSON": Parser(_from_file("rows.jsonl", _read_rows), _ROWS),
     "read_columnar": Parser(_read_bytes_as_rows("rows.parquet"), _FILES_OF_ROWS),
     "read_columnar of Arrow": Parser(_read_bytes_as_rows("rows.arrow"), _FILES_OF_ROWS),
     "read_table of gzip": Parser(_read_bytes_as_rows("rows.csv.gz"), _FILES_OF_ROWS),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,8 @@ Cell = str | list[str]
 """A text, or a list of texts."""
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
 """The first bytes of the files. Arrow files of the library datasets are streams, which begin with other bytes."""
+_ROWS_AT_ONCE = 4096
+"""Number of rows that are read from a Parquet file together."""
 
 
 def is_columnar(path: Path) -> bool:
@@ -26,67 +30,138 @@ def is_columnar(path: Path) -> bool:
         return file.read(6).startswith((_PARQUET, _ARROW)) or path.suffix in (".parquet", ".arrow", ".feather")
 
 
-def read_columnar(path: Path, option: str) -> tuple[list[str], list[dict[str, Cell]]]:
-    """Read all rows of a file or folder for which `is_columnar` is true.
+def list_columns(path: Path, option: str) -> list[str]:
+    """Return the names of the columns of a file or folder for which `is_columnar` is true, without nested columns.
+
+    Raises CpuftError: as `read_columnar`.
+    """
+    with _explain_failures(path, option):
+        schema = _read_schema(path)
+        return [field.name for field in schema if not _is_nested(field.type)]
+
+
+def read_columnar(path: Path, option: str) -> Iterator[dict[str, Cell]]:
+    """Yield the cells of each row, by name of the column, of a file or folder for which `is_columnar` is true.
 
     Numbers become texts as in a CSV file (fp32 numbers with the digits that fp32 has), true becomes `True`, and null an
     empty text. Numbers of a ClassLabel of the library datasets become the names of the classes. A column of lists of
-    texts or numbers becomes lists of texts; other nested columns are left out.
+    texts or numbers becomes lists of texts; other nested columns are left out. A part of the rows is in memory at a
+    time: 4096 rows of a Parquet file, or the rows that an Arrow file stores together.
 
     Parameters
     ----------
     option: the option that named the path, for messages.
 
-    Returns
-    -------
-    The names of the columns, and the cells of each row by name of the column.
-
     Raises CpuftError: pyarrow is not installed, or the file is cut off or damaged.
     """
+    with _explain_failures(path, option):
+        names = _read_class_names(_read_schema(path).metadata or {})
+        for batch in _read_batches(path):
+            batch.validate(full=True)  # damaged positions would make the process read outside of the columns
+            yield from _list_rows(batch, names)
+
+
+def list_dataset_columns(data: Any) -> list[str]:
+    """Return the names of the columns of a `datasets.Dataset`, without nested columns."""
+    return [field.name for field in data.features.arrow_schema if not _is_nested(field.type)]
+
+
+def read_dataset(data: Any) -> Iterator[dict[str, Cell]]:
+    """Yield the cells of each row of a `datasets.Dataset`, as `read_columnar` does, 4096 rows at a time."""
+    names = _read_class_names(data.features.arrow_schema.metadata or {})
+    for batch in data.with_format("arrow").iter(_ROWS_AT_ONCE):
+        yield from _list_rows(batch, names)
+
+
+def _list_rows(batch: Any, names: dict[str, list[str]]) -> Iterator[dict[str, Cell]]:
+    """Yield the cells of each row of a record batch or table of pyarrow.
+
+    Parameters
+    ----------
+    names: the names of the classes by column, of the columns that hold numbers of classes.
+    """
+    columns = {
+        field.name: _to_cells(column, names.get(field.name, []))
+        for field, column in zip(batch.schema, batch.columns)
+        if not _is_nested(field.type)
+    }
+    for cells in zip(*columns.values()):
+        yield dict(zip(columns, cells))
+
+
+@contextmanager
+def _explain_failures(path: Path, option: str) -> Iterator[None]:
     try:
         import pyarrow
     except ImportError:
         raise CpuftError(f"reading {path} needs pyarrow, which is not installed: {install_command('train')}") from None
     try:
-        table = _read_table(path)
+        yield
     except (pyarrow.ArrowException, OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())[:150]
         raise CpuftError(
             f"{path} is cut off or damaged ({reason}): copy or download it again, or check {option}"
         ) from None
-    names = _read_class_names(table.schema.metadata or {})
-    columns = {
-        field.name: cells
-        for field, column in zip(table.schema, table.columns)
-        if (cells := _to_cells(column, names.get(field.name, []))) is not None
-    }
-    return list(columns), [dict(zip(columns, row)) for row in zip(*columns.values())]
 
 
-def _read_table(path: Path) -> Any:
+def _read_schema(path: Path) -> Any:
     import pyarrow
     from pyarrow import parquet
 
     if path.is_dir():
-        state = load(dict[str, Any], parse_json((path / "state.json").read_text(encoding="utf-8")))
-        files = [load(dict[str, str], one)["filename"] for one in load(list[Any], state["_data_files"])]
-        parts = [_read_table(path / Path(name).name) for name in files]
-        table = pyarrow.concat_tables(parts)
-        indices = load(list[Any], state.get("_indices_files") or [])  # of a data set whose rows were selected
-        if indices:
-            names = [load(dict[str, str], one)["filename"] for one in indices]
-            order = pyarrow.concat_tables([_read_table(path / Path(name).name) for name in names])
-            table = table.take(order.column(0))
-        return table
-    if _begins_with(path, _PARQUET) or path.suffix == ".parquet":
-        table = parquet.ParquetFile(path).read()
+        return _read_schema(_list_files(path, "_data_files")[0])
+    if _is_parquet(path):
+        return parquet.read_schema(path)
+    with pyarrow.memory_map(str(path)) as source:
+        return _open_arrow(path, source).schema
+
+
+def _read_batches(path: Path) -> Iterator[Any]:
+    """Yield the rows as record batches of pyarrow."""
+    import pyarrow
+    from pyarrow import parquet
+
+    if path.is_dir():
+        files = _list_files(path, "_data_files")
+        selected = _list_files(path, "_indices_files")  # of a data set whose rows were selected
+        if not selected:
+            for file in files:
+                yield from _read_batches(file)
+            return
+        table = pyarrow.Table.from_batches(batch for file in files for batch in _read_batches(file))
+        table.validate(full=True)
+        for file in selected:
+            for batch in _read_batches(file):
+                batch.validate(full=True)
+                for start in range(0, len(batch), _ROWS_AT_ONCE):
+                    yield from table.take(batch.column(0).slice(start, _ROWS_AT_ONCE)).to_batches()
+    elif _is_parquet(path):
+        with parquet.ParquetFile(path) as opened:
+            yield from opened.iter_batches(_ROWS_AT_ONCE)
     else:
         with pyarrow.memory_map(str(path)) as source:
-            is_file = _begins_with(path, _ARROW)
-            reader = pyarrow.ipc.open_file(source) if is_file else pyarrow.ipc.open_stream(source)
-            table = reader.read_all()
-    table.validate(full=True)  # damaged positions would make the process read outside of the columns
-    return table
+            reader = _open_arrow(path, source)
+            is_stream = isinstance(reader, pyarrow.RecordBatchStreamReader)
+            yield from reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+
+
+def _list_files(folder: Path, entry: str) -> list[Path]:
+    """Return the files of a folder that `save_to_disk` has written, which `entry` of its state.json names."""
+    state = load(dict[str, Any], parse_json((folder / "state.json").read_text(encoding="utf-8")))
+    names = [load(dict[str, str], one)["filename"] for one in load(list[Any], state.get(entry) or [])]
+    if not names and entry == "_data_files":
+        raise ValueError("state.json names no files")
+    return [folder / Path(name).name for name in names]
+
+
+def _is_parquet(path: Path) -> bool:
+    return _begins_with(path, _PARQUET) or path.suffix == ".parquet"
+
+
+def _open_arrow(path: Path, source: Any) -> Any:
+    import pyarrow
+
+    return pyarrow.ipc.open_file(source) if _begins_with(path, _ARROW) else pyarrow.ipc.open_stream(source)
 
 
 def _begins_with(path: Path, magic: bytes) -> bool:
@@ -107,17 +182,27 @@ def _read_class_names(metadata: dict[bytes, bytes]) -> dict[str, list[str]]:
         return {}
 
 
-def _to_cells(column: Any, names: list[str]) -> list[Cell] | None:
-    """Return the cells of a column as texts or lists of texts; None if its values are neither."""
+def _is_nested(kind: Any) -> bool:
+    """Return whether the values of a type of pyarrow are neither single values nor lists of them; also for bytes."""
     import pyarrow
 
+    if _is_list(kind):
+        return bool(pyarrow.types.is_nested(kind.value_type))
+    types = pyarrow.types
+    return bool(types.is_nested(kind) or types.is_binary(kind) or types.is_large_binary(kind))
+
+
+def _is_list(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
+def _to_cells(column: Any, names: list[str]) -> list[Cell]:
+    """Return the cells of a column that is not nested, as texts or lists of texts."""
     kind = column.type
-    if pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind) or pyarrow.types.is_fixed_size_list(kind):
-        if pyarrow.types.is_nested(kind.value_type):
-            return None
+    if _is_list(kind):
         return [[_to_text(value, kind.value_type, []) for value in values or ()] for values in column.to_pylist()]
-    if pyarrow.types.is_nested(kind) or pyarrow.types.is_binary(kind) or pyarrow.types.is_large_binary(kind):
-        return None
     return [_to_text(value, kind, names) for value in column.to_pylist()]
 
 

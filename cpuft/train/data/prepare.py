@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import errno
 import hashlib
-import json
 import math
 import os
 import shutil
 import sys
 import tempfile
+import time
+from contextlib import ExitStack
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from cpuft.tasks import TASKS, Task
 from cpuft.trackers import check_trackers
 from cpuft.train.data.archive import EMPTY, UNKNOWN, UNTAGGED, Prepared, Tokens, read_prepared, write_prepared
 from cpuft.train.data.recipe import check_recipe
-from cpuft.train.data.sources import Examples, TaskData, first_examples, read_data
+from cpuft.train.data.sources import Examples, FileExamples, TaskData, read_data
 from cpuft.train.data.texts import Packer, classify_tokens, pack, scan_texts, split_texts
 from cpuft.train.data.tokenizer import (
     check_tokenizer,
@@ -46,10 +48,12 @@ from cpuft.train.lora import check_lora
 from cpuft.train.memory import check_fit
 from cpuft.train.model import check_positions, check_untrained, check_weights, find_model, get_model_name, load_config
 
-FORMAT = 6
+FORMAT = 7
 """Part of the checksum: to be raised when the same input gives other tokens, so that older archives are not reused."""
 _MAX_UNKNOWN_SHARE = 0.05
 """Share of the training texts' tokens that may be unknown without a warning."""
+_SECONDS_BETWEEN_LINES = 10
+"""Time between two lines on how many examples are tokenised."""
 _MAX_LISTED_LABELS = 10
 """Number of labels that `describe_data` lists with their counts."""
 
@@ -68,7 +72,7 @@ def checksum_data(data: TaskData, config: TrainConfig) -> str:
         digest.update(repr(part).encode())
     digest.update(digest_tokenizer(config))
     for examples in (data.train, *data.validation.values()):
-        digest.update(json.dumps([examples.texts, examples.labels]).encode())
+        digest.update(examples.checksum.encode())
     return digest.hexdigest()[:16]
 
 
@@ -81,34 +85,73 @@ def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) ->
     Raises CpuftError: the kind is tags, and the tokenizer is not a fast one, so does not tell which word a token
     belongs to.
     """
-    return tokenize_and_count(examples, tokenizer, max_length, task)[0]
+    return _tokenize_and_count(examples, tokenizer, max_length, task)[0]
 
 
-def tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> tuple[Tokens, int]:
-    """Tokenise examples as `tokenize` does (cut to `max_length`, not padded), and count those that were cut.
-
-    Returns
-    -------
-    The tokens with their labels, and the number of examples that were longer than `max_length`; UNKNOWN (-1) for a
-    tokenizer that is not a fast one.
-
-    Raises CpuftError: the kind is tags, and the tokenizer is not a fast one.
-    """
+def _tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> tuple[Tokens, int]:
+    """Return what `tokenize` does, and the number of examples that were cut, or UNKNOWN if it is not a fast one."""
     in_words = task.kind == "tags"
     if in_words and not tokenizer.is_fast:
         raise CpuftError("this model's tokenizer does not tell which word a token belongs to: give another --model")
     texts = [list(map(list, examples.texts))] if in_words else [list(column) for column in zip(*examples.texts)]
-    encoded = tokenizer(*texts, truncation=True, max_length=max_length, padding=False, is_split_into_words=in_words)
+    encoded = tokenizer(
+        *texts,
+        truncation=True,
+        max_length=max_length,
+        padding=False,
+        is_split_into_words=in_words,
+        return_attention_mask=False,
+    )
     ids = encoded["input_ids"]
     types = encoded.get("token_type_ids", [])
     truncated = sum(bool(one.overflowing) for one in encoded.encodings) if encoded.encodings else UNKNOWN
+    offsets = np.cumsum([0, *map(len, ids)], dtype=np.int64)
+    count = int(offsets[-1])
     tokens = Tokens(
-        np.concatenate([np.asarray(one, np.int32) for one in ids]),
-        np.concatenate([np.asarray(one, np.int8) for one in types]) if types else np.zeros(0, np.int8),
-        np.concatenate([[0], np.cumsum([len(one) for one in ids])]).astype(np.int64),
+        np.fromiter(chain.from_iterable(ids), np.int32, count),
+        np.fromiter(chain.from_iterable(types), np.int8, count) if types else EMPTY,
+        offsets,
         _label_tokens(examples, encoded) if in_words else _label_examples(examples, task),
     )
     return tokens, truncated
+
+
+def _tokenize_to_files(
+    examples: Examples | FileExamples, tokenizer: Any, max_length: int, task: Task, folder: Path
+) -> tuple[Tokens, int]:
+    """Tokenise examples as `_tokenize_and_count` does, a batch at a time; the arrays are mapped from files in `folder`.
+
+    The tokenizer uses all cores. Of many examples, standard error gets a line every ten seconds.
+    """
+    folder.mkdir()
+    offsets, truncated, done, next_line = [np.zeros(1, np.int64)], 0, 0, time.monotonic() + _SECONDS_BETWEEN_LINES
+    parts = {name: (folder / name).open("wb") for name in ("ids", "types", "labels")}
+    empty: dict[str, NDArray[Any]] = {}
+    with ExitStack() as files:
+        for part in parts.values():
+            files.enter_context(part)
+        for batch in examples.batches():
+            tokens, cut = _tokenize_and_count(batch, tokenizer, max_length, task)
+            for name, part in parts.items():
+                array = getattr(tokens, name)
+                part.write(array.tobytes())
+                empty[name] = array[:0]
+            offsets.append(tokens.offsets[1:] + offsets[-1][-1])
+            truncated = truncated + cut if cut != UNKNOWN else UNKNOWN
+            done += len(batch)
+            if time.monotonic() >= next_line:
+                next_line += _SECONDS_BETWEEN_LINES
+                share = f"{done / len(examples):.0%}".replace("%", " %")
+                print(f"tokenised {done:,} of {len(examples):,} examples ({share})", file=sys.stderr, flush=True)
+    mapped = {name: _map_file(folder / name, array) for name, array in empty.items()}
+    return Tokens(mapped["ids"], mapped["types"], np.concatenate(offsets), mapped["labels"]), truncated
+
+
+def _map_file(path: Path, empty: NDArray[Any]) -> NDArray[Any]:
+    """Map a file of rows that have the element type, and all axes but the first, of an empty array."""
+    if not path.stat().st_size:
+        return empty
+    return np.memmap(path, empty.dtype, "r").reshape(-1, *empty.shape[1:])
 
 
 def _label_examples(examples: Examples, task: Task) -> NDArray[np.float32]:
@@ -143,7 +186,7 @@ def prepare(config: TrainConfig) -> Path:
     if config.task == "text":
         return _prepare_texts(config)
     data = read_data(config)
-    data = TaskData(data.task, first_examples(data.train, config.max_train_samples), data.validation)
+    data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     checksum = checksum_data(data, config)
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
     if path.exists():
@@ -151,10 +194,14 @@ def prepare(config: TrainConfig) -> Path:
     check_positions(config)
     tokenizer, trained = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     splits = {"train": data.train, **{f"validation{name}": split for name, split in data.validation.items()}}
-    found = {key: tokenize_and_count(split, tokenizer, config.max_length, data.task) for key, split in splits.items()}
-    tokens = {key: tokens for key, (tokens, _) in found.items()}
-    meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens) | {"cut": found["train"][1]}
-    write_prepared(path, meta, tokens, {})
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="tokens-") as folder:
+        found = {
+            key: _tokenize_to_files(split, tokenizer, config.max_length, data.task, Path(folder, key))
+            for key, split in splits.items()
+        }
+        tokens = {key: tokens for key, (tokens, _) in found.items()}
+        meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens) | {"cut": found["train"][1]}
+        write_prepared(path, meta, tokens, {})
     return path
 
 

@@ -1,34 +1,37 @@
-"""Examples of a task: read from a GLUE download, the user's own files or the Hugging Face hub, or generated."""
+"""Examples of a task: read from a GLUE download, the user's own files or the Hugging Face hub, or generated.
+
+Examples of GLUE and of the demo are in memory (`Examples`). Those of the user's files may be more than fit there, and
+are read from the files again each time they are needed (`FileExamples`).
+"""
 
 from __future__ import annotations
 
-import csv
-import gzip
-import io
+import hashlib
 import json
 import random
 import shlex
-import sys
-import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from cpuft.config import PredictConfig, TrainConfig
-from cpuft.errors import CpuftError, counted, suggest_names
-from cpuft.files import split_paths
-from cpuft.serialization import load, parse_json
+from cpuft.errors import CpuftError, counted
 from cpuft.tasks import TASKS, Task
-from cpuft.train.data.columnar import Cell, is_columnar, read_columnar
+from cpuft.train.data.columnar import Cell
+from cpuft.train.data.tables import Row, Table, find_column, read_tables, read_text, split_table
 from cpuft.train.startup import find_hub_problem
+
+_EXAMPLES_AT_ONCE = 4096
+"""Number of examples of a batch."""
+_MAX_CLASSES = 100_000
 
 
 @dataclass(frozen=True)
 class Examples:
-    """The examples of one split."""
+    """The examples of one split, in memory."""
 
     texts: list[tuple[str, ...]]
     """One or two texts for each example; for the kind tags, its words."""
@@ -37,9 +40,81 @@ class Examples:
     has_labels: bool = True
     """Whether the labels were read. If not, each is 0.0, or () for the kinds tags and labels."""
 
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of texts and labels, 64 hexadecimal digits."""
+        return hashlib.sha256(json.dumps([self.texts, self.labels]).encode()).hexdigest()
+
+    def first(self, count: int) -> Examples:
+        """Return the first `count` examples with their labels; the object itself when `count` is 0."""
+        return replace(self, texts=self.texts[:count], labels=self.labels[:count]) if count else self
+
+    def batches(self) -> Iterator[Examples]:
+        """Yield the examples in their order, 4096 at a time."""
+        for start in range(0, len(self), _EXAMPLES_AT_ONCE):
+            end = start + _EXAMPLES_AT_ONCE
+            yield replace(self, texts=self.texts[start:end], labels=self.labels[start:end])
+
     def list_texts(self) -> Iterator[str]:
         """Iterate over all texts, example by example: both texts of a pair, or each word for the kind tags."""
         return chain.from_iterable(self.texts)
+
+
+@dataclass(frozen=True)
+class FileExamples:
+    """The examples of one split in the user's files, which are read again each time they are needed.
+
+    Reading them raises CpuftError: a file has vanished or has changed since it was checked.
+    """
+
+    table: Table
+    """Rows that were checked by `check_rows`."""
+    task: Task
+    """The task with the columns and labels of the rows."""
+    count: int
+    """Number of examples: the first ones of the table."""
+    checksum: str
+    """Checksum of texts and labels of all rows of the table, 64 hexadecimal digits."""
+
+    def __len__(self) -> int:
+        return self.count
+
+    @property
+    def texts(self) -> list[tuple[str, ...]]:
+        """All texts, as those of `Examples`; read from the files."""
+        return make_examples(self._list_rows(), self.task).texts
+
+    @property
+    def labels(self) -> list[Any]:
+        """All labels, as those of `Examples`; read from the files."""
+        return make_examples(self._list_rows(), self.task).labels
+
+    def first(self, count: int) -> FileExamples:
+        """Return the first `count` examples; the object itself when `count` is 0."""
+        return replace(self, count=min(count, self.count)) if count else self
+
+    def batches(self) -> Iterator[Examples]:
+        """Read the examples in their order, 4096 at a time."""
+        rows, found = self._list_rows(), 0
+        while batch := list(islice(rows, _EXAMPLES_AT_ONCE)):
+            found += len(batch)
+            yield make_examples(batch, self.task)
+        if found != self.count:
+            raise CpuftError(
+                f"{self.table.source} had {counted(self.count, 'row')}, and has {found} now: leave the file as it is "
+                f"while it is read, and start again"
+            )
+
+    def list_texts(self) -> Iterator[str]:
+        """Read all texts, example by example: both texts of a pair, or each word for the kind tags."""
+        for batch in self.batches():
+            yield from batch.list_texts()
+
+    def _list_rows(self) -> Iterator[Row]:
+        return islice(self.table.rows, self.count)
 
 
 @dataclass(frozen=True)
@@ -48,14 +123,10 @@ class TaskData:
 
     task: Task
     """The task with the columns, labels, metrics and kind of these examples."""
-    train: Examples
-    validation: dict[str, Examples]
+    train: Examples | FileExamples
+    """The training split."""
+    validation: Mapping[str, Examples | FileExamples]
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
-
-
-def first_examples(examples: Examples, count: int) -> Examples:
-    """Return the first `count` examples with their labels; the argument itself when `count` is 0."""
-    return replace(examples, texts=examples.texts[:count], labels=examples.labels[:count]) if count else examples
 
 
 def read_data(config: TrainConfig) -> TaskData:
@@ -210,261 +281,10 @@ def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Exampl
 # The user's own files
 
 
-@dataclass(frozen=True)
-class Table:
-    """The rows of one file or of several files."""
-
-    source: str
-    """The paths of the files, for messages."""
-    columns: list[str]
-    """Names of the columns in the order of the header; in JSON lines those of all lines, in alphabetical order. Of
-    several files, the columns that all of them have, in the order of the first one."""
-    rows: list[tuple[str, dict[str, Cell]]]
-    """Of each row, where it is (`train.csv, line 3`, for messages), and its cells. In JSON lines a row may lack
-    columns."""
-
-
-def read_tables(paths: str, option: str = "--train-file") -> Table:
-    """Read files as `read_table` does: paths and patterns, separated by commas, one after another.
-
-    Raises CpuftError: a file cannot be read.
-    """
-    tables = [read_table(Path(path), option) for path in split_paths(paths)]
-    if len(tables) == 1:
-        return tables[0]
-    columns = [name for name in tables[0].columns if all(name in table.columns for table in tables)]
-    return Table(paths, columns, [row for table in tables for row in table.rows])
-
-
-def read_table(path: Path, option: str = "--train-file") -> Table:
-    """Read a file with rows, whose format the name and the first bytes tell.
-
-    The formats are CSV and TSV with a header line (quoting as in RFC 4180), JSON lines (.json, .jsonl, .ndjson), each
-    also compressed with gzip (.gz); Parquet; Arrow; and a folder of `datasets.save_to_disk`. A name that ends in .tsv
-    means tabs between columns, all other names commas. Blank lines are skipped. A file with only a header gives a table
-    without rows.
-
-    Parameters
-    ----------
-    option: the option that named the file, for messages.
-
-    Raises CpuftError: the file is missing, empty, cut off or not UTF-8 text; another format, such as a spreadsheet, a
-    JSON array, or CSV with another delimiter; or a line does not have the header's number of columns or is no JSON
-    object.
-    """
-    with suppress(OSError):  # of a file that is missing; reading it as text says what to do
-        if is_columnar(path):
-            columns, found = read_columnar(path, option)
-            return Table(str(path), columns, [(f"{path}, row {n}", row) for n, row in enumerate(found, start=1)])
-    text = read_text(path, option)
-    if not text.strip():
-        raise CpuftError(f"{path} is empty: give a file with rows")
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix in (".json", ".jsonl", ".ndjson"):
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
-        _refuse_json_array(lines[0][1], path)
-        rows = [(where := f"{path}, line {number}", parse_json_cells(line, where)) for number, line in lines]
-        # All lines' columns, not the first line's: if that lacks a column, the error must name the line.
-        return Table(str(path), sorted({name for _, row in rows for name in row}), rows)
-    (_, columns), *cell_rows = _split_cells(text, "\t" if suffix == ".tsv" else ",", str(path))
-    _refuse_other_delimiter(columns, path, suffix)
-    for number, cells in cell_rows:
-        if len(cells) != len(columns):
-            separator = "tab" if suffix == ".tsv" else "comma"
-            quotes = f"put a text that contains a {separator} in quotation marks"
-            raise CpuftError(
-                f"{path}, line {number} has {counted(len(cells), 'column')}, but the header has {len(columns)}: "
-                f"{quotes if len(cells) > len(columns) else 'correct that line'}"
-            )
-    return Table(
-        str(path), columns, [(f"{path}, line {number}", {**dict(zip(columns, cells))}) for number, cells in cell_rows]
-    )
-
-
-def read_text(path: Path, option: str = "--data-dir") -> str:
-    """Return the text of a file that `option` has named, with its line ends, but without a byte order mark.
-
-    A file that is compressed with gzip is decompressed.
-
-    Raises CpuftError: it is missing, cannot be read, is a folder, cut off, or not UTF-8 text, or has the format of
-    Parquet, Arrow or a spreadsheet. The message tells how to convert it.
-    """
-    content = b""
-    try:
-        if path.is_dir():
-            raise CpuftError(_describe_folder(path, option))
-        content = path.read_bytes()
-        if content.startswith(_GZIP):
-            content = gzip.decompress(content)
-        if problem := _describe_format(path, content):
-            raise CpuftError(problem)
-        return content.decode("utf-8-sig")  # line ends stay as they are: inside quotation marks they are text
-    except FileNotFoundError:
-        raise CpuftError(f"there is no file {path}: check {option}") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error):
-        raise CpuftError(f"{path} is cut off or damaged: copy or download it again, or check {option}") from None
-    except UnicodeDecodeError as error:
-        # The decoder does not count a byte order mark at the beginning.
-        start = error.start + (len(content) - len(error.object))
-        raise CpuftError(describe_encoding(path, content[:start].count(b"\n") + 1, error)) from None
-    except OSError as error:
-        raise CpuftError(f"{path} cannot be read ({error.strerror}): check its permissions and {option}") from None
-
-
-_PANDAS = 'python -c "import pandas; pandas.{}"'
-_MAGIC = ((b"PAR1", "a Parquet file"), (b"ARROW1", "an Arrow file"))
-"""The first bytes of files of other formats."""
-_GZIP = b"\x1f\x8b"
-_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
-
-
-def _describe_format(path: Path, content: bytes) -> str:
-    """Say that a file has a format that is not supported, and how to convert it; empty if it may be text."""
-    name = next((name for magic, name in _MAGIC if content.startswith(magic)), "")
-    target = str(path.with_suffix(".jsonl"))
-    what = f"{path} is {{}}, which cpuft does not read"
-    if name == "a Parquet file":
-        command = _PANDAS.format(f"read_parquet({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
-    elif name == "an Arrow file":
-        command = _PANDAS.format(f"read_feather({str(path)!r}).to_json({target!r}, orient='records', lines=True)")
-    elif path.suffix in (".xlsx", ".xls", ".ods"):
-        advice = "save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead"
-        return f"{what.format('a spreadsheet')}: {advice}"
-    elif content.startswith(_UTF_16):
-        name = "in UTF-16"
-        command, target = _convert_from("UTF-16", path)
-    return f"{what.format(name)}: {_advise_command(command, target)}" if name else ""
-
-
-def _advise_command(command: str, target: str) -> str:
-    """Advise to run `command`, which writes `target`. The command ends the message so that it can be copied."""
-    return f"convert it with this command, then give {target} instead: {command}"
-
-
-def _describe_folder(path: Path, option: str) -> str:
-    """Say that a folder was given in place of a file, or of the folder of one split that the library datasets saved."""
-    if (path / "dataset_dict.json").exists():
-        splits = sorted(one.parent.name for one in path.glob("*/state.json"))
-        return (
-            f"{path} holds several splits that the Hugging Face library datasets saved ({', '.join(splits)}): give the "
-            f"folder of one split, for example {option} {path / (splits or ['train'])[-1]}"
-        )
-    return (
-        f"{path} is a folder, and {option} takes files of rows: give a CSV, TSV, JSON lines, Parquet or Arrow file, or "
-        f"all files of the folder, for example {option} '{path}/*.csv'"
-    )
-
-
-def _convert_from(encoding: str, path: Path) -> tuple[str, str]:
-    """Return the command that converts a file to UTF-8, and the path of the file that it writes."""
-    target = str(path.with_name(f"{path.stem}-utf8{path.suffix}"))
-    return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(target)}", target
-
-
-def describe_encoding(path: Path, line: int, error: UnicodeDecodeError) -> str:
-    """Return the error message for a line that is not UTF-8.
-
-    It ends with the command that converts the file from Windows-1252, its most likely encoding. For a file with null
-    bytes, it says that the file is binary.
-
-    Parameters
-    ----------
-    line: number of the line, counted from 1.
-    error: the error of the decoder, with the bytes that it was given.
-    """
-    if b"\0" in error.object:
-        return f"{path} is a binary file, which cpuft does not read: give CSV, TSV or JSON lines in UTF-8"
-    byte = error.object[error.start]
-    advice = _advise_command(*_convert_from("WINDOWS-1252", path))
-    return (
-        f"{path}, line {line} is not UTF-8 text (byte 0x{byte:02x}): correct that line; or, if the file comes from "
-        f"Windows or Excel, {advice}"
-    )
-
-
-def _refuse_json_array(first_line: str, path: Path) -> None:
-    """Raise CpuftError if the file is one JSON array instead of one object on each line."""
-    if first_line.lstrip().startswith("["):
-        target = str(path.with_name(f"{path.stem}-lines.jsonl"))
-        code = f"import json; [print(json.dumps(row)) for row in json.load(open({str(path)!r}))]"
-        what = f"{path} is a JSON array, and cpuft reads JSON lines, one object a line"
-        command = f'python -c "{code}" > {shlex.quote(target)}'
-        raise CpuftError(f"{what}: {_advise_command(command, target)}")
-
-
-_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
-
-
-def _refuse_other_delimiter(columns: Sequence[str], path: Path, suffix: str) -> None:
-    """Raise CpuftError if the header has one column that contains another delimiter than the file's `suffix` tells."""
-    wanted = "tabs" if suffix == ".tsv" else "commas"
-    for character, name in _DELIMITERS.items():
-        if len(columns) == 1 and character in columns[0] and name != wanted:
-            if name in ("tabs", "commas"):
-                ending = ".tsv" if name == "tabs" else ".csv"
-                raise CpuftError(f"{path} has {name} between its columns: give it a name that ends in {ending}")
-            target = str(path.with_name(f"{path.stem}-{wanted}{path.suffix}"))
-            options = f"sep={character!r}, dtype=str, keep_default_na=False"  # texts such as NA stay texts
-            code = f"read_csv({str(path)!r}, {options}).to_csv({target!r}, index=False)"
-            what = f"{path} has {name} between its columns, and cpuft reads {wanted}"
-            raise CpuftError(f"{what}: {_advise_command(_PANDAS.format(code), target)}")
-
-
-def _split_cells(text: str, delimiter: str, source: str) -> list[tuple[int, list[str]]]:
-    """Return line number and cells of each row that has any; of a row that spans several lines, the last number."""
-    csv.field_size_limit(sys.maxsize)  # the format has no limit
-    reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter)
-    try:
-        return [(reader.line_num, cells) for cells in reader if cells]
-    except csv.Error as error:
-        raise CpuftError(f"{source}, line {reader.line_num} is not CSV ({error}): correct that line") from None
-
-
-def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
-    """Parse one JSON object into cells, by column: texts, and lists of texts.
-
-    Numbers become texts, true becomes `True`, null becomes an empty text; in a list, too, numbers become texts. A value
-    that is an object, or a list that contains null, lists or objects, is left out as if the column were missing.
-
-    Parameters
-    ----------
-    where: the file and the line, for the message.
-
-    Raises CpuftError: it is not a JSON object.
-    """
-    try:
-        values = load(dict[str, Any], parse_json(line))
-        lists = {k: list(map(str, v)) for k, v in values.items() if isinstance(v, list) and _is_flat(v)}
-        cells = {k: "" if v is None else str(v) for k, v in values.items() if not isinstance(v, (list, dict))}
-        return {**load(dict[str, str], cells), **load(dict[str, list[str]], lists)}
-    except ValueError as error:
-        raise CpuftError(
-            f"{where} is not a JSON object ({error}): write one object a line, {{'text': ..., 'label': ...}}"
-        ) from None
-
-
-def _is_flat(values: list[Any]) -> bool:
-    return not any(value is None or isinstance(value, (list, dict)) for value in values)
-
-
 def refuse_empty(rows: Sequence[object], source: str) -> None:
     """Raise CpuftError if there are no rows; the message names `source`, the file."""
     if not rows:
         raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
-
-
-def find_column(columns: Sequence[str], name: str, source: str, advice: str = "") -> int:
-    """Return the index of the column `name`. Raises CpuftError if no column has that name.
-
-    Parameters
-    ----------
-    source: the file, for the message.
-    advice: says which option names the column; without it, the message lists the most similar names.
-    """
-    if name not in columns:
-        there = f" (its columns are {', '.join(map(repr, columns))})" if advice else ""
-        raise CpuftError(f"{source} has no column {name!r}{there}: {advice or suggest_names(name, columns)}")
-    return columns.index(name)
 
 
 _MAX_SCORE = 3e38
@@ -517,7 +337,7 @@ def read_user_files(task: Task, config: TrainConfig) -> TaskData:
         )
     train = read_tables(config.train_file, "--train-file")
     if config.validation_file:
-        validation = read_tables(config.validation_file, "--validation-file")
+        validation = read_tables(config.validation_file, "--validation-file", "validation")
     else:
         train, validation = split_table(train, config.validation_split)
     label = _choose_label_column(train, config.label_column)
@@ -526,37 +346,13 @@ def read_user_files(task: Task, config: TrainConfig) -> TaskData:
         for name in task.texts:
             find_column(table.columns, name, table.source, _NAME_TEXTS)
         find_column(table.columns, task.label, table.source, _NAME_LABEL)
-    task = replace(task, kind=_choose_kind(train, task, config.label_type))
-    for table in (train, validation):
-        check_cells(table, task)
-    task = _find_labels(task, train, validation, config.label_type)
-    return TaskData(task, make_examples(train, task), {"": make_examples(validation, task)})
-
-
-def split_table(table: Table, share: float) -> tuple[Table, Table]:
-    """Return a table without the rows that are kept for validation, and a table of these rows.
-
-    The rows are drawn at random, and the same ones whatever the seed of the training is, so that runs can be compared.
-    Equal rows, with the same cells, stay together: no validation example is a training example, too.
-
-    Parameters
-    ----------
-    share: of the rows for validation; at least one row is taken.
-
-    Raises CpuftError: there are fewer than two different rows.
-    """
-    keys = [json.dumps(cells, sort_keys=True) for _, cells in table.rows]
-    different = sorted(set(keys))
-    if len(different) < 2:
-        raise CpuftError(
-            f"{table.source} has {counted(len(different), 'different row')}, too few to take some for validation: give "
-            f"more rows, or other rows with --validation-file"
-        )
-    count = min(len(different) - 1, max(1, round(share * len(different))))
-    chosen = set(random.Random(0).sample(different, count))
-    rows = [(key in chosen, row) for key, row in zip(keys, table.rows)]
-    train, validation = ([row for is_chosen, row in rows if is_chosen is wanted] for wanted in (False, True))
-    return replace(table, rows=train), replace(table, rows=validation)
+    task = replace(task, kind=_choose_kind(train, validation, task, config.label_type))
+    scans = [_scan(table, task) for table in (train, validation)]
+    task = _number_labels(task, scans, train.source)
+    found, found_validation = (
+        FileExamples(table, task, scan.count, scan.checksum) for table, scan in zip((train, validation), scans)
+    )
+    return TaskData(task, found, {"": found_validation})
 
 
 def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
@@ -577,7 +373,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     """
     option = "--file" if config.file else "where the run's rows are, or name them with --file"
     if config.file or train.validation_file:
-        table = read_tables(config.file or train.validation_file, option)
+        table = read_tables(config.file or train.validation_file, option, "test" if config.file else "validation")
     else:
         table = split_table(read_tables(train.train_file, option), train.validation_split)[1]
     has_column = {name: name in table.columns for name in (*task.texts, task.label, train.label_column)}
@@ -596,8 +392,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     task = replace(task, texts=texts, label=label)
     every = any if task.kind == "labels" else all
     has_labels = label in table.columns and every(_has_text(row.get(label, "")) for _, row in table.rows)
-    check_cells(table, task, has_labels)
-    return task, make_examples(table, task, has_labels)
+    return task, make_examples(check_rows(table, task, has_labels), task, has_labels)
 
 
 def choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
@@ -642,22 +437,34 @@ _KINDS = {"class": "class", "number": "score", "multi": "labels"}
 """Kind of a task by --label-type."""
 
 
-def _choose_kind(table: Table, task: Task, wanted: str) -> str:
-    """Return the task's kind by --label-type or by the cells. Whether single labels are scores is found out later."""
-    refuse_empty(table.rows, table.source)
-    if isinstance(table.rows[0][1].get(task.texts[0]), list):
+def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> str:
+    """Return the task's kind by --label-type or by the cells, which may need to read all rows."""
+    first = next(iter(train.rows), None)
+    if first is None:
+        refuse_empty([], train.source)
+    elif isinstance(first[1].get(task.texts[0]), list):
         if wanted != "auto":
-            what = f"{table.source} has lists of words in {task.texts[0]!r}, which take one tag for each word"
+            what = f"{train.source} has lists of words in {task.texts[0]!r}, which take one tag for each word"
             raise CpuftError(f"{what}: leave --label-type {wanted} out, or give a column of texts with --text-columns")
         return "tags"
     if wanted != "auto":
         return _KINDS[wanted]
-    cells = [row.get(task.label, "") for _, row in table.rows]
-    return "labels" if any(isinstance(cell, list) or LABEL_SEPARATOR in cell for cell in cells) else "class"
+    are_numbers, has_fraction = True, False
+    for table in (train, validation):
+        for _, row in table.rows:
+            cell = row.get(task.label, "")
+            if table is train and (isinstance(cell, list) or LABEL_SEPARATOR in cell):
+                return "labels"
+            if are_numbers and cell:
+                try:
+                    has_fraction = not float(str(cell)).is_integer() or has_fraction
+                except ValueError:
+                    are_numbers = False
+    return "score" if are_numbers and has_fraction else "class"
 
 
-def check_cells(table: Table, task: Task, has_labels: bool = True) -> None:
-    """Check that all rows fit the task and each other; without `has_labels`, labels are not checked.
+def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Row]:
+    """Yield all rows, after each was checked to fit the task and the others; without `has_labels`, all but the labels.
 
     Texts may be empty, and so may the cell of several labels; words, tags and single labels must not. Whether a label
     is one of the task's is not checked.
@@ -666,16 +473,18 @@ def check_cells(table: Table, task: Task, has_labels: bool = True) -> None:
     the other way round, or has not one tag for each word. Also raised if there are no rows, or for words in two
     columns.
     """
-    refuse_empty(table.rows, table.source)
     if task.kind == "tags" and len(task.texts) > 1:
         raise CpuftError(f"{table.source} has lists of words, which need exactly one column: give it by --text-columns")
     needs_list = dict.fromkeys(task.texts, task.kind == "tags")
     if has_labels:
-        several = any(isinstance(row.get(task.label), list) for _, row in table.rows)
-        needs_list[task.label] = several if task.kind == "labels" else task.kind == "tags"
+        several = task.kind == "labels" and any(isinstance(row.get(task.label), list) for _, row in table.rows)
+        needs_list[task.label] = several or task.kind == "tags"
+    checks = [(name, is_list, _must_not_be_empty(name, task)) for name, is_list in needs_list.items()]
+    is_empty = True
     for where, row in table.rows:
-        for name, is_list in needs_list.items():
-            if name not in row or (_must_not_be_empty(name, task) and not _has_text(row[name])):
+        is_empty = False
+        for name, is_list, is_needed in checks:
+            if name not in row or (is_needed and not _has_text(row[name])):
                 raise CpuftError(f"{where} has no {name!r}: correct or remove that line")
             if isinstance(row[name], list) != is_list:
                 form = "a list" if is_list else "one text"
@@ -684,6 +493,9 @@ def check_cells(table: Table, task: Task, has_labels: bool = True) -> None:
             words, tags = len(row[task.texts[0]]), sum(bool(tag.strip()) for tag in row[task.label])
             if words != tags:
                 raise CpuftError(f"{where} has {counted(words, 'token')} and {counted(tags, 'tag')}: correct that line")
+        yield where, row
+    if is_empty:
+        refuse_empty([], table.source)
 
 
 def _must_not_be_empty(name: str, task: Task) -> bool:
@@ -702,23 +514,64 @@ def _split_label(cell: Cell, task: Task) -> list[str]:
     return [text for part in cell if (text := part.strip())]
 
 
-def _find_labels(task: Task, train: Table, validation: Table, wanted: str) -> Task:
-    """Return the task with the labels of the training examples, or with the kind score if labels are fractions.
+@dataclass(frozen=True)
+class _Scan:
+    """What one pass over all rows of a table found."""
+
+    count: int
+    """Number of rows."""
+    labels: dict[str, str]
+    """Where each label is first found; empty for scores."""
+    checksum: str
+    """Checksum of the cells of texts and labels, 64 hexadecimal digits."""
+
+
+def _scan(table: Table, task: Task) -> _Scan:
+    """Check all rows of a table, and collect their labels.
+
+    Raises CpuftError: as `check_rows`; a score is no number; or there are more than 100,000 different labels.
+    """
+    digest, count, labels = hashlib.sha256(), 0, dict[str, str]()
+    names = (*task.texts, task.label)
+    rows = check_rows(table, task)
+    while batch := list(islice(rows, _EXAMPLES_AT_ONCE)):
+        count += len(batch)
+        digest.update(json.dumps([[row[name] for name in names] for _, row in batch]).encode())
+        for where, row in batch:
+            if task.kind == "score":
+                parse_label(str(row[task.label]), task, where)
+            else:
+                for label in _split_label(row[task.label], task):
+                    labels.setdefault(label, where)
+        if len(labels) > _MAX_CLASSES:
+            raise CpuftError(
+                f"{table.source} has more than {_MAX_CLASSES:,} different labels in {task.label!r}: name another "
+                f"column with --label-column, or learn numbers by regression with --label-type number"
+            )
+    return _Scan(count, labels, digest.hexdigest())
+
+
+def _number_labels(task: Task, scans: Sequence[_Scan], source: str) -> Task:
+    """Return the task with the labels of the training examples, in alphabetical order, and with its metrics.
+
+    Parameters
+    ----------
+    scans: of the training and the validation rows.
+    source: the file with the training rows, for messages.
 
     Raises CpuftError: training examples have fewer than two labels, or a validation example has another label.
     """
-    found = sorted({text for _, row in train.rows for text in _split_label(row[task.label], task)})
-    others = {text: where for where, row in reversed(validation.rows) for text in _split_label(row[task.label], task)}
-    if task.kind == "score" or (wanted == "auto" and task.kind == "class" and _are_scores([*found, *others])):
-        return replace(task, labels=(), metrics=choose_metrics("score", ()), kind="score")
+    if task.kind == "score":
+        return replace(task, labels=(), metrics=choose_metrics("score", ()))
+    train, validation = scans
+    found = sorted(train.labels)
     if len(found) < 2:
-        what = f"all rows of {train.source} have the label {found[0]!r}" if found else f"{train.source} has no labels"
+        what = f"all rows of {source} have the label {found[0]!r}" if found else f"{source} has no labels"
         raise CpuftError(f"{what}: give rows with at least two different labels")
-    for label, where in others.items():
-        if label not in found:
+    for label, where in validation.labels.items():
+        if label not in train.labels:
             raise CpuftError(
-                f"{where}: no row of {train.source} has the label {label!r}: correct that "
-                f"line, or train on rows that have it"
+                f"{where}: no row of {source} has the label {label!r}: correct that line, or train on rows that have it"
             )
     return replace(task, labels=tuple(found), metrics=choose_metrics(task.kind, found))
 
@@ -744,17 +597,8 @@ def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
     return ("accuracy", "f1") if len(labels) == 2 else ("accuracy",)
 
 
-def _are_scores(labels: Sequence[str]) -> bool:
-    """Whether all labels are numbers, and some are not whole."""
-    try:
-        numbers = [float(label) for label in labels]
-    except ValueError:
-        return False
-    return any(not number.is_integer() for number in numbers)
-
-
-def make_examples(table: Table, task: Task, has_labels: bool = True) -> Examples:
-    """Make examples of the rows of a table that passed `check_cells`, in their order.
+def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True) -> Examples:
+    """Make examples of rows that `check_rows` has yielded, in their order.
 
     Labels are class numbers (floats) or scores; for the kinds labels and tags, tuples of class numbers (int). Without
     `has_labels`, cells of labels are not read: each label is 0.0, or () for the kinds labels and tags.
@@ -762,12 +606,16 @@ def make_examples(table: Table, task: Task, has_labels: bool = True) -> Examples
     Raises CpuftError, which names the line: a label is not one of `task.labels`, or a score is no finite number.
     """
     examples = Examples([], [], has_labels)
-    for where, row in table.rows:
+    several = task.kind in ("labels", "tags")
+    numbers_by_label = {label: float(number) for number, label in enumerate(task.labels)}
+    for where, row in rows:
         cells = [row[name] for name in task.texts]
         examples.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))
-        texts = _split_label(row[task.label], task) if has_labels else []
-        numbers = [parse_label(text, task, where) for text in texts]
-        several = task.kind in ("labels", "tags")
+        labels = _split_label(row[task.label], task) if has_labels else []
+        numbers = [
+            numbers_by_label[label] if label in numbers_by_label else parse_label(label, task, where)
+            for label in labels
+        ]
         examples.labels.append(tuple(map(int, numbers)) if several else numbers[0] if has_labels else 0.0)
     return examples
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
 from cpuft.files import split_paths
-from cpuft.train.data.sources import describe_encoding, parse_json_cells
+from cpuft.train.data.tables import describe_encoding, parse_json_cells
 
 _JSON_SUFFIXES, _TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md")
 MAX_LINE_BYTES = 8 << 20

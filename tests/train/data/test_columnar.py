@@ -16,7 +16,8 @@ from pyarrow import feather, parquet
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.prepare import prepare
-from cpuft.train.data.sources import read_data, read_table, read_tables, split_table
+from cpuft.train.data.sources import read_data
+from cpuft.train.data.tables import parse_hub_name, read_table, read_tables, split_table
 from tests.train.data.test_sources import lines
 
 ROWS: dict[str, list[Any]] = {
@@ -113,7 +114,7 @@ def test_a_file_that_is_cut_off_is_named(written: Path, name: str, size: int) ->
     with pytest.raises(
         CpuftError, match=f"{path} is cut off or damaged.*: copy or download it again, or check --train"
     ):
-        read_table(path, "--train-file")
+        list(read_table(path, "--train-file").rows)
 
 
 def test_a_column_that_is_missing_is_answered_with_those_that_are_there(written: Path) -> None:
@@ -131,20 +132,80 @@ def test_several_files_and_patterns_are_read_in_their_order(written: Path) -> No
         table = read_tables(paths)
         assert [row["text"] for _, row in table.rows] == expected
         assert set(table.columns) == {"label", "text"}
-    assert table.rows[0][0] == "b0.jsonl, line 1"
+    assert next(iter(table.rows))[0] == "b0.jsonl, line 1"
 
 
 def test_without_a_validation_file_a_part_is_kept_and_equal_rows_stay_together() -> None:
     rows = [{"text": f"text {number % 40}", "label": str(number % 2)} for number in range(80)]
     Path("x.jsonl").write_text(lines(*rows))
     table = read_table(Path("x.jsonl"))
-    train, validation = split_table(table, 0.25)
-    texts = [{row["text"] for _, row in part.rows} for part in (train, validation)]
-    assert (len(train.rows), len(validation.rows)) == (60, 20)
+    train, validation = (list(part.rows) for part in split_table(table, 0.25))
+    texts = [{row["text"] for _, row in part} for part in (train, validation)]
+    assert (len(train), len(validation)) == (60, 20)
     assert not texts[0] & texts[1]
-    assert split_table(table, 0.25)[1].rows == validation.rows
+    Path("other.jsonl").write_text(lines(*reversed(rows)))
+    again = list(split_table(read_table(Path("other.jsonl")), 0.25)[1].rows)
+    assert sorted(row["text"] for _, row in again) == sorted(row["text"] for _, row in validation)
     data = read_data(TrainConfig(task="files", train_file="x.jsonl", validation_split=0.25))
     assert len(data.validation[""].texts) == 20
+
+
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("hub:a/b", {"path": "a/b", "name": None, "split": "train", "revision": None}),
+        ("hub:a/b:test", {"path": "a/b", "name": None, "split": "test", "revision": None}),
+        ("hub:a/b@v1/x", {"path": "a/b", "name": None, "split": "train", "revision": "v1/x"}),
+        ("hub:a/b/c:train[:1%]@v1", {"path": "a/b", "name": "c", "split": "train[:1%]", "revision": "v1"}),
+    ],
+)
+def test_the_parts_of_a_name_of_the_hub(name: str, expected: dict[str, str | None]) -> None:
+    assert parse_hub_name(name, "--train-file", "train") == expected
+
+
+@pytest.mark.parametrize("name", ["hub:", "hub:a", "hub:a/b/c/d", "hub:a/b:", "hub:a/b@", "hub:../../x y"])
+def test_another_form_of_a_name_of_the_hub_is_refused(name: str) -> None:
+    with pytest.raises(CpuftError, match="has the form hub:OWNER/NAME, or with all its parts"):
+        parse_hub_name(name, "--train-file", "train")
+
+
+def test_rows_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub cannot be had here: data sets of the library stand in, one of them with selected rows."""
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["bad", "good"])}
+    )
+    data = datasets.Dataset.from_dict({"text": ["a", "b", "c"], "label": [1, 0, 1]}, features=features)
+    splits = {"train": data, "validation": data.select([2, 1])}
+    asked = []
+
+    def load_dataset(**arguments: Any) -> Any:
+        asked.append(arguments)
+        return splits[arguments["split"]]
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("cpuft.train.data.tables.find_hub_problem", lambda: "")
+    found = read_data(TrainConfig(task="files", train_file="hub:a/b/c@v1", validation_file="hub:a/b"))
+    assert found.task.labels == ("bad", "good")
+    assert (found.train.texts, found.train.labels) == ([("a",), ("b",), ("c",)], [1.0, 0.0, 1.0])
+    assert (found.validation[""].texts, found.validation[""].labels) == ([("c",), ("b",)], [1.0, 0.0])
+    assert asked[0] == {"path": "a/b", "name": "c", "split": "train", "revision": "v1"}
+
+
+@pytest.mark.parametrize(
+    "problem, message",
+    [
+        ("the hub is away", "hub:a/b is not in the cache of data sets, and the hub is away: check the network"),
+        ("", r"hub:a/b could not be loaded from the Hugging Face hub \(Unknown split\): check the name, configuration"),
+    ],
+)
+def test_a_data_set_that_the_hub_does_not_give(problem: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_dataset(**_: Any) -> None:
+        raise ValueError("Unknown split\nsecond line")
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    monkeypatch.setattr("cpuft.train.data.tables.find_hub_problem", lambda: problem)
+    with pytest.raises(CpuftError, match=message):
+        read_tables("hub:a/b")
 
 
 def test_pandas_and_gzip_are_what_tests_write_with() -> None:

@@ -30,8 +30,8 @@ from cpuft.train.data.sources import (
     read_data,
     read_glue_file,
     read_splits,
-    read_table,
 )
+from cpuft.train.data.tables import read_table
 from tests.conftest import GLUE, needs_glue
 
 HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
@@ -157,7 +157,7 @@ def test_every_json_text_reads_back(rows: list[tuple[str, str]], end: str) -> No
 def test_what_no_csv_file_has_is_named_with_its_line(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("text,label\na,1\nb\rc,2\n")
     with pytest.raises(CpuftError, match=r"x.csv, line 3"):
-        read_table(tmp_path / "x.csv")
+        list(read_table(tmp_path / "x.csv").rows)
 
 
 @pytest.mark.parametrize("label", ["nan", "inf", "-inf", "Infinity", "1e999"])
@@ -249,7 +249,7 @@ def test_gaps_in_json_lines(line: str, message: str, tmp_path: Path) -> None:
 def test_lines_that_are_no_json_rows(line: str, tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_text('{"text": "a", "label": 1, "others": [[1]]}\n' + line + "\n")
     with pytest.raises(CpuftError, match=r"x\.jsonl, line 2 is not a JSON object \([^\n]+\): write one object a line"):
-        read_table(tmp_path / "x.jsonl")
+        list(read_table(tmp_path / "x.jsonl").rows)
 
 
 def test_missing_files(tmp_path: Path) -> None:
@@ -263,7 +263,7 @@ def test_missing_files(tmp_path: Path) -> None:
         read_data(TrainConfig(task="mrpc", data_dir=str(tmp_path)))
     (tmp_path / "bad.jsonl").write_text('{"text": "a", "label": 1}\nnot json\n')
     with pytest.raises(CpuftError, match=r"bad\.jsonl, line 2 is not a JSON object"):
-        read_table(tmp_path / "bad.jsonl")
+        list(read_table(tmp_path / "bad.jsonl").rows)
 
 
 def test_the_hub_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,7 +367,7 @@ def test_the_conversions_that_are_named_work() -> None:
         command = str(error.value).partition(f"then give {made} instead: ")[2]
         line = command.replace("python ", f"{sys.executable} ")
         subprocess.run(["sh", "-c", line], check=True, timeout=60)
-        assert read_table(Path(made)).rows[-1][1] == rows[-1]
+        assert list(read_table(Path(made)).rows)[-1][1] == rows[-1]
 
 
 @pytest.mark.parametrize(
@@ -413,7 +413,9 @@ TAGGED = '{"tokens": ["Bath", "is", "old"], "tags": ["B-LOC", "O", "O"]}\n'
 
 def read(train: str, validation: str, ending: str = "jsonl") -> TaskData:
     with tempfile.TemporaryDirectory() as folder:
-        return read_data(files(Path(folder), train, validation, ending))
+        data = read_data(files(Path(folder), train, validation, ending))
+        load = {key: Examples(found.texts, found.labels) for key, found in data.validation.items()}
+        return TaskData(data.task, Examples(data.train.texts, data.train.labels), load)
 
 
 def lines(*rows: dict[str, Any]) -> str:
