@@ -20,17 +20,18 @@ from cpuft.train.data.sources import make_pairs
 from cpuft.train.model import find_model
 
 _MAP = """
-import os, sys
+import os, sys, datasets
 from datasets import load_dataset
 from transformers import AutoTokenizer
 
 path, model, length, cache = sys.argv[1:]
+datasets.disable_progress_bars()
 tokenizer = AutoTokenizer.from_pretrained(model)
 rows = load_dataset("csv", data_files=path, split="train", cache_dir=cache)
 labels = {name: number for number, name in enumerate(sorted(set(map(str, rows.unique("label")))))}
 
 def tokenize(batch):
-    found = tokenizer(batch["sentence1"], batch["sentence2"], truncation=True, max_length=int(length))
+    found = tokenizer(batch["sentence"], truncation=True, max_length=int(length))
     return dict(found) | {"labels": [labels[str(label)] for label in batch["label"]]}
 
 rows.map(tokenize, batched=True, remove_columns=rows.column_names)
@@ -47,15 +48,15 @@ COLUMNS = ("program", "seconds", "CPU seconds", "rows per CPU second", "most mem
 
 
 def write_csv(path: Path, rows: int) -> None:
-    """Write different pairs of sentences, about 20 words each."""
+    """Write different sentences, of about 12 words each."""
     generator = random.Random(0)
     pairs = make_pairs(20_000, 1)
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(("sentence1", "sentence2", "label"))
+        writer.writerow(("sentence", "label"))
         for number in range(rows):
-            (first, _, _), (_, second, label) = generator.choice(pairs), generator.choice(pairs)
-            writer.writerow((f"{first} It was number {number}.", f"{second} {first}", label))
+            sentence, _, label = generator.choice(pairs)
+            writer.writerow((f"{number}: {sentence}", label))
 
 
 def run(program: str, *words: str) -> tuple[float, float, float, float]:
