@@ -1,9 +1,69 @@
-"""Settings are in setup.cfg; the one thing it cannot say is the optional oneCCL shim."""
+"""Compile the optional oneCCL shim, and the kernels of a release. All other settings are in setup.cfg.
+
+With CPUFT_RELEASE=1, as scripts/release sets it, the wheel contains the kernels for every class of CPUs. All compiled
+files have plain C functions, so one wheel is for every Python 3 and every torch. Otherwise, also for an editable
+install, the kernels are compiled on each host when they are first used.
+"""
+
+from __future__ import annotations
 
 import os
 import sys
+from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
+
+IS_RELEASE = os.environ.get("CPUFT_RELEASE") == "1"
+
+
+class BuildExtension(build_ext):
+    """Give the shim of a release a name that does not mention the Python that has built it."""
+
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the path of the compiled module `fullname`, relative to the folder of the package."""
+        return f"{fullname.replace('.', os.sep)}.so" if IS_RELEASE else str(super().get_ext_filename(fullname))
+
+
+class BuildPackage(build_py):
+    """Add the kernels to the package of a release."""
+
+    def run(self) -> None:
+        """Copy the package into the folder of the build, and compile the kernels there."""
+        super().run()
+        if IS_RELEASE and not self.editable_mode:
+            compile_kernels(Path(self.build_lib, "cpuft", "train", "fast", "compiled"))
+
+
+def compile_kernels(folder: Path) -> None:
+    """Write the kernels for every class of CPUs into `folder`."""
+    # Build tools need not have the folder of setup.py in their path.
+    sys.path.insert(0, str(Path(__file__).parent.absolute()))
+    from cpuft.compiler import compile_targets, find_compiler
+
+    compiler = find_compiler(os.environ)
+    if compiler is None:
+        sys.exit("a release needs a C++ compiler: install g++ (Debian: apt-get install g++)")
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in compile_targets(compiler).items():
+        if not isinstance(content, bytes):
+            sys.exit(f"a release needs all kernels, and {name} is missing: {content}")
+        (folder / name).write_bytes(content)
+
+
+commands: dict[str, type] = {"build_ext": BuildExtension, "build_py": BuildPackage}
+if IS_RELEASE:
+    from setuptools.command.bdist_wheel import bdist_wheel
+
+    class BuildWheel(bdist_wheel):
+        """Name the wheel of a release for every Python 3, on this machine's architecture."""
+
+        def get_tag(self) -> tuple[str, str, str]:
+            """Return the Python, the ABI and the platform of the wheel."""
+            return "py3", "none", super().get_tag()[2]
+
+    commands["bdist_wheel"] = BuildWheel
 
 roots = [root for root in (os.environ.get("CCL_ROOT"), sys.prefix) if root]
 # cpuft installs without a compiler and without oneCCL's headers; `--backend ccl` then says what is missing.
@@ -15,7 +75,7 @@ shim = Extension(
     library_dirs=[os.path.join(root, "lib") for root in roots],
     libraries=["ccl"],
     extra_compile_args=["-std=c++17", "-O2"],
-    optional=True,
+    optional=not IS_RELEASE,
 )
 
-setup(ext_modules=[shim])
+setup(ext_modules=[shim], cmdclass=commands)

@@ -1,6 +1,10 @@
-"""Compile the C++ kernels of `cpuft/train/fast`, or find kernels that were compiled elsewhere and installed as a wheel.
+"""Compile the C++ kernels of `cpuft/train/fast`, or find kernels that were compiled elsewhere and came in a wheel.
 
-This module does not import torch, because `cpuft provision` also compiles kernels for hosts without a compiler.
+The kernels are plain C functions: one library works with every version of torch and of Python. A released wheel of
+cpuft contains libraries for several classes of CPUs (`TARGETS`). For an environment that is installed from a checkout,
+`cpuft provision` puts the same libraries into a wheel of their own.
+
+This module does not import torch, because `setup.py` and `cpuft provision` also compile kernels.
 """
 
 from __future__ import annotations
@@ -9,12 +13,15 @@ import hashlib
 import platform
 import shutil
 import subprocess
-from collections.abc import Collection, Iterable, Mapping
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import cpuft
 from cpuft.errors import CpuftError
+from cpuft.hardware import effective_flags, parse_cpuinfo
 
 SOURCES = tuple(
     Path(cpuft.__file__).parent / "train" / "fast" / name
@@ -30,7 +37,11 @@ FLAGS = (
 )
 """Compiler options for every target; `Target.options` come before them."""
 PACKAGE = "cpuft_kernels"
-"""Name of the wheel with compiled kernels, and of its folder beside the package cpuft."""
+"""Name of the wheel that has only compiled kernels, and of its folder beside the package cpuft."""
+IN_PACKAGE = Path(cpuft.__file__).parent / "train" / "fast" / "compiled"
+"""Folder of the compiled kernels in a released wheel of cpuft. A checkout has no such folder."""
+FOLDERS = (IN_PACKAGE, Path(cpuft.__file__).parents[1] / PACKAGE)
+"""Where kernels that were compiled in advance are looked for. Who can write there can change cpuft itself."""
 _COMPILE_SECONDS = 300.0
 
 
@@ -88,12 +99,56 @@ def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> Non
     CpuftError: the compiler cannot be started, takes longer than 300 s, or ends with an error, for example because it
         does not know an option or cannot write the file. The message has its last line of output.
     """
-    command = [compiler, *options, *FLAGS, str(SOURCES[0]), "-o", str(library)]
+    _run(compiler, [*options, *FLAGS, str(SOURCES[0]), "-o", str(library)])
+
+
+def _run(compiler: str, arguments: Sequence[str]) -> None:
+    """Run the compiler. Raise CpuftError if it fails or takes longer than 300 s."""
     try:
-        subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
+        subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         raise CpuftError(f"{compiler} could not build the kernels: {str(output).strip().splitlines()[-1:]}") from None
+
+
+def compile_target(compiler: str, target: Target) -> bytes:
+    """Compile the kernels for a class of CPUs and return the shared library, which runs on hosts without a compiler.
+
+    The library names no OpenMP library, because a host without a compiler may have none but torch's own. Whoever loads
+    it must have loaded torch's OpenMP library before, with its symbols for all (`cpuft.train.fast.kernels.Kernels`).
+
+    Raises
+    ------
+    CpuftError: the compiler fails or takes longer than 300 s (see `compile_kernels`), or it is not GCC, so that its
+        OpenMP code needs another library than torch has.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        compiled, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
+        flags = [flag for flag in FLAGS if flag != "-shared"]
+        _run(compiler, [*target.options, *flags, "-c", str(SOURCES[0]), "-o", compiled])
+        _run(compiler, ["-shared", "-s", compiled, "-o", library])
+        content = Path(library).read_bytes()
+    if b"__kmpc_" in content:
+        raise CpuftError(f"{compiler} is not GCC, so its OpenMP code does not run with torch's OpenMP library: use g++")
+    return content
+
+
+def compile_targets(compiler: str, targets: Sequence[Target] = TARGETS) -> dict[str, bytes | CpuftError]:
+    """Compile the kernels for several classes of CPUs at the same time.
+
+    Returns
+    -------
+    For each target, by the file name of its library: the library, or why the compiler could not make it.
+    """
+
+    def attempt(target: Target) -> bytes | CpuftError:
+        try:
+            return compile_target(compiler, target)
+        except CpuftError as error:
+            return error
+
+    with ThreadPoolExecutor(max_workers=max(1, len(targets))) as pool:
+        return dict(zip(map(name_library, targets), pool.map(attempt, targets)))
 
 
 def name_library(target: Target) -> str:
@@ -104,12 +159,33 @@ def name_library(target: Target) -> str:
     return f"kernels-{hash_sources(*target.options)}-{target.name}.so"
 
 
-def find_installed(cpu_flags: Collection[str], folder: Path = Path(cpuft.__file__).parents[1] / PACKAGE) -> Path | None:
-    """Return the path of the fastest installed library that a CPU with these flags can run.
+def has_compiled_kernels() -> bool:
+    """Return whether this cpuft itself contains kernels for all classes of CPUs, as a released wheel does."""
+    return all((IN_PACKAGE / name_library(target)).is_file() for target in TARGETS)
 
-    None if no library in `folder` is one of these, or if this machine is not x86_64. Only libraries made from exactly
-    these sources are used, and by default only from the folder beside the package cpuft: who can write there can change
-    cpuft itself.
+
+def read_cpu_flags(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return this CPU's flags without those that ONEDNN_MAX_CPU_ISA in `environ` forbids.
+
+    Empty if /proc/cpuinfo cannot be read.
+    """
+    try:
+        cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
+    except OSError:
+        return ()
+    return effective_flags(cpu.flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
+
+
+def choose_target(cpu_flags: Collection[str]) -> Target | None:
+    """Return the fastest class of CPUs to which a CPU with these flags belongs; None if it belongs to none."""
+    return next((target for target in TARGETS if target.needs <= set(cpu_flags)), None)
+
+
+def find_installed(cpu_flags: Collection[str], folders: Sequence[Path] = FOLDERS) -> Path | None:
+    """Return the path of the fastest library compiled in advance that a CPU with these flags can run.
+
+    None if no library in `folders` is one of these, or if this machine is not x86_64. Only libraries made from exactly
+    these sources are used.
 
     Parameters
     ----------
@@ -117,5 +193,28 @@ def find_installed(cpu_flags: Collection[str], folder: Path = Path(cpuft.__file_
     """
     if platform.machine() != "x86_64":
         return None
-    paths = (folder / name_library(target) for target in TARGETS if target.needs <= set(cpu_flags))
+    names = [name_library(target) for target in TARGETS if target.needs <= set(cpu_flags)]
+    paths = (folder / name for name in names for folder in folders)
     return next((path for path in paths if path.is_file()), None)
+
+
+def describe_build(environ: Mapping[str, str], folders: Sequence[Path] = FOLDERS) -> str:
+    """Return which build of the kernels training uses on this host: where it comes from, and for which instructions.
+
+    It is "from the wheel, for AVX512_BF16", "compiled on this host by /usr/bin/g++, for AVX2", "none: no C++ compiler",
+    or "none: CPUFT_KERNELS=0". Nothing is compiled or loaded.
+
+    Parameters
+    ----------
+    environ: environment variables: PATH, CXX, CPUFT_KERNELS and ONEDNN_MAX_CPU_ISA.
+    folders: see `find_installed`.
+    """
+    setting, flags = environ.get("CPUFT_KERNELS"), read_cpu_flags(environ)
+    if setting == "0":
+        return "none: CPUFT_KERNELS=0"
+    if setting != "compile" and (library := find_installed(flags, folders)) is not None:
+        return f"from the wheel, for {library.stem.rpartition('-')[2].upper()}"
+    if (compiler := find_compiler(environ)) is None:
+        return "none: no C++ compiler"
+    target = choose_target(flags)
+    return f"compiled on this host by {compiler}, for {target.name.upper() if target else platform.machine()}"

@@ -14,7 +14,12 @@ This page is generated from the code by `scripts/docs`. Options may also stand i
 
 _VARIABLES = (
     ("CPUFT_STATE", "you", "folder in which cpuft keeps the clusters that it made"),
-    ("CPUFT_KERNELS", "you", "`0` switches the compiled kernels of the fast path off"),
+    (
+        "CPUFT_KERNELS",
+        "you",
+        "`0` switches the compiled kernels of the fast path off; `compile` compiles them on the host although a wheel "
+        "has them",
+    ),
     ("CPUFT_MEET_SECONDS", "you, in a job of AWS Batch", "seconds in which all nodes must have arrived (default: 600)"),
     ("CPUFT_RUN_DIR", "cpuft", "folder of the run; what your script writes there on the head host is fetched"),
     ("CPUFT_RESUMED", "cpuft", "is set if a script continues an earlier run"),

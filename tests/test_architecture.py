@@ -29,7 +29,7 @@ HOSTS = TOLD | {"execute", "hosts"}
 ON_A_RANK = PURE | {"config", "record", "trackers"}
 ALLOWED: dict[str, set[str]] = {
     "argv": set(),
-    "compiler": {"errors"},
+    "compiler": {"errors", "hardware"},
     "compressions": set(),
     "errors": set(),
     "files": {"errors", "serialization"},

@@ -10,8 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.compiler import PACKAGE, TARGETS, find_compiler, find_installed, name_library
-from cpuft.hardware import parse_cpuinfo
+from cpuft import compiler as compiler_module
+from cpuft.compiler import (
+    PACKAGE,
+    TARGETS,
+    compile_target,
+    describe_build,
+    find_compiler,
+    find_installed,
+    name_library,
+)
+from cpuft.errors import CpuftError
+from cpuft.hardware import Cpu, parse_cpuinfo
 from cpuft.provision.wheels import Wheel, write_kernels_wheel
 
 AVX2 = {"avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"}
@@ -37,12 +47,68 @@ def test_a_cpu_gets_the_fastest_library_that_it_runs(
     for target in TARGETS:
         (tmp_path / name_library(target)).touch()
     (tmp_path / "kernels-0123456789abcdef-amx.so").touch()  # of other sources
-    found = find_installed(flags, tmp_path)
+    found = find_installed(flags, [tmp_path / "none", tmp_path])
     assert (found.name.rpartition("-")[2].removesuffix(".so") if found else "") == name
+    if found:
+        found.unlink()
+        slower = find_installed(flags, [tmp_path])
+        order = [target.name for target in TARGETS]
+        assert slower is None or order.index(slower.stem.rpartition("-")[2]) > order.index(name)
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert find_installed(flags, [tmp_path]) is None
+
+
+@pytest.mark.parametrize(
+    "flags, limit, wheel, compiler, setting, build",
+    [
+        (AVX2, "", True, True, "", "from the wheel, for AVX2"),
+        (BF16, "", True, False, "", "from the wheel, for AVX512_BF16"),
+        (BF16, "AVX2", True, False, "", "from the wheel, for AVX2"),
+        (BF16, "AVX512_CORE", True, False, "", "from the wheel, for AVX512"),
+        (AVX512, "", True, True, "compile", "compiled on this host by COMPILER, for AVX512"),
+        (AVX512, "", True, False, "compile", "none: no C++ compiler"),
+        (AVX512, "", True, True, "0", "none: CPUFT_KERNELS=0"),
+        (BF16, "", False, True, "", "compiled on this host by COMPILER, for AVX512_BF16"),
+        ({"sse2"}, "", True, True, "", "compiled on this host by COMPILER, for x86_64"),
+        (BF16, "", False, False, "", "none: no C++ compiler"),
+    ],
+)
+def test_the_build_of_a_host_can_be_told(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    flags: set[str],
+    limit: str,
+    wheel: bool,
+    compiler: bool,
+    setting: str,
+    build: str,
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(compiler_module, "parse_cpuinfo", lambda *_: Cpu("Xeon", tuple(sorted(flags))))
+    folder = tmp_path / "compiled"
+    folder.mkdir()
+    for target in TARGETS if wheel else ():
+        (folder / name_library(target)).touch()
+    if compiler:
+        (tmp_path / "c++").touch(mode=0o755)
+    environ = {"PATH": str(tmp_path), "ONEDNN_MAX_CPU_ISA": limit, "CPUFT_KERNELS": setting}
+    assert describe_build(environ, [folder]) == build.replace("COMPILER", str(tmp_path / "c++"))
+
+
+def test_kernels_of_another_compiler_s_openmp_are_refused(tmp_path: Path) -> None:
+    """Their calls (__kmpc_...) are not in the OpenMP library of torch, so no host could load them."""
+    compiler = tmp_path / "clang++"
+    compiler.write_text('#!/bin/sh\nwhile [ $# -gt 1 ]; do shift; done\necho __kmpc_fork_call >"$1"\n')
+    compiler.chmod(0o700)
+    with pytest.raises(CpuftError, match=r"is not GCC, .* use g\+\+"):
+        compile_target(str(compiler), TARGETS[-1])
 
 
 def test_a_host_without_a_compiler_runs_kernels_from_the_wheel(tmp_path: Path) -> None:
-    """As provisioning brings them: installed beside cpuft, with nothing in PATH that compiles."""
+    """As provisioning brings them: installed beside cpuft, with nothing in PATH that compiles.
+
+    Such a host need not have an OpenMP library other than torch's, so the kernels must not name one.
+    """
     compiler = find_compiler(os.environ)
     assert compiler, "tests of kernels need g++"
     flags = parse_cpuinfo(Path("/proc/cpuinfo").read_text(), platform.machine()).flags
@@ -55,8 +121,14 @@ def test_a_host_without_a_compiler_runs_kernels_from_the_wheel(tmp_path: Path) -
     subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=120)
     (site / "cpuft").symlink_to(Path(__file__).parents[1] / "cpuft")
     missing = "off: no C++ compiler; install one (Debian: apt-get install g++)"
+    (library,) = (site / PACKAGE).glob("*.so")
+    assert b"libgomp" not in library.read_bytes()
+    code = (
+        "from cpuft.train.fast.kernels import kernel_status; print(kernel_status()); "
+        "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line}))"
+    )
     for settings, status in (({"PYTHONPATH": str(site)}, "on"), ({}, missing)):
         environ = {"PATH": str(tmp_path), "HOME": str(tmp_path)} | settings
-        command = [sys.executable, "-c", "from cpuft.train.fast.kernels import kernel_status; print(kernel_status())"]
+        command = [sys.executable, "-c", code]
         done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=True)
-        assert done.stdout.strip() == status
+        assert done.stdout.splitlines() == [status, "1"]

@@ -40,7 +40,7 @@ def doctor(
     cannot be read from --hostfile or --cluster, and 0 otherwise, even if there are warnings.
     """
     from cpuft.config import LaunchConfig
-    from cpuft.doctor.checks import CHECKS, find_all
+    from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_kernel_builds
     from cpuft.doctor.examine import examine_hosts, run_fixes
     from cpuft.doctor.finding import format_findings, to_json
     from cpuft.doctor.links import format_links, measure_links
@@ -62,9 +62,11 @@ def doctor(
             click.echo(line, err=True)
         findings = find_all(replace(examine_hosts(hosts, access, full=full, try_outside=True), links=links))
     if as_json:
+        values = to_json(findings, [host.name for host in hosts]) | {"kernels": find_kernel_builds(state)}
         measured = {"links": [asdict(link) for link in links]} if bandwidth else {}
-        click.echo(json.dumps(to_json(findings, [host.name for host in hosts]) | measured, indent=2))
+        click.echo(json.dumps(values | measured, indent=2))
     else:
         click.echo(format_links(links) + "\n" if links else "", nl=False)
+        click.echo(format_kernel_builds(find_kernel_builds(state)), nl=False)
         click.echo(format_findings(findings, len(hosts), len(CHECKS)), nl=False)
     sys.exit(1 if any(finding.severe for finding in findings) else 0)

@@ -60,6 +60,8 @@ class Health:
     """First line of `mpirun --version`. Empty if there is no mpirun; it begins with "broken" if mpirun failed."""
     kernels: str
     """Path of a C++ compiler or of precompiled kernels. Empty if the host has neither."""
+    kernel_build: str
+    """Which build of the kernels training uses, such as "from the wheel, for AVX2". Empty if the host has no cpuft."""
     own_address: str
     """Address to which the host resolves its own name."""
     amx_usable: bool
@@ -779,12 +781,36 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
     "CPUFT-037",
     "A host has neither compiled kernels nor a C++ compiler to build them.",
     "The fast path then runs in plain PyTorch, and training is 2 to 3 times slower. All ranks wait for this host.",
-    "Install a compiler (Debian: apt-get install g++), or provision again from a machine that has one.",
+    "Install cpuft from its wheel, or a compiler (Debian: apt-get install g++), or provision the host again from a "
+    "machine that has either.",
 )
 def _check_kernels(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         if not health.kernels:
-            yield warning(one.name, "There is neither a C++ compiler (g++ or c++) nor a folder cpuft_kernels.")
+            yield warning(one.name, "There is neither a C++ compiler (g++ or c++) nor a wheel with compiled kernels.")
+
+
+def find_kernel_builds(state: ClusterState) -> dict[str, str]:
+    """Return which build of the kernels each host uses, by the host's name (see `Health.kernel_build`).
+
+    Hosts that could not be examined or have no cpuft are left out.
+    """
+    return {one.name: health.kernel_build for one, _, health in state.answering if health.kernel_build}
+
+
+def format_kernel_builds(builds: dict[str, str]) -> str:
+    """Return a line for each different build with the hosts that use it: "kernels: from the wheel, for AVX2 (node1)".
+
+    Empty without builds.
+
+    Parameters
+    ----------
+    builds: what `find_kernel_builds` returned.
+    """
+    hosts_of: dict[str, list[str]] = {}
+    for host, build in builds.items():
+        hosts_of.setdefault(build, []).append(host)
+    return "".join(f"kernels: {build} ({', '.join(hosts)})\n" for build, hosts in hosts_of.items())
 
 
 CHECKS = tuple(_REGISTERED[code] for code in sorted(_REGISTERED))

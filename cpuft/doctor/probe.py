@@ -77,6 +77,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "packages": read_packages(),
             "mpi": read_mpi(),
             "kernels": find_kernels(),
+            "kernel_build": describe_kernels(),
             "own_address": resolve_own_name(),
             "amx_usable": can_use_amx(),
             "memory_available": int(_read_field("/proc/meminfo", "MemAvailable") or 0) << 10,
@@ -145,11 +146,26 @@ def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
 def find_kernels() -> str:
     """Return the path of a C++ compiler for the fast path's kernels ($CXX or g++, else c++).
 
-    Without one, the path of a precompiled library in site-packages/cpuft_kernels; empty if there is none either.
+    Without one, the path of a precompiled library in site-packages, in cpuft itself or in cpuft_kernels; empty if there
+    is none either.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-    precompiled = glob.glob(f"{sysconfig.get_path('purelib')}/cpuft_kernels/*.so")
+    folders = ("cpuft/train/fast/compiled", "cpuft_kernels")
+    precompiled = [path for name in folders for path in glob.glob(f"{sysconfig.get_path('purelib')}/{name}/*.so")]
     return compiler or (precompiled[0] if precompiled else "")
+
+
+def describe_kernels() -> str:
+    """Return which build of the kernels the cpuft of this Python uses, as `cpuft.compiler.describe_build` says it.
+
+    Empty if this Python has no cpuft, or one that cannot say it.
+    """
+    try:
+        from cpuft.compiler import describe_build  # the only import of cpuft: a host may have none, or an older one
+
+        return describe_build(os.environ)
+    except (ImportError, OSError):
+        return ""
 
 
 def resolve_own_name() -> str:

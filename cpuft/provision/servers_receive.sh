@@ -5,3 +5,9 @@ mkdir -p "${1%/*}"
 cat >"$1.part.$$"
 echo "$2  $1.part.$$" | sha256sum --check --quiet
 mv -f "$1.part.$$" "$1"
+# pip chooses among wheels of one version by their tags, and so could install an earlier one of this cpuft.
+case "${1##*/}" in
+    cpuft-*)
+        for other in "${1%/*}"/cpuft-*.whl; do [ "$other" = "$1" ] || rm -f -- "$other"; done
+        ;;
+esac

@@ -17,16 +17,16 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import cpuft
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.compiler import PACKAGE, TARGETS, Target, compile_kernels, find_compiler, hash_sources, name_library
+from cpuft.compiler import PACKAGE, TARGETS, Target, compile_targets, find_compiler, has_compiled_kernels, hash_sources
 from cpuft.errors import CPU_INDEX, CpuftError
 from cpuft.files import REMOVE, cache_folder, cache_path, check_private_folder, hash_file, hash_text, write_atomically
 from cpuft.hosts.registry import refuse_untrusted
@@ -253,7 +253,8 @@ def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
 
     CACHE is XDG_CACHE_HOME or HOME/.cache in `environ`. The folder is not made and need not exist. The 12 hexadecimal
     digits are a hash of the version of Python, this machine's architecture, the texts of `PINS` and `HASHES`, cpuft's
-    requirements, `EXTRAS`, and, if there is a C++ compiler, the sources and compiler flags of the kernels.
+    requirements, `EXTRAS`, and, if the kernels have to be compiled and there is a C++ compiler, their sources and the
+    compiler flags.
 
     Parameters
     ----------
@@ -270,7 +271,7 @@ def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
     pins, hashes = PINS.read_text(encoding="utf-8"), HASHES.read_text(encoding="utf-8")
-    kernels = hash_sources() if find_compiler(environ) else ""
+    kernels = hash_sources() if find_compiler(environ) and not has_compiled_kernels() else ""
     text = f"{python}\n{platform.machine()}\n{pins}\n{hashes}\n{requirements}\n{EXTRAS}\n{kernels}"
     return cache_path(environ) / "wheels" / f"{python}-{hash_text(text, 12)}"
 
@@ -279,9 +280,9 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
     """Download all wheels for hosts with this version of Python into `downloads_folder`.
 
     If that folder exists, nothing is downloaded, and its contents are not checked. Otherwise a folder beside it is
-    filled and renamed, so the folder is always complete. Packages in `BUILT_HERE` are built from source. Kernels are
-    compiled and added; if they cannot be, the reason is printed on standard error and their wheel is left out. cpuft's
-    cache folder is made. Each run of pip may take an hour.
+    filled and renamed, so the folder is always complete. Packages in `BUILT_HERE` are built from source. Unless this
+    cpuft contains compiled kernels, they are compiled and added; if they cannot be, the reason is printed on standard
+    error and their wheel is left out. cpuft's cache folder is made. Each run of pip may take an hour.
 
     Parameters
     ----------
@@ -313,7 +314,8 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
     _pip(*download, *_choose_torch())
     for path in (built, fetched):
         path.unlink()
-    _add_kernels(beside, environ)
+    if not has_compiled_kernels():
+        _add_kernels(beside, environ)
     beside.rename(folder)
 
 
@@ -403,37 +405,24 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
     if platform.machine() != "x86_64":
         raise CpuftError(f"kernels are compiled in advance for x86-64 only, and this machine is {platform.machine()}")
     folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(max_workers=len(targets)) as pool:
-        made = list(pool.map(lambda target: _compile(compiler, target, folder), targets))
-    libraries = {name_library(target): found for target, found in zip(targets, made) if isinstance(found, bytes)}
-    if not libraries:
-        raise CpuftError(str(made[0]))
-    files = {f"{PACKAGE}/{name}": content for name, content in libraries.items()}
+    made = compile_targets(compiler, targets)
+    files = {f"{PACKAGE}/{name}": found for name, found in made.items() if isinstance(found, bytes)}
+    if not files:
+        raise CpuftError(str(next(iter(made.values()))))
     name, content = _make_wheel(PACKAGE, "py3-none-linux_x86_64", files)
     with write_atomically(folder / name) as beside:
         beside.write_bytes(content)
     return folder / name
 
 
-def _compile(compiler: str, target: Target, folder: Path) -> bytes | CpuftError:
-    """Return the library for one target, or why the compiler could not make it."""
-    library = folder / f".{name_library(target)}"
-    try:
-        compile_kernels(compiler, target.options, library)
-        return library.read_bytes()
-    except CpuftError as error:
-        return error
-    finally:
-        library.unlink(missing_ok=True)
-
-
 @cache
 def make_own_wheel() -> tuple[str, bytes]:
     """Return (file name, contents) of a wheel of this cpuft, so that hosts get the version that provisions them.
 
-    The name is `cpuft-VERSION-py3-none-any.whl`, or `...-linux_x86_64.whl` if this cpuft contains a compiled library.
-    The contents do not depend on when or where the wheel is made. Nothing is written; the result is computed once per
-    process.
+    If this cpuft was installed from the file of a wheel, and the file is still there and has the same package in it,
+    this is the wheel. Otherwise a wheel with the same files and requirements is made. Its name is
+    `cpuft-VERSION-py3-none-any.whl`, or `...-linux_x86_64.whl` if this cpuft contains a compiled library, and its
+    contents do not depend on when or where it is made. Nothing is written; the result is computed once per process.
 
     Raises
     ------
@@ -443,11 +432,39 @@ def make_own_wheel() -> tuple[str, bytes]:
     root = Path(cpuft.__file__).parent
     paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
-    # oneCCL's shim is the only compiled file, and is called by C names: any Python 3 of this architecture loads it.
+    requirements = _read_requirements()
+    if installed_from := _read_original_wheel(files):
+        return installed_from
+    # Compiled files are called by C names: any Python 3 of this architecture loads them.
     has_library = any(name.endswith(".so") for name in files)
     tag = f"py3-none-{'linux_' + platform.machine() if has_library else 'any'}"
     entry_points = {"entry_points.txt": "[console_scripts]\ncpuft = cpuft.cli:main\n"}
-    return _make_wheel("cpuft", tag, files, _read_requirements(), entry_points)
+    return _make_wheel("cpuft", tag, files, requirements, entry_points)
+
+
+def _read_original_wheel(files: Mapping[str, bytes]) -> tuple[str, bytes] | None:
+    """Return the name and contents of the wheel that pip installed this cpuft from, if its file has exactly `files`.
+
+    pip records the file's address and SHA-256 (PEP 610), unless the wheel came from a package index. Any other file is
+    not used, because this machine's cpuft and that of the hosts would differ.
+    """
+    try:
+        origin = json.loads(importlib.metadata.distribution("cpuft").read_text("direct_url.json") or "{}")
+        address, archive = urlsplit(origin["url"]), origin["archive_info"]
+        # pip before 23.1 writes only the older key `hash`.
+        digest = archive["hashes"]["sha256"] if "hashes" in archive else archive["hash"].removeprefix("sha256=")
+        path = Path(unquote(address.path))
+        if address.scheme != "file" or not re.fullmatch(r"cpuft-[\w.!+-]+\.whl", path.name):
+            return None
+        content = path.read_bytes()
+        if hashlib.sha256(content).hexdigest() != digest:
+            return None
+        with zipfile.ZipFile(io.BytesIO(content)) as wheel:
+            names = [name for name in wheel.namelist() if name.startswith("cpuft/") and not name.endswith("/")]
+            packed = {name: wheel.read(name) for name in names}
+    except (AttributeError, KeyError, TypeError, ValueError, OSError, zipfile.BadZipFile):
+        return None
+    return (path.name, content) if packed == files else None
 
 
 def write_own_wheel(folder: Path) -> Path:

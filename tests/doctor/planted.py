@@ -32,6 +32,7 @@ HEALTH = Health(
     packages={"torch": "2.13.0", "cpuft": "0.1.0"},
     mpi="Intel(R) MPI Library 2021.18",
     kernels="/usr/bin/g++",
+    kernel_build="from the wheel, for AMX",
     own_address="",
     amx_usable=True,
     memory_available=60 << 30,

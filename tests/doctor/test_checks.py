@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from cpuft.doctor.checks import CHECKS, find_all
+from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_kernel_builds
 from cpuft.doctor.finding import describe_errors, format_findings, to_json
 from cpuft.hosts import transport
 from cpuft.hosts.hostfile import Host
@@ -166,6 +166,15 @@ def test_equal_findings_share_an_entry_and_errors_come_first() -> None:
     assert text.splitlines()[0].startswith("CPUFT-023 error on node4: 0 MB are free")
     assert "CPUFT-026 warning on node2, node3: 9.0 of 8 cores are busy" in text
     assert text.endswith("4 hosts, 37 checks: 1 error, 2 warnings\n")
+
+
+def test_each_build_of_the_kernels_is_named_with_its_hosts() -> None:
+    state = plant(healthy(), 2, kernel_build="compiled on this host by /usr/bin/g++, for AVX2")
+    state = plant(state, 3, kernel_build="")
+    assert format_kernel_builds(find_kernel_builds(state)) == (
+        "kernels: from the wheel, for AMX (node1, node4)\n"
+        "kernels: compiled on this host by /usr/bin/g++, for AVX2 (node2)\n"
+    )
 
 
 def test_only_errors_stop_a_launch() -> None:

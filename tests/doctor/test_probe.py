@@ -41,8 +41,21 @@ def test_kernels_come_from_a_compiler_or_from_provisioning(tmp_path: Path, monke
     library.parent.mkdir(parents=True)
     library.touch()
     assert probe.find_kernels() == str(library)
+    library.unlink()
+    own = tmp_path / "site" / "cpuft/train/fast/compiled" / library.name
+    own.parent.mkdir(parents=True)
+    own.touch()
+    assert probe.find_kernels() == str(own)
     (tmp_path / "c++").touch(mode=0o755)
     assert probe.find_kernels() == str(tmp_path / "c++")
+
+
+def test_the_build_of_the_kernels_is_told_by_the_cpuft_of_the_host() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPUFT_KERNELS", "0")
+        assert probe.describe_kernels() == "none: CPUFT_KERNELS=0"
+        patch.setitem(sys.modules, "cpuft.compiler", None)
+        assert probe.describe_kernels() == ""
 
 
 @pytest.mark.parametrize("module", probe.RUN_MODULES)

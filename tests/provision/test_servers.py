@@ -207,6 +207,18 @@ def test_files_of_others_at_the_prefix_are_found(
     assert (said.replace(f"{tmp_path}/cpuft", "PREFIX"), found.marked) == (problem, marked)
 
 
+def test_only_the_wheel_of_cpuft_that_was_sent_last_stays(tmp_path: Path) -> None:
+    """Among files of one version, pip would choose by their tags: that of a release, even if a checkout's is newer."""
+    script = "set -eu\n" + Path(servers.__file__).with_name("servers_receive.sh").read_text(encoding="utf-8")
+    names = ("cpuft-1-py3-none-manylinux_2_28_x86_64", "cpuft_kernels-1-py3-none-any", "cpuft-1-py3-none-any")
+    sent = [f"{name}.whl" for name in names]
+    for name in sent:
+        words = ("sh", "-c", script, "receive", f"{tmp_path}/wheels/{name}", sha256(name.encode()).hexdigest())
+        subprocess.run(words, input=name, text=True, timeout=60, check=True)
+    assert sorted(path.name for path in (tmp_path / "wheels").iterdir()) == sorted(sent[1:])
+    assert (tmp_path / "wheels" / sent[2]).read_text() == sent[2]
+
+
 @needs_root
 @pytest.mark.parametrize(
     "owner, mode, foreign",

@@ -2,6 +2,13 @@
 // every version of torch. Every call blocks until its collective is done, and returns 0, or 1 after cpuft_ccl_error() is
 // set.
 
+// C++ headers of glibc 2.32 and newer refer to a variable that older systems do not have. With one of our own, which is
+// always 0 (there may be several threads), a shim that is compiled on a new system loads on an older one.
+#define __libc_single_threaded cpuft_single_threaded
+extern "C" {
+__attribute__((visibility("hidden"))) extern char cpuft_single_threaded;
+}
+
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
@@ -16,6 +23,8 @@
 #include <sys/prctl.h>
 
 #include "oneapi/ccl.hpp"
+
+char cpuft_single_threaded = 0;
 
 namespace {
 

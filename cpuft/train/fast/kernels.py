@@ -1,7 +1,8 @@
-"""The optional C++ kernels: compiled on first use, stored in the user's cache folder, loaded by ctypes.
+"""The optional C++ kernels, loaded by ctypes.
 
-A host without a compiler uses kernels that `cpuft provision` compiled on another host and installed (cpuft.compiler).
-Without those, or with CPUFT_KERNELS=0, every caller runs the same computation in plain torch: the same results within
+They come compiled in a wheel, that of cpuft or one of their own (cpuft.compiler). Where there are none, as in a
+checkout, or with CPUFT_KERNELS=compile, they are compiled on first use and stored in the user's cache folder. Without a
+compiler, or with CPUFT_KERNELS=0, every caller runs the same computation in plain torch: the same results within
 rounding, with the same dropout masks, more slowly. `kernel_status` tells which, for the record.
 """
 
@@ -20,10 +21,10 @@ from typing import Any
 
 import torch
 
-from cpuft.compiler import compile_kernels, find_compiler, find_installed, hash_sources
+from cpuft.compiler import compile_kernels, find_compiler, find_installed, hash_sources, read_cpu_flags
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
-from cpuft.hardware import compiler_target, effective_flags, parse_cpuinfo
+from cpuft.hardware import compiler_target
 
 _SIGNATURES = {
     "dropout": "ppqQIfi",
@@ -78,6 +79,7 @@ class Kernels:
 
         Raises OSError if it cannot be loaded, and ValueError if it lacks a kernel.
         """
+        _share_openmp()
         library = ctypes.CDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
         for name, letters in _SIGNATURES.items():
@@ -108,17 +110,27 @@ class Kernels:
 
 
 @functools.cache
+def _share_openmp() -> None:
+    """Let libraries that name no OpenMP library use torch's, whose file has another name in some builds of torch."""
+    found = sorted(Path(torch.__file__).parent.glob("lib/libgomp*.so*"))
+    with contextlib.suppress(OSError):
+        ctypes.CDLL(str(found[0]) if found else "libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+
+
+@functools.cache
 def _load() -> tuple[Kernels | None, str]:
     """Return this host's kernels, if any can be loaded, and what `kernel_status` returns."""
-    if os.environ.get("CPUFT_KERNELS") == "0":
+    setting = os.environ.get("CPUFT_KERNELS")
+    if setting == "0":
         return None, "off: CPUFT_KERNELS=0"
-    found, status = _load_own()
-    if found is None and (installed := find_installed(_usable_flags())) is not None:
-        try:
-            return Kernels(installed), "on"
-        except (OSError, AttributeError, ValueError) as error:
-            return None, f"{status}; the installed {installed} cannot be loaded: {error}"
-    return found, status
+    installed = None if setting == "compile" else find_installed(read_cpu_flags(os.environ))
+    if installed is None:
+        return _load_own()
+    try:
+        return Kernels(installed), "on"
+    except (OSError, AttributeError, ValueError) as error:
+        found, status = _load_own()
+        return found, status if found else f"{status}; the installed {installed} cannot be loaded: {error}"
 
 
 def _load_own() -> tuple[Kernels | None, str]:
@@ -164,15 +176,6 @@ def build(compiler: str, processor: str = "native") -> Path:
             compile_kernels(compiler, options, made)
             made.replace(library)
     return library
-
-
-def _usable_flags() -> tuple[str, ...]:
-    """This CPU's flags without those that ONEDNN_MAX_CPU_ISA forbids."""
-    try:
-        cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
-    except OSError:
-        return ()
-    return effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))
 
 
 def _processor() -> str:

@@ -1,0 +1,168 @@
+"""A release: what its wheel contains, and that a host which installs it needs neither the checkout nor a compiler."""
+
+from __future__ import annotations
+
+import configparser
+import hashlib
+import io
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_bytes
+from pathlib import Path
+
+import pytest
+
+import cpuft
+from cpuft.compiler import choose_target, read_cpu_flags
+from scripts.release_checks import COMPILED, MAX_BYTES, ROOT, check_speed, find_faults, list_sources
+
+PUSH = """
+import sys
+from cpuft.provision.wheels import make_own_wheel
+name, content = make_own_wheel()
+open(sys.argv[1], "wb").write(content)
+print(name)
+"""
+BUILD = """
+import os
+from cpuft.compiler import describe_build
+from cpuft.train.fast.kernels import kernel_status
+print(kernel_status(), describe_build(os.environ), sep="\\n")
+"""
+
+
+def read_package(content: bytes) -> dict[str, bytes]:
+    """Return the files of cpuft in a wheel."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if name.startswith("cpuft/")}
+
+
+def read_requirements(content: bytes) -> set[str]:
+    """Return the requirements in the metadata of a wheel."""
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        metadata = archive.read(f"cpuft-{cpuft.__version__}.dist-info/METADATA")
+    return set(message_from_bytes(metadata).get_all("Requires-Dist") or [])
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of a release, as scripts/release builds it, before auditwheel names it for other systems."""
+    folder = tmp_path_factory.mktemp("release")
+    for name in (*list_sources(), "setup.py", "setup.cfg", "README.md", "LICENSE"):
+        (folder / "source" / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / "source" / name)
+    code = f"from setuptools.build_meta import build_wheel; build_wheel({str(folder)!r})"
+    environ = os.environ | {"CPUFT_RELEASE": "1"}
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=folder / "source", env=environ, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.glob("*.whl")
+    return made
+
+
+@pytest.mark.real
+def test_the_wheel_has_every_file_of_the_package_and_kernels_for_every_cpu(wheel: Path) -> None:
+    assert wheel.name == f"cpuft-{cpuft.__version__}-py3-none-linux_{platform.machine()}.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        assert find_faults(archive.namelist(), list_sources(), COMPILED) == []
+        assert all(archive.getinfo(name).file_size > 10_000 for name in COMPILED)
+    assert wheel.stat().st_size < MAX_BYTES
+
+
+@pytest.mark.real
+def test_its_libraries_load_on_older_systems_and_need_no_openmp_library(wheel: Path, tmp_path: Path) -> None:
+    """glibc 2.28 and libstdc++ of GCC 8 are on the oldest systems for which torch has wheels."""
+    package = read_package(wheel.read_bytes())
+    for name in COMPILED:
+        found = set(re.findall(rb"\b(?:GLIBC|GLIBCXX|CXXABI)_[\d.]+", package[name]))
+        newest = {b"GLIBC": (2, 28), b"GLIBCXX": (3, 4, 25), b"CXXABI": (1, 3, 11)}
+        versions = [(kind, tuple(map(int, number.split(b".")))) for kind, number in (one.split(b"_") for one in found)]
+        assert versions, name
+        assert [one for one in versions if one[1] > newest[one[0]]] == [], name
+        assert b"libgomp" not in package[name]
+
+
+def test_an_installed_wheel_runs_its_kernels_and_is_what_hosts_get(wheel: Path, tmp_path: Path) -> None:
+    target = choose_target(read_cpu_flags({}))
+    assert target, "tests of kernels need a CPU with AVX2"
+    site, mine = tmp_path / "site", tmp_path / wheel.name.replace("-linux_", "-manylinux_2_28_")
+    shutil.copy(wheel, mine)
+    words = ["install", "--quiet", "--no-deps", "--no-index", "--target", str(site), str(mine)]
+    subprocess.run([sys.executable, "-m", "pip", *words], check=True, timeout=120)
+    (tmp_path / "empty").mkdir()
+    environ = {"PYTHONPATH": str(site), "PATH": str(tmp_path / "empty"), "HOME": str(tmp_path)}
+
+    def run(code: str) -> list[str]:
+        command = [sys.executable, "-c", code, str(tmp_path / "pushed")]
+        done = subprocess.run(command, cwd=tmp_path / "empty", env=environ, capture_output=True, text=True, timeout=120)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    def push() -> tuple[list[str], bytes]:
+        return run(PUSH), (tmp_path / "pushed").read_bytes()
+
+    assert run(BUILD) == ["on", f"from the wheel, for {target.name.upper()}"]
+    names, pushed = push()
+    assert names == [mine.name]
+    assert hashlib.sha256(pushed).digest() == hashlib.sha256(wheel.read_bytes()).digest()
+    mine.unlink()
+    names, rebuilt = push()
+    assert names == [wheel.name]
+    assert read_package(rebuilt) == read_package(wheel.read_bytes())
+    assert read_requirements(rebuilt) == read_requirements(wheel.read_bytes())
+    # The file is there again, but is not what is installed here.
+    shutil.copy(wheel, mine)
+    (site / "cpuft/py.typed").write_text("changed\n")
+    assert push()[0] == [wheel.name]
+
+
+def test_missing_and_foreign_files_are_faults() -> None:
+    assert find_faults(["a.py", "a.so"], ["a.py"], ["a.so"]) == []
+    assert find_faults(["a.py", "b.so"], ["a.py", "b.py"], ["a.so"]) == [
+        "a.so is missing",
+        "b.py is missing",
+        "b.so does not belong there",
+    ]
+
+
+@pytest.mark.parametrize(
+    "without, compiled, kernels, fault",
+    [
+        (96.0, 100.0, "compiled", ""),
+        (90.0, 100.0, "compiled", "without a compiler, the speed is 0.900 of that with one"),
+        (100.0, 100.0, "absent", "with-1 has used no kernels"),
+    ],
+)
+def test_a_slower_run_or_one_without_kernels_is_a_fault(
+    tmp_path: Path, without: float, compiled: float, kernels: str, fault: str
+) -> None:
+    for name, speed, used in (("without-1", without, "compiled"), ("with-1", compiled, kernels)):
+        (tmp_path / name).mkdir()
+        lines = f'{{"kernels": "{used}"}}\n{{"steady_samples_per_second": {speed}}}\n'
+        (tmp_path / name / "record.jsonl").write_text(lines)
+    assert check_speed(tmp_path) == [fault] * bool(fault)
+    assert check_speed(tmp_path / "none") == [f"{tmp_path / 'none'} does not have runs of both kinds"]
+
+
+def test_setup_cfg_names_the_oldest_and_the_newest_torch() -> None:
+    text = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    line = r"^# The quick tests pass with torch (\S+) and with torch (\S+): scripts/check-torch\.$"
+    (versions,) = re.findall(line, text, re.M)
+    setup = configparser.ConfigParser()
+    setup.read_string(text)
+    assert f"torch >={versions[0].removesuffix('.0')}" in setup["options.extras_require"]["train"].splitlines()
+    assert f"torch=={versions[1]}" in (ROOT / "cpuft/constraints.txt").read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.proof
+@pytest.mark.timeout(3600)
+def test_a_release_is_built_checked_and_used_elsewhere(tmp_path: Path) -> None:
+    environ = os.environ | {"DIST": str(tmp_path / "dist"), "ROUNDS": "1", "TMPDIR": str(tmp_path)}
+    done = subprocess.run([ROOT / "scripts/release"], env=environ, capture_output=True, text=True, timeout=3500)
+    assert done.returncode == 0, done.stderr
+    assert len(list((tmp_path / "dist").iterdir())) == 2
