@@ -11,19 +11,44 @@ if sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].partition(".")[0] ==
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cpuft.api import ComparedRuns, Run, compare, launch
+    from cpuft.errors import CpuftError
     from cpuft.train.checkpoint.script import interrupted, load_state, save_state
     from cpuft.train.fast.acceleration import accelerate
 
-__all__ = ["__version__", "accelerate", "interrupted", "load_state", "save_state"]
+__all__ = [
+    "ComparedRuns",
+    "CpuftError",
+    "Run",
+    "__version__",
+    "accelerate",
+    "compare",
+    "interrupted",
+    "launch",
+    "load_state",
+    "save_state",
+]
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import `accelerate`, `interrupted`, `load_state` or `save_state` when it is first used, because it needs torch.
+    """Import a name of the public API when it is first used, so that the command line starts quickly.
 
-    The command line does not need torch. Raises AttributeError: any other name. Raises ImportError: torch is not
-    installed.
+    `accelerate`, `interrupted`, `load_state` and `save_state` need torch. Raises AttributeError: any other name. Raises
+    ImportError: torch is not installed.
     """
+    if name in ("Run", "ComparedRuns", "compare"):
+        from cpuft import api
+
+        return getattr(api, name)
+    if name == "launch":  # the package, which can be called
+        import importlib
+
+        return importlib.import_module("cpuft.launch")
+    if name == "CpuftError":
+        from cpuft.errors import CpuftError
+
+        return CpuftError
     if name == "accelerate":
         from cpuft.train.fast.acceleration import accelerate
 

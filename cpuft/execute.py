@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import ctypes
 import os
 import shutil
@@ -254,16 +255,31 @@ def open_memory_file() -> IO[bytes]:
 
 
 def _relay(source: IO[bytes] | None, stream: TextIO) -> threading.Thread:
-    """Copy a child's output to our stream. If the child had our stream itself, ssh would stall once nobody reads it."""
+    """Copy a child's output to our stream. If the child had our stream itself, ssh would stall once nobody reads it.
+
+    The stream may be one of a notebook, which takes text only.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def copy() -> None:
-        while source and (block := os.read(source.fileno(), 1 << 16)):
-            stream.buffer.write(block)
-            stream.buffer.flush()
+        is_over = not source
+        while source and not is_over:
+            block = os.read(source.fileno(), 1 << 16)
+            is_over = not block
+            _write_text(stream, decoder.decode(block, is_over))
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
     return thread
+
+
+def _write_text(stream: TextIO, text: str) -> None:
+    """Write a text and flush it; characters that the stream's encoding lacks are written as escapes."""
+    try:
+        stream.write(text)
+    except UnicodeEncodeError as error:
+        stream.write(text.encode(error.encoding, "backslashreplace").decode(error.encoding))
+    stream.flush()
 
 
 def _read(output: IO[bytes]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -18,11 +17,6 @@ if TYPE_CHECKING:
 def say(line: str) -> None:
     """Print a line on standard error."""
     click.echo(line, err=True)
-
-
-def choose_progress() -> str:
-    """Return how rank 0 shows its progress: `bar` if standard error is a terminal, otherwise `lines`."""
-    return "bar" if sys.stderr.isatty() else "lines"
 
 
 def print_plans(plans: Sequence[RunPlan]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cpuft.cli.common import check_hosts, choose_progress, print_plans, say
+from cpuft.cli.common import check_hosts, print_plans, say
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.config import LAUNCH_ONLY, CompareConfig, LaunchConfig, TrainConfig
 
@@ -31,23 +31,23 @@ def compare(dry_run: bool, **values: Any) -> None:
     Jinja2 are installed. If a run fails, the command ends with its exit code, without the other runs and without a
     report.
     """
-    from cpuft.launch.comparison import parse_numbers, plan_comparison
+    from cpuft.launch.comparison import parse_numbers, plan_comparison, run_comparison
     from cpuft.launch.plan import choose_run_dir
-    from cpuft.launch.remote import run_attempt
+    from cpuft.launch.progress import choose_progress
     from cpuft.report.page import write_all
 
     config, train = pick(LaunchConfig, values | {"np": 1}), pick(TrainConfig, values)
     comparison = pick(CompareConfig, values)
     ranks = parse_numbers(comparison.np)
     run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
-    planned = plan_comparison(ranks, config, train, comparison, run_dir, choose_progress(), os.environ)
+    progress = "lines" if dry_run else choose_progress()
+    planned = plan_comparison(ranks, config, train, comparison, run_dir, progress, os.environ)
     if dry_run:
         print_plans([run.plan for run in planned])
         return
     check_hosts(planned[-1].cluster, config)
-    for run in planned:
-        say(f"{run.label}:")
-        if code := run_attempt(run.plan, run.run_dir, run.cluster, config.time_limit, say):
-            sys.exit(code)
+    code, _ = run_comparison(planned, progress, config.time_limit, say)
+    if code:
+        sys.exit(code)
     for line in write_all([run.run_dir for run in planned], run_dir):
         click.echo(line)

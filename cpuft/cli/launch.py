@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from cpuft.cli.common import check_hosts, choose_progress, print_plans, say
+from cpuft.cli.common import check_hosts, print_plans, say
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick, refuse_options
 from cpuft.config import LaunchConfig, ResumeConfig, ScriptConfig, TrainConfig
 
@@ -34,6 +34,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     in its environment, as under torchrun. Its ranks have to form one process group, or the run ends with an error; see
     --independent. Options of the training, such as --backend or --batch-size, are not for your own script.
     """
+    from cpuft.launch.progress import choose_progress
     from cpuft.launch.run import LaunchRequest, describe_dry_run, plan_request, run_launch
 
     if script:
@@ -43,7 +44,8 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
             f"the script, as in cpuft launch -- {script[0]} --name value",
         )
     configs = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values)
-    request = LaunchRequest(*configs, script, resume, frozenset(given_options()), choose_progress())
+    progress = "lines" if dry_run else choose_progress()
+    request = LaunchRequest(*configs, script, resume, frozenset(given_options()), progress)
     with ExitStack() as locks:
         planned = plan_request(request, os.environ, say, None if dry_run else locks)
         if dry_run:

@@ -35,6 +35,9 @@ _FATAL = ("CPUFT-022", "CPUFT-034")
 """Checks (/dev/shm, open files) whose findings stop even a run on a single host: its ranks would die or hang."""
 _TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032")
 """Checks whose findings can differ from run to run: also memory, disk, load, stolen CPU time, leftovers."""
+_WITHOUT_EFFECT = "CPUFT-030"
+"""Check (memory allocator) of which a launch does not warn: without another allocator, the settings of the ranks and
+the fast path (`keep_freed_memory`) make glibc keep freed memory, which takes as few page faults."""
 
 # The sources of both modules are sent, because a host may have neither cpuft nor a disk to write to.
 _LOADER = (
@@ -97,6 +100,7 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     findings = find_all(examine_hosts(tuple(one.host for one in cluster.assignments), cluster.access, ranks))
+    findings = [finding for finding in findings if finding.code != _WITHOUT_EFFECT]
     is_single = len(cluster.assignments) < 2
     if is_single:
         findings = [finding for finding in findings if finding.code in _TRANSIENT]

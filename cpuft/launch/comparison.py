@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cpuft.config import CompareConfig, LaunchConfig, TrainConfig, is_count
@@ -10,7 +10,11 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.launch.inputs import gather_missing, pack_training
 from cpuft.launch.plan import add_transfers, plan_training
+from cpuft.launch.progress import show_progress
+from cpuft.launch.remote import run_attempt
 from cpuft.plan import RunPlan
+
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -136,3 +140,28 @@ def plan_comparison(
         sent |= {host: folders | sent.get(host, set()) for host, folders in missing.items()}
         planned.append(PlannedRun(label, folder, cluster, add_transfers(plan, bundles, missing, cluster, folder)))
     return planned
+
+
+def run_comparison(planned: Sequence[PlannedRun], progress: str, time_limit: float, say: Say) -> tuple[int, PlannedRun]:
+    """Carry out the runs of a comparison, one after another. A signal ends this program with SystemExit.
+
+    Parameters
+    ----------
+    planned: one run or more.
+    progress: how each run shows its progress, as in `plan_comparison`.
+    time_limit: of each run, in seconds; 0 for none.
+    say: called with a line for the user.
+
+    Returns
+    -------
+    The exit code of the last run that was started, and that run. The first run that fails is the last one.
+
+    Raises CpuftError: what `run_attempt` raises.
+    """
+    for run in planned:
+        say(f"{run.label}:")
+        with show_progress(progress):
+            code = run_attempt(run.plan, run.run_dir, run.cluster, time_limit, say)
+        if code:
+            break
+    return code, run

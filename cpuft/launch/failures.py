@@ -20,6 +20,7 @@ from cpuft.rank.process import (
     parse_failure,
     parse_missing_ranks,
 )
+from cpuft.rank.progress import PROGRESS_MARK
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 _NO_MEMORY = re.compile(r"^(MemoryError\b|RuntimeError: .*can't allocate memory|.*std::bad_alloc)", re.MULTILINE)
@@ -119,7 +120,7 @@ def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
     failures = []
     for text in errors:
         if found := parse_failure(text):
-            own = "\n".join(line for line in text.splitlines() if not line.startswith(MARKS))
+            own = "\n".join(line for line in text.splitlines() if not line.startswith((*MARKS, PROGRESS_MARK)))
             host = hosts[found[0]] if found[0] < len(hosts) else found[1]
             failures.append(Failure(found[0], host, found[2], own, frozenset(parse_missing_ranks(text))))
     missed = _list_missed(failures)

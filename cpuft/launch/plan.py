@@ -47,6 +47,7 @@ from cpuft.launch.resume import PREPARED_DATA, HostCopy, ResumedRun
 from cpuft.launch.settings import script_settings
 from cpuft.launch.supervise import LEASE_RENEWAL_SECONDS
 from cpuft.plan import RunPlan, Setting, Step
+from cpuft.rank.call import CALL_FILE, CALL_FOLDER
 from cpuft.rank.interruption import NOTICE_VARIABLE
 
 LEAST_FREE_BYTES = 256 << 20
@@ -80,6 +81,8 @@ class Job:
     """Whether the ranks of the script are meant to be independent of each other."""
     progress: str = "lines"
     """How rank 0 shows progress: "bar" or "lines"."""
+    call_file: str = ""
+    """This machine's file with a function of the user's, if the script is the module that calls it; else empty."""
     allowed_paths: frozenset[str] | None = None
     """Local files and folders that may be sent to hosts, if `train` comes from a record; None if the user gave it."""
 
@@ -120,7 +123,7 @@ def plan_run(
     work, config = cluster.work_dir(run_dir), job.config
     if job.script:
         command, bundles = pack_script(cluster, job.script)
-        command = wrap_script(command, cluster.python, job.wrap)
+        command = command[1:] if job.call_file else wrap_script(command, cluster.python, job.wrap)
         extra = script_settings(config.np, job.independent)
         plan = plan_launch(cluster, config, work, command, "gloo", environ, resumed, extra)
     else:
@@ -128,7 +131,30 @@ def plan_run(
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)
     missing = gather_missing(bundles, cluster)
     copies, prepared = (resumed.host_copies, find_prepared_hosts(resumed, cluster)) if resumed else ((), set[str]())
-    return add_transfers(plan, bundles, missing, cluster, run_dir, copies, prepared)
+    plan = add_transfers(plan, bundles, missing, cluster, run_dir, copies, prepared)
+    return add_call(plan, job.call_file, cluster, work) if job.call_file else plan
+
+
+def add_call(plan: RunPlan, call_file: str, cluster: Cluster, work: str) -> RunPlan:
+    """Return the plan with a stage that copies the call of a function into the run's folder before the ranks start.
+
+    If the hosts have disks of their own, each of them gets the file, else only the head host. Only this user can read
+    it there.
+
+    Parameters
+    ----------
+    call_file: the file on this machine.
+    work: the run folder as the ranks see it.
+    """
+    names = [one.host.name for one in cluster.assignments] if cluster.has_own_disks else [cluster.head]
+    script = f"{PRIVATE}private {cluster.folder} && " if cluster.works_remotely else ""
+    script += 'umask 077 && mkdir -p "$0" && cat >"$0/new" && mv "$0/new" "$1"'
+    command = ("sh", "-c", script, f"{work}/{CALL_FOLDER}", f"{work}/{CALL_FILE}")
+    where = "send the function to {}" if cluster.works_remotely else "copy the function into the folder of the run"
+    stage = tuple(Step(where.format(name), command, host=name, stdin_file=call_file) for name in names)
+    if cluster.works_remotely:
+        return replace(plan, inputs=(*plan.inputs, stage))
+    return replace(plan, prepare=(*plan.prepare, stage))
 
 
 def plan_fetching(cluster: Cluster, resumed: ResumedRun) -> RunPlan:

@@ -25,6 +25,7 @@ from cpuft.launch.plan import (
     refuse_other_launchers,
     wrap_script,
 )
+from cpuft.launch.progress import show_progress
 from cpuft.launch.remote import run_attempt
 from cpuft.launch.restart import describe_limit, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
@@ -50,6 +51,8 @@ class LaunchRequest:
     """Names of the options that the command line or the file of --config gives, such as "batch_size"."""
     progress: str
     """How rank 0 shows its progress: `bar` or `lines`."""
+    call_file: str = ""
+    """This machine's file with a function of the user's, if the script is the module that calls it; else empty."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def plan_request(
     input_paths = _find_input_paths(request, train, resumed, environ)
     options = request.script_options
     allowed = input_paths if resumed else None
-    job = Job(config, train, command, options.wrap, options.independent, request.progress, allowed)
+    job = Job(config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed)
     plan = plan_run(job, cluster, run_dir, environ, resumed)
     return PlannedLaunch(run_dir, cluster, plan, job, input_paths=input_paths)
 
@@ -176,7 +179,8 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     if job.script:
         ctrl_c_seconds = SCRIPT_STOP_SECONDS if job.script[0] == sys.executable else 0.0
     start = partial(run_attempt, say=say, grace=grace, ctrl_c_seconds=ctrl_c_seconds)
-    code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say)
+    with show_progress(request.progress):
+        code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say)
     if not code and not job.script:
         save_allowed_paths(run_dir, (), environ)
     return describe_end(code, run_dir, cluster.rank_hosts, job.config, request.script, request.script_options)

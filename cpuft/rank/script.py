@@ -94,24 +94,43 @@ def _run_script(argv: Sequence[str], refusals: tuple[type[Exception], ...]) -> i
         module.__file__ = path
         with open(path, "rb") as file:
             exec(compile(file.read(), path, "exec"), module.__dict__)
-    except SystemExit as error:
+    except BaseException as error:
+        return report_exception(error, refusals, __file__)
+    return 0
+
+
+def report_exception(error: BaseException, refusals: tuple[type[Exception], ...], caller: str) -> int:
+    """Report the exception that ended the user's code on standard error, as Python would, and return the exit code.
+
+    Parameters
+    ----------
+    refusals: exceptions that are reported in one line instead of a traceback, with exit code 2.
+    caller: the file that called the user's code; its frames at the begin of the traceback are left out.
+
+    Returns
+    -------
+    The low 8 bits of the number of SystemExit (1 for a text, which is printed); 2 for `refusals`; 130 for
+    KeyboardInterrupt; 1 for any other exception. After a time-out of torch the call first waits up to 25 s for the
+    supervisor to dump stacks (`wait_for_stack_dump`).
+    """
+    if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
             return (error.code or 0) & 0xFF
         print(error.code, file=sys.stderr)
         return 1
-    except refusals as error:
+    if isinstance(error, refusals):
         return _report_refusal(error)
-    except BaseException as error:
-        # Leave this function's frame out of the traceback.
-        error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
-        # Python sets these, too. Exit handlers read them to see that the script has failed.
-        sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
-        sys.excepthook(type(error), error, error.__traceback__)
-        if is_timeout(error):
-            line = format_failure(parse_world(os.environ), socket.gethostname(), 1)
-            wait_for_stack_dump(f"{line}\n", error.__traceback__)
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
-    return 0
+    traceback = error.__traceback__
+    while traceback and traceback.tb_frame.f_code.co_filename == caller:
+        traceback = traceback.tb_next
+    error.__traceback__ = traceback
+    # Python sets these, too. Exit handlers read them to see that the script has failed.
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback
+    sys.excepthook(type(error), error, traceback)
+    if is_timeout(error):
+        line = format_failure(parse_world(os.environ), socket.gethostname(), 1)
+        wait_for_stack_dump(f"{line}\n", traceback)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
 def is_timeout(error: BaseException) -> bool:

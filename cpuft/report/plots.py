@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,6 +58,24 @@ class Line:
     dashed: bool = False
     colour: int = -1
     """Number of the colour (modulo COLOURS); -1 for the colour of the text."""
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One plot of lines."""
+
+    caption: str
+    """What the plot shows, as a sentence."""
+    name: str
+    """The same for screen readers; not drawn."""
+    axes: tuple[str, str]
+    """Labels of the x axis and the y axis."""
+    lines: list[Line]
+    """Values beyond 1e100 and NaN leave a gap."""
+    marker: str = ""
+    """matplotlib's marker for each point, such as "o"; lines with intervals always have "o"."""
+    counts: bool = False
+    """x counts things: both axes begin at 0, each x has a tick, and the labels of the lines stand in a legend."""
 
 
 def _colour(number: int) -> str:
@@ -122,21 +140,47 @@ def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: 
     """
     found: list[str] = []
     with _figure(name, 3.2, found) as figure:
-        panel = figure.subplots()
-        for line in lines:
-            style = {"color": _colour(line.colour), "linestyle": "--" if line.dashed else "-", "linewidth": 1.6}
-            y = [value if abs(value) < _MOST else math.nan for value in line.y]
-            if line.off is None:
-                panel.plot(line.x, y, label=line.label, marker=marker, **style)
-            else:
-                panel.errorbar(line.x, y, yerr=line.off, label=line.label, marker="o", capsize=4, **style)
-        panel.set(xlabel=axes[0], ylabel=axes[1])
-        if counts:
-            panel.set_xticks(sorted({x for line in lines for x in line.x}))
-            panel.set_ylim(bottom=0)
-            panel.set_xlim(left=0)
-            panel.legend()
+        _draw_panel(figure.subplots(), Panel("", name, axes, list(lines), marker, counts), _colour)
     return found[0]
+
+
+def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
+    """Draw a panel in axes of matplotlib, with the colour that `colour` returns for the number of a line's colour."""
+    for line in panel.lines:
+        style = {"color": colour(line.colour), "linestyle": "--" if line.dashed else "-", "linewidth": 1.6}
+        y = [value if abs(value) < _MOST else math.nan for value in line.y]
+        if line.off is None:
+            drawn.plot(line.x, y, label=line.label, marker=panel.marker, **style)
+        else:
+            drawn.errorbar(line.x, y, yerr=line.off, label=line.label, marker="o", capsize=4, **style)
+    drawn.set(xlabel=panel.axes[0], ylabel=panel.axes[1])
+    if panel.counts:
+        drawn.set_xticks(sorted({x for line in panel.lines for x in line.x}))
+        drawn.set_ylim(bottom=0)
+        drawn.set_xlim(left=0)
+        drawn.legend()
+
+
+def make_figure(panels: Sequence[Panel]) -> Any:
+    """Return a figure of matplotlib with one or more panels side by side, each with its caption as the title.
+
+    Raises
+    ------
+    CpuftError: matplotlib is not installed.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise CpuftError(f"a figure needs matplotlib: {install_command('plot')}") from None
+    with rc_context({name: value for name, value in _SETTINGS.items() if value != _INK and "svg" not in name}):
+        figure = Figure(figsize=(_WIDTH * len(panels), 3.4), layout="constrained")
+        for panel, drawn in zip(panels, figure.subplots(1, len(panels), squeeze=False)[0]):
+            _draw_panel(drawn, panel, lambda number: "0.4" if number < 0 else f"C{number}")
+            drawn.set_title(panel.caption.rstrip("."))
+            if len(panel.lines) > 1:
+                drawn.legend()
+    return figure
 
 
 def draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
@@ -174,6 +218,17 @@ _MOST_BARS = 40
 
 def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
     """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated."""
+    return [_draw(panel) for panel in list_speedup_panels(comparison, predictions)]
+
+
+def _draw(panel: Panel) -> tuple[str, str]:
+    """Return the caption and the SVG of a panel."""
+    figure = draw_lines(panel.name, panel.axes, panel.lines, marker=panel.marker, counts=panel.counts)
+    return panel.caption, figure
+
+
+def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate]) -> list[Panel]:
+    """Return the panel with the speedup over the number of ranks; none if all runs have the same number."""
     rows, base = comparison.rows, comparison.rows[0]
     if rows[-1].np == base.np:
         return []
@@ -193,9 +248,8 @@ def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> lis
         off = [(one.most - one.least) / 2 / unit for one in estimates]
         lines.append(Line("estimate", [float(one.hosts) for one in estimates], middle, off, colour=1))
     axes = ("ranks", f"times as fast as np {base.np}")
-    figure = draw_lines("Speedup", axes, lines, marker="o", counts=True)
     told = " The ideal: as many independent ranks at the same time." if ideals else ""
-    return [(f"Speedup, with intervals if there are repeats.{told}", figure)]
+    return [Panel(f"Speedup, with intervals if there are repeats.{told}", "Speedup", axes, lines, "o", counts=True)]
 
 
 def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
@@ -211,7 +265,12 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
 
 def draw_learning_curves(runs: Sequence[Record], rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Draw the loss and the first two metrics over time and over examples."""
-    figures = []
+    return [_draw(panel) for panel in list_learning_panels(runs)]
+
+
+def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
+    """Return the panels with the loss, and then with the first two metrics, over time and over examples."""
+    panels = []
     labels = label_runs(runs)
     seconds = [[0.0, *itertools.accumulate(line.step_seconds for line in run.steps)] for run in runs]
     samples = [[0.0, *itertools.accumulate(float(line.samples) for line in run.steps)] for run in runs]
@@ -221,7 +280,7 @@ def draw_learning_curves(runs: Sequence[Record], rows: Sequence[Row]) -> list[tu
             Line(label, thin(place[1:]), loss, dashed=number >= COLOURS, colour=number)
             for number, (label, place, loss) in enumerate(zip(labels, x, losses))
         ]
-        figures.append((f"Loss over {what}.", draw_lines(f"Loss over {what}", (what, "loss"), lines)))
+        panels.append(Panel(f"Loss over {what}.", f"Loss over {what}", (what, "loss"), lines))
     names = list(dict.fromkeys(name for run in runs for line in run.evaluations for name in line.metrics))
     for name in names[:2]:
         for what, x in (("seconds of training", seconds), ("examples", samples)):
@@ -230,8 +289,8 @@ def draw_learning_curves(runs: Sequence[Record], rows: Sequence[Row]) -> list[tu
                 for number, (label, run, place) in enumerate(zip(labels, runs, x))
             ]
             caption = f"{name.replace('_', ' ')} over {what}"
-            figures.append((f"{caption}.", draw_lines(caption, (what, name), lines, marker="o")))
-    return figures
+            panels.append(Panel(f"{caption}.", caption, (what, name), lines, "o"))
+    return panels
 
 
 def _metric_line(label: str, name: str, run: Record, place: Sequence[float], colour: int) -> Line:

@@ -10,13 +10,12 @@ import sys
 import time
 from collections import deque
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import Any
 
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.config import WorkerConfig
 from cpuft.errors import counted
 from cpuft.hardware import DECIDING_FLAGS, Cpu
+from cpuft.rank.progress import ProgressEvent, format_event
 from cpuft.record import (
     PHASES,
     EvaluationLine,
@@ -43,6 +42,8 @@ _WARM_UP_STEPS = 2
 """Steps in which caches and kernels warm up. The speed that is shown leaves them out."""
 _WINDOW_STEPS = 20
 """Number of latest steps whose mean speed is shown."""
+_EVENT_SECONDS = 0.1
+"""Shortest time between two events for the launcher's progress bar."""
 _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 """Packages whose versions are recorded."""
 
@@ -50,19 +51,23 @@ _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 class Progress:
     """Shows the progress of a run on rank 0: messages on standard error, metrics on standard output.
 
-    Other ranks show nothing. As a context manager it closes the progress bar at the end.
+    Other ranks show nothing.
 
     Parameters
     ----------
-    style: "bar" for a progress bar, "lines" for about ten plain lines in a whole run.
+    style: "lines" for about ten plain lines in a whole run; "bar" for events from which the launcher draws a progress
+        bar (`cpuft.rank.progress`).
     """
 
     def __init__(self, style: str, rank: int) -> None:
         self._style, self._is_shown = style, rank == 0
-        self._bar: Any = None
-        self._metrics = ""
-        """The metrics of the last evaluation, which the bar shows."""
-        self._first_step, self._steps_made = 0, 0
+        self._event: ProgressEvent | None = None
+        """The last event, until the training has ended."""
+        self._event_at = 0.0
+        """When it was sent."""
+        self._metric = ""
+        """The main metric of the last evaluation, which the bar shows."""
+        self._steps_made = 0
         self._recent = deque[tuple[float, int]](maxlen=_WINDOW_STEPS + 1)
         """For each of the latest steps after the warm-up, when it ended and its number of examples. The first one is
         the start of the window."""
@@ -82,15 +87,12 @@ class Progress:
             self.show(f"gradients over {header.backend}: {backend_reason}")
 
     def show(self, text: str) -> None:
-        """Show a line on standard error, above the bar if there is one."""
-        if self._is_shown and self._bar is not None:
-            self._bar.write(text, file=sys.stderr)
-        elif self._is_shown:
+        """Show a line on standard error."""
+        if self._is_shown:
             print(text, file=sys.stderr, flush=True)
 
     def show_resumption(self, line: ResumedLine, updates: int) -> None:
         """Show after which update a run is resumed, out of `updates`, and what its checkpoint does not contain."""
-        self._first_step = line.step
         resumed = f"resumed after update {line.step} of {updates} on {counted(line.world_size, 'rank')}"
         repeated = f", {counted(line.repeated, 'update')} repeated" if line.repeated else ""
         self.show(f"{resumed}{repeated}{f'; not in the checkpoint: {line.reset}' if line.reset else ''}")
@@ -106,7 +108,7 @@ class Progress:
         if self._steps_made >= _WARM_UP_STEPS:
             self._recent.append((time.perf_counter(), line.samples))
         if self._style == "bar":
-            self._show_bar(line, updates)
+            self._send_step(line, updates)
         elif line.step == updates or line.step % max(1, updates // _PLAIN_LINES) == 0:
             parts = [f"step {line.step}/{updates}", f"loss {line.loss:.4f}"]
             if speed := self._measure_speed():
@@ -122,30 +124,25 @@ class Progress:
         samples = sum(count for _, count in list(self._recent)[1:])
         return samples / seconds, seconds / (len(self._recent) - 1)
 
-    def _show_bar(self, line: StepLine, updates: int) -> None:
-        from tqdm import tqdm
+    def _send_step(self, line: StepLine, updates: int) -> None:
+        """Tell the launcher about a step, unless it was told a moment ago."""
+        now = time.perf_counter()
+        if self._event and now - self._event_at < _EVENT_SECONDS and line.step < updates:
+            return
+        rate, seconds = self._measure_speed() or (0.0, 0.0)
+        left = seconds * (updates - line.step)
+        self._event, self._event_at = ProgressEvent(line.step, updates, line.loss, rate, left, self._metric), now
+        self.show(format_event(self._event))
 
-        if self._bar is None:
-            self._bar = tqdm(
-                initial=self._first_step,
-                total=updates,
-                unit="step",
-                file=sys.stderr,
-                dynamic_ncols=False,
-                ncols=100,
-                bar_format="{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",
-            )
-        text = f"loss {line.loss:.4f}"
-        if speed := self._measure_speed():
-            rate, seconds = speed
-            text += f", {rate:.1f} samples/s, {seconds * (updates - line.step):.0f} s left"
-        text += f", {self._metrics}" if self._metrics else ""
-        self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update()
+    def _end_bar(self) -> None:
+        """Tell the launcher that the training has ended."""
+        if self._event:
+            self.show(format_event(replace(self._event, is_last=True)))
+            self._event = None
 
     def show_evaluation_start(self, examples: int) -> None:
-        """Close the bar and show that the evaluation on so many examples begins, which may take a while."""
-        self._close_bar()
+        """Show that the evaluation after the training, on so many examples, begins; it may take a while."""
+        self._end_bar()
         self.show(f"evaluating on {counted(examples, 'example')}")
 
     def show_evaluation(self, line: EvaluationLine, name: str) -> None:
@@ -153,29 +150,16 @@ class Progress:
 
         The seconds of the evaluation do not count in the speed and in the time that is left.
         """
-        self._metrics = f"{name} {line.metrics[name]:.4f}"
+        self._metric = f"{name} {line.metrics[name]:.4f}"
         times = [(at + line.seconds, samples) for at, samples in self._recent]
         self._recent = deque(times, maxlen=self._recent.maxlen)
         self.show(f"evaluation after update {line.step}: {format_metrics(line.metrics)}")
 
     def show_metrics(self, line: EvaluationLine) -> None:
-        """Close the bar and print the metrics in one line on standard output."""
-        self._close_bar()
+        """Print the metrics of the trained model in one line on standard output."""
+        self._end_bar()
         if self._is_shown:
             print(format_metrics(line.metrics), flush=True)
-
-    def _close_bar(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self._close_bar()
 
 
 @dataclass(frozen=True)

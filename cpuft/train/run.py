@@ -104,7 +104,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         # Show and record what is trained.
         header = make_header(setup, worker, ranks, choice.backend, cpu, kernels)
         header = replace(header, products=find_products(header, earlier))
-        reporter = RunReporter(stack.enter_context(Progress(worker.progress, world.rank)))
+        reporter = RunReporter(Progress(worker.progress, world.rank))
         progress = reporter.progress
         progress.show_start(header, f"{precision.reason}; {format_products(header.products)}", choice.reason)
         progress.show(describe_data(prepared, config))

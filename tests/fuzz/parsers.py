@@ -44,6 +44,7 @@ from cpuft.provision.aws.plan import parse_ssh_from
 from cpuft.provision.servers import parse_lock, parse_survey
 from cpuft.provision.wheels import parse_pins
 from cpuft.rank.process import FAILED_MARK, parse_failure, parse_missing_ranks
+from cpuft.rank.progress import ProgressEvent, format_event, parse_event
 from cpuft.rank.world import parse_world
 from cpuft.record import (
     Line,
@@ -242,6 +243,7 @@ _MEASUREMENT: list[Line] = [
 ]
 _MEASURED = st.tuples(*(values.damaged_json(json.loads(format_line(line))) for line in _MEASUREMENT)).map("\n".join)
 
+_EVENTS = values.damaged([format_event(ProgressEvent(3, 60, 0.53, 64.2, 12.5, "accuracy 0.8603", True))])
 _FAILURES = values.damaged([f"{FAILED_MARK} rank 0 on a exit code 2\n", f"{FAILED_MARK} rank 0 on a exit code 1 2 3\n"])
 _KEPT = values.damaged([f"there\nbroke off\nsteps 3\n{format_line(make_record(2).header)}\ncheckpoint 000000002.1\n"])
 
@@ -326,6 +328,7 @@ PARSERS: dict[str, Parser] = {
     "parse_host_copy": Parser(
         lambda text: read_resumed_run("run", host_copies=[parse_host_copy(text, Host("a"))]), _KEPT
     ),
+    "parse_event": Parser(parse_event, _EVENTS),
     "parse_failure": Parser(parse_failure, _FAILURES),
     "parse_missing_ranks": Parser(parse_missing_ranks, _FAILURES),
     "parse_stack": Parser(parse_stack, values.damaged([DUMP]) | values.TEXTS),

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from cpuft.rank.progress import parse_event
 from cpuft.train.reporter import Progress
 from tests.records import make_steps
 
@@ -25,17 +26,18 @@ def show(seconds: list[float], style: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Show steps of 32 samples that took so many seconds each."""
     clock = Clock()
     monkeypatch.setattr("cpuft.train.reporter.time", clock)
-    with Progress(style, rank=0) as shown:
-        for taken, line in zip(seconds, make_steps(len(seconds), [0.1], samples=32)):
-            clock.now += taken
-            shown.show_step(replace(line, step_seconds=taken), len(seconds))
+    shown = Progress(style, rank=0)
+    for taken, line in zip(seconds, make_steps(len(seconds), [0.1], samples=32)):
+        clock.now += taken
+        shown.show_step(replace(line, step_seconds=taken), len(seconds))
+    shown.show_evaluation_start(10)
 
 
 def test_speed_and_time_left_leave_out_the_warm_up(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show([30.0, 10.0, *[0.5] * 28], "lines", monkeypatch)
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()[:-1]
     assert [line.partition("  ")[0] for line in lines] == [f"step {step}/30" for step in range(3, 31, 3)]
     assert [line.partition("  loss ")[2][8:] for line in lines] == [
         f"64.0 samples/s  {0.5 * (30 - step):.0f} s left" for step in range(3, 31, 3)
@@ -55,7 +57,7 @@ def test_no_speed_is_shown_before_a_step_is_warm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     show([9.0, 3.0, 0.5], "lines", monkeypatch)
-    lines = capsys.readouterr().err.splitlines()
+    lines = capsys.readouterr().err.splitlines()[:-1]
     assert [re.sub(r"loss [0-9.]+", "loss", line) for line in lines] == [
         "step 1/3  loss",
         "step 2/3  loss",
@@ -63,8 +65,19 @@ def test_no_speed_is_shown_before_a_step_is_warm(
     ]
 
 
-def test_the_bar_shows_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_bar_gets_the_same(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     show([30.0, 10.0, *[0.5] * 8], "bar", monkeypatch)
-    last = capsys.readouterr().err.split("\r")[-1]
-    assert "10/10" in last
-    assert "64.0 samples/s, 0 s left" in last
+    *lines, said = capsys.readouterr().err.splitlines()
+    events = [event for line in lines if (event := parse_event(line))]
+    assert [event.update for event in events] == [*range(1, 11), 10]
+    assert [(event.samples_per_second, event.seconds_left) for event in events[2:5]] == [(64, 3.5), (64, 3), (64, 2.5)]
+    assert [event.is_last for event in events] == [False] * 10 + [True]
+    assert said == "evaluating on 10 examples"
+
+
+def test_quick_steps_send_few_events(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    show([0.01] * 100, "bar", monkeypatch)
+    events = [event for line in capsys.readouterr().err.splitlines() if (event := parse_event(line))]
+    assert len(events) < 14
+    assert events[0].update == 1
+    assert events[-1].update == 100

@@ -1,0 +1,657 @@
+"""The Python API: `cpuft.launch`, `cpuft.compare` and the runs that they return, for scripts and notebooks.
+
+Both functions plan and execute what the commands of the same names do. Errors are raised as CpuftError.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import os
+import pickle
+import re
+import secrets
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
+
+from cpuft.cli.predict import MODEL, check_request, compute_settings, plan_prediction
+from cpuft.config import (
+    ALTERNATIVES,
+    LAUNCH_ONLY,
+    CompareConfig,
+    LaunchConfig,
+    PredictConfig,
+    ResumeConfig,
+    ScriptConfig,
+    TrainConfig,
+    option_names,
+    parse_value,
+    rename_old_options,
+)
+from cpuft.errors import (
+    RESUMABLE,
+    CpuftError,
+    Interrupted,
+    describe_path_error,
+    find_full_disk,
+    install_command,
+    suggest_names,
+)
+from cpuft.execute import open_memory_file, run_step
+from cpuft.hosts.cluster import Cluster
+from cpuft.launch.comparison import parse_numbers, plan_comparison, run_comparison
+from cpuft.launch.failures import explain_exit, read_failures
+from cpuft.launch.plan import choose_run_dir
+from cpuft.launch.progress import choose_progress, is_notebook
+from cpuft.launch.run import LaunchRequest, PlannedLaunch, plan_request, run_launch
+from cpuft.rank.call import CALL_FOLDER, CallHeader, compute_digest, pack_call, python_version, read_result
+from cpuft.record import Record, read_record
+from cpuft.serialization import find_control
+
+if TYPE_CHECKING:
+    from cpuft.report.comparison import Comparison
+
+C = TypeVar("C")
+_CALL_MODULE = "cpuft.train.function"
+"""Module that calls a function on a rank."""
+_SIGINT_CODE = 130
+
+
+class RankError(CpuftError):
+    """A rank of a run failed.
+
+    The text is the cause in one line and, in the lines after it, the end of the rank's error output with the traceback.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, rank: int, host: str, output: str) -> None:
+        """`rank`, `host`: the rank that failed first, and its host. `output`: the error output of the rank."""
+        super().__init__(message)
+        self.rank, self.host, self.output = rank, host, output
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *(str(CpuftError(line)) for line in self.output.splitlines())])
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that has ended: its record, its model, and what a function returned.
+
+    `cpuft.launch` returns it, and `Run("runs/mrpc-np2")` opens an earlier run.
+    """
+
+    folder: Path
+    """Folder of the run."""
+    results: list[Any] = field(default_factory=list)
+    """What the function returned on each rank, in the order of ranks; empty for a training."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "folder", Path(self.folder).absolute())
+
+    @cached_property
+    def record(self) -> Record:
+        """The record of the training, as it was when this attribute was first read.
+
+        Raises CpuftError: the folder holds no record, for example because the run called a function.
+        """
+        return read_record(str(self.folder))
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Metrics of the trained model by name, such as accuracy. Raises CpuftError: the folder holds no record."""
+        return self.record.metrics
+
+    def load_model(self) -> Any:
+        """Return the trained model, a model of transformers in fp32 that is ready to predict.
+
+        Raises
+        ------
+        CpuftError: the run has no model, torch or transformers is not installed, or the model cannot be loaded.
+        """
+        folder = self.folder / MODEL
+        if not (folder / "config.json").exists():
+            raise CpuftError(f"{self.folder} has no model: give a run that has ended and had no --no-save-model")
+        try:
+            import transformers
+
+            from cpuft.train.model import load_weights
+        except ImportError as error:
+            raise CpuftError(f"a model needs {error.name}: {install_command('train')}") from None
+        try:
+            names = json.loads((folder / "config.json").read_text(encoding="utf-8"))["architectures"]
+            read = getattr(transformers, names[0]).from_pretrained
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise CpuftError(f"{folder}/config.json names no model of transformers ({error}): train again") from None
+        model, _ = load_weights(read, str(folder))
+        return model.eval()
+
+    def predict(self, rows: Sequence[Any], **options: Any) -> list[dict[str, Any]]:
+        """Predict examples with the trained model, as `cpuft predict --file` does, and return a result for each.
+
+        Parameters
+        ----------
+        rows: each a text, a pair of texts, or a dict of columns; for a task with tags, a list of words.
+        options: of `cpuft predict`, such as batch_size or precision.
+
+        Returns
+        -------
+        By the task, dicts with `label` (the most likely class) and `probabilities` (by class), with `score`, with
+        `labels` (those above 0.5) and `probabilities`, or with `tags` (for each word a tag, empty if it was cut off).
+
+        Raises
+        ------
+        CpuftError: the run has no model or does not predict labels, the rows do not fit the task, or an option is
+            wrong.
+        """
+        if not rows:
+            return []
+        _check_thread()
+        with _raise_for_python(), tempfile.TemporaryDirectory(prefix="cpuft-") as folder:
+            file, output = Path(folder, "rows.jsonl"), Path(folder, "predictions.csv")
+            columns = write_rows(rows, file)
+            fixed = {"run": str(self.folder), "file": str(file), "output": str(output)}
+            _refuse_options(dict.fromkeys((*fixed, "split"), "is what predict itself chooses"), options)
+            given = parse_options({"text_columns": ",".join(columns)} | options, PredictConfig) | fixed
+            request = PredictConfig(**given)
+            check_request(request, self.record.header)
+            step = plan_prediction(request, compute_settings(os.environ))
+            with open_memory_file() as said:
+                code = run_step(step, os.environ, said, lambda: None)
+                said.seek(0)
+                lines = said.read().decode(errors="replace").strip().splitlines()
+            if code:
+                raise CpuftError((lines or ["the prediction failed"])[-1].removeprefix("cpuft: error: "))
+            return read_predictions(output, len(rows))
+
+    def plot(self) -> Any:
+        """Return a figure of matplotlib with the loss, and the first metric, over the examples of the training.
+
+        Raises
+        ------
+        CpuftError: the folder holds no record, or matplotlib is not installed.
+        """
+        from cpuft.report.plots import list_learning_panels
+
+        panels = [panel for panel in list_learning_panels([self.record]) if panel.axes[0] == "examples"]
+        return _show_in_notebook(panels[:2])
+
+    def __repr__(self) -> str:
+        try:
+            said = "".join(f", {name} {value:.4f}" for name, value in self.metrics.items())
+        except CpuftError:
+            said = f", {len(self.results)} results" if self.results else ""
+        return f"<cpuft.Run {self.folder}{said}>"
+
+
+@dataclass(frozen=True)
+class ComparedRuns:
+    """The runs of a comparison, and the report that was written into its folder."""
+
+    folder: Path
+    """Folder of the comparison, with report.txt, report.md and report.json, and report.html if the extra `plot` is
+    installed."""
+    runs: list[Run]
+    """The runs in the order in which they were made."""
+
+    @cached_property
+    def comparison(self) -> Comparison:
+        """The table of the report as data: a row for each number of ranks, with speedup, efficiency and metrics."""
+        from cpuft.report.comparison import compare as compare_records
+
+        return compare_records([run.record for run in self.runs])
+
+    def plot(self) -> Any:
+        """Return a figure of matplotlib with the speedup over the number of ranks, and the loss of each run.
+
+        Raises CpuftError: matplotlib is not installed.
+        """
+        from cpuft.report.plots import list_learning_panels, list_speedup_panels
+
+        trained = [run.record for run in self.runs if not run.record.header.independent]
+        return _show_in_notebook([*list_speedup_panels(self.comparison, ()), *list_learning_panels(trained)[:1]])
+
+    def __repr__(self) -> str:
+        from cpuft.report.tables import format_text
+
+        return format_text(self.comparison).rstrip("\n")
+
+
+def launch(
+    target: Callable[..., Any] | TrainConfig | Mapping[str, Any] | None = None,
+    /,
+    *,
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> Run:
+    """Train a model as `cpuft launch` does, or call a function on the ranks of one or more hosts, and wait for the end.
+
+    A function is pickled with cloudpickle, goes to the ranks in a file that only this user can read, and is called once
+    on every rank. torch's default process group has been formed by then. Ctrl-C, or the stop button of a notebook, ends
+    all ranks.
+
+    Parameters
+    ----------
+    target: a function; or the options of a training as TrainConfig or as a dict; None if `options` has them all.
+    args, kwargs: arguments of the function.
+    options: those of `cpuft launch` with underscores, such as np=2, cluster="lab" or task="mrpc". Options of the
+        training are for a training only.
+
+    Returns
+    -------
+    The run. For a function, `results` has what it returned on each rank.
+
+    Raises
+    ------
+    CpuftError: an option is wrong, the function or its arguments cannot be pickled, or the run cannot be made.
+    RankError: a rank failed; the text has its traceback.
+    KeyboardInterrupt: Ctrl-C ended the run. All ranks have ended.
+    """
+    _check_thread()
+    with _raise_for_python():
+        if callable(target):
+            return _launch_function(target, tuple(args), dict(kwargs or {}), options)
+        if args or kwargs:
+            raise CpuftError(
+                "args and kwargs are the arguments of a function: give the function first, or leave them out"
+            )
+        return _launch_training(_options_of(target) | options)
+
+
+def compare(
+    config: TrainConfig | Mapping[str, Any] | None = None, /, *, np: str | Sequence[int] = (1, 2), **options: Any
+) -> ComparedRuns:
+    """Train on several numbers of ranks, one after another, and report the speedup, as `cpuft compare` does.
+
+    Parameters
+    ----------
+    config: the options of the training as TrainConfig or as a dict; None if `options` has them all.
+    np: the numbers of ranks, such as (1, 2, 4).
+    options: those of `cpuft compare` with underscores, such as repeats=3 or task="mrpc".
+
+    Raises
+    ------
+    CpuftError: an option is wrong, or a run cannot be made.
+    RankError: a rank failed.
+    KeyboardInterrupt: Ctrl-C ended the comparison. All ranks have ended.
+    """
+    from cpuft.report.page import write_all
+
+    _check_thread()
+    with _raise_for_python():
+        given = _options_of(config) | options | {"np": np}
+        _refuse_options(dict.fromkeys(LAUNCH_ONLY, "is an option of cpuft.launch only"), given)
+        values = parse_options(given, CompareConfig, TrainConfig, LaunchConfig)
+        comparison, train = _pick(CompareConfig, values), _pick(TrainConfig, values)
+        launch_config = _pick(LaunchConfig, values | {"np": 1})
+        run_dir = choose_run_dir(launch_config.run_dir, f"{train.task}-compare")
+        ranks, progress = parse_numbers(comparison.np), choose_progress()
+        planned = plan_comparison(ranks, launch_config, train, comparison, run_dir, progress, os.environ)
+        _check_hosts(planned[-1].cluster, launch_config)
+        code, last = run_comparison(planned, progress, launch_config.time_limit, _say)
+        if code:
+            raise _describe_failure(code, last.run_dir, last.cluster)
+        for line in write_all([run.run_dir for run in planned], run_dir):
+            if not line.startswith("report: "):
+                _say(line)
+        return ComparedRuns(Path(run_dir), [Run(Path(run.run_dir)) for run in planned])
+
+
+def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
+    """Return the values of options by name, checked as those of the command line.
+
+    Parameters
+    ----------
+    options: by name with underscores. A value is of the option's type or a text of it; a list becomes a text with
+        commas, and a path its text. None leaves an option out.
+    configs: the configuration classes whose fields are the options. Of two fields with the same name, the first counts.
+
+    Raises
+    ------
+    CpuftError: there is no such option (with similar ones), its value is wrong or has a control character, or two
+        options exclude each other.
+    """
+    fields: dict[str, tuple[dataclasses.Field[Any], type]] = {}
+    for config in configs:
+        hints = get_type_hints(config)
+        for one in dataclasses.fields(config):
+            fields.setdefault(one.name, (one, hints[one.name]))
+    values = {}
+    for name, value in rename_old_options(options, fields).items():
+        if name not in fields:
+            raise CpuftError(f"there is no option {name!r}: {suggest_names(name, fields)}")
+        if value is None:
+            continue
+        text = _format_value(name, value)
+        values[name] = parse_value(*fields[name], text)
+    for first, second in ALTERNATIVES:
+        if first in values and second in values:
+            raise CpuftError(f"{first} and {second} exclude each other: leave out one of them")
+    return values
+
+
+def _format_value(name: str, value: Any) -> str:
+    """Return the text of an option's value as the command line takes it."""
+    parts = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in _as_list(value)]
+    if not all(isinstance(part, str | bool | int | float) for part in parts):
+        raise CpuftError(
+            f"{name} is a {type(value).__name__}: give a text, a number, True or False, or a list of texts"
+        )
+    text = ",".join(map(str, parts))
+    if control := find_control(text):
+        raise CpuftError(f"{name} {text[:80]!r} contains the control character {control!r}: give the value without it")
+    return text
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _options_of(config: Any) -> dict[str, Any]:
+    """Return the options of a configuration; of a TrainConfig those that differ from their defaults.
+
+    Raises CpuftError: it is no configuration.
+    """
+    if config is None:
+        return {}
+    if isinstance(config, TrainConfig):
+        default = TrainConfig()
+        return {name: value for name, value in vars(config).items() if value != getattr(default, name)}
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise CpuftError(
+        f"{type(config).__name__} is neither a function nor options: give a function, a TrainConfig or a dict"
+    )
+
+
+def _refuse_options(reasons: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    for name in options:
+        if name in reasons:
+            raise CpuftError(f"{name} {reasons[name]}: leave it out")
+
+
+def _pick(config: type[C], values: Mapping[str, Any]) -> C:
+    return config(**{name: values[name] for name in option_names(config) if name in values})
+
+
+def _launch_training(options: Mapping[str, Any]) -> Run:
+    values = parse_options(options, LaunchConfig, TrainConfig, ResumeConfig)
+    configs = _pick(LaunchConfig, values), _pick(TrainConfig, values), ScriptConfig()
+    resume = str(values.get("resume", ""))
+    request = LaunchRequest(*configs, (), resume, frozenset(values), choose_progress())
+    return Run(Path(_execute(request).run_dir))
+
+
+def _launch_function(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Mapping[str, Any]
+) -> Run:
+    training = {*option_names(TrainConfig), "resume"} - set(option_names(LaunchConfig))
+    _refuse_options(
+        dict.fromkeys(training, "is for a training, and the function has arguments: args and kwargs"), options
+    )
+    config = _pick(LaunchConfig, parse_options(options, LaunchConfig))
+    name = re.sub(r"\W", "", getattr(function, "__name__", "")) or "function"
+    config = dataclasses.replace(config, run_dir=choose_run_dir(config.run_dir, f"{name}-np{config.np}"))
+    pickled = pickle_call(function, args, kwargs)
+    header = CallHeader(secrets.token_hex(32), python_version(), tuple(filter(None, map(os.path.abspath, sys.path))))
+    content = pack_call(header, pickled)
+    # mkdtemp makes a folder that only this user can open. The file is copied into the run's folder, once that is made.
+    with tempfile.TemporaryDirectory(prefix="cpuft-") as staging:
+        file = os.open(f"{staging}/call", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(file, "wb") as stream:
+            stream.write(content)
+        script = ("python", "-m", _CALL_MODULE, compute_digest(content))
+        request = LaunchRequest(
+            config, TrainConfig(), ScriptConfig(), script, "", frozenset(), "lines", f"{staging}/call"
+        )
+        try:
+            _execute(request)
+            return Run(Path(config.run_dir), _load_results(config, header.key))
+        finally:
+            _remove_call(Path(config.run_dir, CALL_FOLDER))
+
+
+def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
+    """Return the pickle of (function, args, kwargs) by cloudpickle.
+
+    A function of a module that is not installed in site-packages is pickled by value, with the functions and classes of
+    that module that it uses, so that hosts need no copy of the module.
+
+    Raises CpuftError: cloudpickle is not installed, or something cannot be pickled; the message names it.
+    """
+    try:
+        import cloudpickle
+    except ImportError:
+        raise CpuftError(f"a function needs cloudpickle: {install_command('train')}") from None
+    module = sys.modules.get(getattr(function, "__module__", None) or "")
+    by_value = module if module and _is_local(module) else None
+    if by_value:
+        cloudpickle.register_pickle_by_value(by_value)
+    try:
+        return bytes(cloudpickle.dumps((function, args, kwargs)))
+    except Exception as error:  # objects raise errors of their own when they are pickled
+        what, reason = _find_unpicklable(cloudpickle.dumps, function, args, kwargs)
+        raise CpuftError(
+            f"{what} cannot be pickled ({reason or error}), so that it cannot be sent to the ranks: make it inside the "
+            f"function, or pass what it is made from"
+        ) from None
+    finally:
+        if by_value:
+            cloudpickle.unregister_pickle_by_value(by_value)
+
+
+def _is_local(module: Any) -> bool:
+    """Return whether a module is a file of the user's own, which other hosts may not have; not for __main__."""
+    path = getattr(module, "__file__", None) or ""
+    return bool(path) and module.__name__ != "__main__" and not re.search(r"/(site|dist)-packages/|/lib/python3", path)
+
+
+def _find_unpicklable(
+    dumps: Callable[[Any], bytes], function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[str, str]:
+    """Return (the first part of a call that cannot be pickled, why); parts are arguments and variables it uses."""
+    name = getattr(function, "__name__", "the function")
+    parts = [(f"argument {number} of {name}", value) for number, value in enumerate(args, start=1)]
+    parts += [(f"argument {key!r} of {name}", value) for key, value in kwargs.items()]
+    code, closure = getattr(function, "__code__", None), getattr(function, "__closure__", None) or ()
+    if code:
+        parts += [(f"the variable {key!r} that {name} uses", cell.cell_contents) for key, cell in _cells(code, closure)]
+        names = function.__globals__
+        parts += [(f"the variable {key!r} that {name} uses", names[key]) for key in code.co_names if key in names]
+    for what, value in (*parts, (f"the function {name}", function)):
+        try:
+            dumps(value)
+        except Exception as error:
+            return f"{what}, a {type(value).__name__},", str(error)
+    return f"the function {name}", ""
+
+
+def _cells(code: Any, closure: Sequence[Any]) -> Iterator[tuple[str, Any]]:
+    for key, cell in zip(code.co_freevars, closure):
+        try:
+            _ = cell.cell_contents
+        except ValueError:  # a variable that has no value yet
+            continue
+        yield key, cell
+
+
+def _load_results(config: LaunchConfig, key: str) -> list[Any]:
+    """Return what the function returned on each rank; only files that are signed with the key are loaded."""
+    results = []
+    for rank in range(config.np):
+        try:
+            results.append(pickle.loads(read_result(config.run_dir, rank, key)))
+        except (ImportError, AttributeError) as error:
+            raise CpuftError(
+                f"what the function returned on rank {rank} cannot be loaded here ({error}): install that module here, "
+                f"or return numbers, texts or arrays"
+            ) from None
+    return results
+
+
+def _remove_call(folder: Path) -> None:
+    """Remove the call and the results of a function from the run's folder, if they are there."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _execute(request: LaunchRequest) -> PlannedLaunch:
+    """Plan a launch and carry it out. Raises CpuftError: it did not succeed."""
+    with ExitStack() as locks:
+        planned = plan_request(request, os.environ, _say, locks)
+        if planned.job:
+            _check_hosts(planned.cluster, planned.job.config)
+        code, line = run_launch(request, planned, os.environ, _say)
+    if code:
+        raise _describe_failure(code, planned.run_dir, planned.cluster, "" if request.script else line)
+    return planned
+
+
+def _check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
+    from cpuft.doctor.examine import check_before_launch
+
+    if config.check:
+        check_before_launch(cluster, _say)
+
+
+def _describe_failure(code: int, run_dir: str, cluster: Cluster, line: str = "") -> CpuftError:
+    """Return the error of a run that ended with an exit code other than 0.
+
+    Parameters
+    ----------
+    line: the closing line of the run, which may name the command that continues it; empty if there is none.
+
+    Raises KeyboardInterrupt: Ctrl-C asked the ranks to stop, and they have saved a checkpoint.
+    """
+    if code == RESUMABLE and "by SIGINT" in line:
+        raise KeyboardInterrupt(line.removeprefix("cpuft: "))
+    if code == RESUMABLE and line:
+        return CpuftError(line.removeprefix("cpuft: "))
+    failures = read_failures(Path(run_dir, "logs"), cluster.rank_hosts)
+    if not failures:
+        return CpuftError(f"the run in {run_dir} ended with exit code {code}: its logs are in {run_dir}/logs")
+    first = failures[0]
+    cause, advice = explain_exit(first.code, first.text)
+    said = first.text.strip().splitlines()
+    if first.code == 2 and said and said[-1].startswith("cpuft: error: "):
+        return CpuftError(said[-1].removeprefix("cpuft: error: "))
+    start = first.text.rfind("Traceback (most recent call last)")
+    output = first.text[max(start, 0) :].strip()
+    message = f"rank {first.rank} on {first.host} failed ({cause}): {advice or f'its output is in {run_dir}/logs'}"
+    return RankError(message, first.rank, first.host, output)
+
+
+@contextmanager
+def _raise_for_python() -> Iterator[None]:
+    """Raise exceptions as callers in Python expect them, where the command line ends the program.
+
+    A signal other than Ctrl-C, a full disk and a path that cannot be used are a CpuftError; Ctrl-C is
+    KeyboardInterrupt.
+    """
+    try:
+        yield
+        return
+    except Interrupted as stopped:
+        code = stopped.exit_code
+    except SystemExit as stopped:
+        code = stopped.code if isinstance(stopped.code, int) else 1
+    except OSError as error:
+        if full := find_full_disk(error):
+            raise full from None
+        if problem := describe_path_error(error):
+            raise CpuftError(problem) from None
+        raise
+    if code == _SIGINT_CODE:
+        raise KeyboardInterrupt("all ranks have ended") from None
+    raise CpuftError(f"signal {code - 128} ended the run, and all ranks have ended: start it again") from None
+
+
+def _check_thread() -> None:
+    """Raise CpuftError outside the main thread, where Python allows no signal handlers."""
+    if threading.current_thread() is not threading.main_thread():
+        raise CpuftError("cpuft handles Ctrl-C while it waits for a run: call it in the main thread of the program")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
+    """Write examples to predict into a file of JSON lines, and return the names of the text columns.
+
+    The names are empty for rows that are dicts: their columns are those that the run was trained on.
+
+    Raises CpuftError: rows are of different kinds, or one is neither a text, a pair, a list of words nor a dict.
+    """
+    columns: tuple[str, ...] = ()
+    if all(isinstance(row, Mapping) for row in rows):
+        lines = [dict(row) for row in rows]
+    elif all(isinstance(row, str) for row in rows):
+        columns = ("text",)
+        lines = [{"text": row} for row in rows]
+    elif all(isinstance(row, list) for row in rows):
+        columns = ("tokens",)
+        lines = [{"tokens": row} for row in rows]
+    elif all(isinstance(row, tuple) and len(row) == 2 for row in rows):
+        columns = ("text1", "text2")
+        lines = [dict(zip(columns, row)) for row in rows]
+    else:
+        raise CpuftError(
+            "rows are of different kinds: give texts, tuples of two texts, lists of words, or dicts of columns"
+        )
+    try:
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in lines), encoding="utf-8")
+    except TypeError as error:
+        raise CpuftError(f"a row has a value that is no text and no number ({error}): convert it to a text") from None
+    return columns
+
+
+def read_predictions(path: Path, count: int) -> list[dict[str, Any]]:
+    """Return the predictions in a CSV file of `cpuft predict` as dicts, one for each of `count` examples."""
+    with path.open(encoding="utf-8", newline="") as file:
+        table = list(csv.DictReader(file))
+    if table and "token" in table[0]:
+        tagged: list[dict[str, Any]] = [{"tags": []} for _ in range(count)]
+        for row in table:
+            tagged[int(row["index"])]["tags"].append(_unguard(row["tag"], _names(row)))
+        return tagged
+    return [_read_prediction(row) for row in table]
+
+
+def _read_prediction(row: Mapping[str, str]) -> dict[str, Any]:
+    if "score" in row:
+        return {"score": float(row["score"])}
+    probabilities = {name: float(row[f"p_{name}"]) for name in _names(row)}
+    if "labels" in row:
+        return {
+            "labels": [name for name, probability in probabilities.items() if probability > 0.5],
+            "probabilities": probabilities,
+        }
+    return {"label": _unguard(row["label"], list(probabilities)), "probabilities": probabilities}
+
+
+def _names(row: Mapping[str, str]) -> list[str]:
+    return [name.removeprefix("p_") for name in row if name.startswith("p_")]
+
+
+def _unguard(label: str, names: Sequence[str]) -> str:
+    """Return the label without the apostrophe that protects spreadsheets from formulas."""
+    return label if label in names else label.removeprefix("'")
+
+
+def _show_in_notebook(panels: Sequence[Any]) -> Any:
+    from cpuft.report.plots import make_figure
+
+    figure = make_figure(panels)
+    if is_notebook():
+        import matplotlib.pyplot as _  # noqa: F401  # lets the notebook show figures
+    return figure

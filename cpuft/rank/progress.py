@@ -1,0 +1,46 @@
+"""How rank 0 tells the launcher how far a training is: lines of JSON on its standard error, shown as a progress bar."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+from cpuft.serialization import load, parse_json
+
+PROGRESS_MARK = "cpuft-progress:"
+"""Beginning of these lines. The launcher draws its progress bar from them and does not print them."""
+
+
+@dataclass(frozen=True)
+class ProgressEvent:
+    """How far a training is."""
+
+    update: int
+    """Number of updates that are done."""
+    updates: int
+    """Number of updates of the whole run."""
+    loss: float
+    """Loss of the last update."""
+    samples_per_second: float = 0.0
+    """Speed of the latest updates; 0 while the run warms up."""
+    seconds_left: float = 0.0
+    """Estimated seconds until the last update; 0 while the run warms up."""
+    metric: str = ""
+    """The main metric of the last evaluation, such as "accuracy 0.8627"; empty before the first evaluation."""
+    is_last: bool = False
+    """Whether the training has ended, so that no event follows."""
+
+
+def format_event(event: ProgressEvent) -> str:
+    """Return the line that tells the launcher about an event, without a line break."""
+    return f"{PROGRESS_MARK} {json.dumps(asdict(event))}"
+
+
+def parse_event(line: str) -> ProgressEvent | None:
+    """Return the event of a line that `format_event` made; None for any other line."""
+    if not line.startswith(PROGRESS_MARK):
+        return None
+    try:
+        return load(ProgressEvent, parse_json(line.removeprefix(PROGRESS_MARK)))
+    except ValueError:
+        return None
