@@ -183,7 +183,7 @@ class Run:
         from cpuft.report.plots import list_learning_panels
 
         panels = [panel for panel in list_learning_panels([self.record]) if panel.axes[0] == "examples"]
-        return _show_in_notebook(panels[:2])
+        return _make_figure(panels[:2])
 
     def __repr__(self) -> str:
         try:
@@ -218,7 +218,7 @@ class ComparedRuns:
         from cpuft.report.plots import list_learning_panels, list_speedup_panels
 
         trained = [run.record for run in self.runs if not run.record.header.independent]
-        return _show_in_notebook([*list_speedup_panels(self.comparison, ()), *list_learning_panels(trained)[:1]])
+        return _make_figure([*list_speedup_panels(self.comparison, ()), *list_learning_panels(trained)[:1]])
 
     def __repr__(self) -> str:
         from cpuft.report.tables import format_text
@@ -545,7 +545,7 @@ def _describe_failure(code: int, run_dir: str, cluster: Cluster, line: str = "")
     if first.code == 2 and said and said[-1].startswith("cpuft: error: "):
         return CpuftError(said[-1].removeprefix("cpuft: error: "))
     start = first.text.rfind("Traceback (most recent call last)")
-    output = first.text[max(start, 0) :].strip()
+    output = re.sub(r"^\[rank\d+\]: ?", "", first.text[max(start, 0) :].strip(), flags=re.MULTILINE)  # torch adds it
     message = f"rank {first.rank} on {first.host} failed ({cause}): {advice or f'its output is in {run_dir}/logs'}"
     return RankError(message, first.rank, first.host, output)
 
@@ -648,10 +648,17 @@ def _unguard(label: str, names: Sequence[str]) -> str:
     return label if label in names else label.removeprefix("'")
 
 
-def _show_in_notebook(panels: Sequence[Any]) -> Any:
+def _make_figure(panels: Sequence[Any]) -> Any:
+    """Return a figure of matplotlib with these panels, which a notebook shows as an image."""
     from cpuft.report.plots import make_figure
 
     figure = make_figure(panels)
     if is_notebook():
-        import matplotlib.pyplot as _  # noqa: F401  # lets the notebook show figures
+        from IPython import get_ipython
+        from IPython.core.pylabtools import select_figure_formats
+
+        shell = get_ipython()
+        formatters = shell.display_formatter.formatters.values()
+        if not any(type(figure) in formatter.type_printers for formatter in formatters):
+            select_figure_formats(shell, "png")  # the user has chosen no format, for example with %matplotlib
     return figure
