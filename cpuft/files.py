@@ -7,6 +7,7 @@ import glob
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -61,6 +62,40 @@ def write_atomically(path: Path) -> Iterator[Path]:
         beside.rename(path)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def write_folder_atomically(folder: Path) -> Iterator[Path]:
+    """Yield the path of an empty folder to write to. It becomes `folder` if the block raises nothing, and is removed
+    otherwise.
+
+    It lies in the same parent folder, which is made if necessary. An empty folder at `folder` is replaced.
+
+    Raises
+    ------
+    CpuftError: a folder that is not empty, a file or a link is at `folder`.
+    OSError: the folder cannot be made, or its disk is full.
+    """
+    refuse_filled(folder)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise CpuftError(f"{folder.parent} is not a folder: give another --output") from None
+    beside = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.new")
+    beside.mkdir()
+    try:
+        yield beside
+        beside.rename(folder)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def refuse_filled(folder: Path) -> None:
+    """Raise CpuftError if anything but an empty folder is at `folder`. OSError: the folder cannot be read."""
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
+        raise CpuftError(f"{folder} is not a folder: give another --output")
+    if folder.is_dir() and any(folder.iterdir()):
+        raise CpuftError(f"the folder {folder} is not empty: give another --output, or remove the folder")
 
 
 def refuse_special(path: Path) -> None:

@@ -53,7 +53,7 @@ SERVERS = {command for command in COMMANDS if "--hosts" in command}
 """They need servers called so: scripts/check-clusters does the same to real ones."""
 RENTED = {command for command in COMMANDS if re.search(r"provision (aws|image|extend)", command)}
 """They need an account: tests/provision/aws/test_readme.py runs them against a simulated region."""
-DRY = {"launch", "compare", "bench", "predict"}
+DRY = {"launch", "compare", "bench", "predict", "data", "export"}
 """Verbs that are not to do it."""
 
 
@@ -69,6 +69,7 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
     for run in tmp_path.glob("runs/*-np*"):
         (run / "model").mkdir()
         (run / "model/config.json").write_text("{}")
+        (run / "model/model.safetensors").write_text("")
     state = {"CPUFT_STATE": str(tmp_path / "state")}
     lab = run_cpuft("provision", "local", "--without-root", "--name", "lab", "--nodes", "4", settings=state)
     assert lab.returncode == 0, lab.stderr

@@ -1,17 +1,26 @@
-"""What several verbs share: printing plans and messages, and the check of the hosts before a launch."""
+"""What several verbs share: printing plans and messages, checks of hosts and runs, and settings of one process."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from cpuft.errors import CpuftError
+
 if TYPE_CHECKING:
     from cpuft.config import LaunchConfig
     from cpuft.hosts.cluster import Cluster
-    from cpuft.plan import RunPlan
+    from cpuft.plan import RunPlan, Setting
+
+_MODEL = "model"
+"""Folder of the trained model in the folder of a run."""
+_FOR_COMPUTE = ("KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
+"""Prefixes of the settings for threads and memory, which a single process needs as well as a rank."""
 
 
 def say(line: str) -> None:
@@ -44,3 +53,35 @@ def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
 
     if config.check:
         check_before_launch(cluster, say)
+
+
+def find_model_folder(run: str) -> Path:
+    """Return the folder of the trained model in the folder of a run.
+
+    Raises CpuftError: the run has saved no model.
+    """
+    folder = Path(run, _MODEL)
+    if not (folder / "config.json").exists():
+        raise CpuftError(
+            f"{run} has no folder {_MODEL}, because the run is unfinished or had --no-save-model: give another run"
+        )
+    return folder
+
+
+def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
+    """Return the settings for threads and memory that a single rank on this machine would have.
+
+    These are the variables that begin with KMP_, LD_PRELOAD, MALLOC_, OMP_ or THP_. A value of the user's own in
+    `environ` replaces cpuft's.
+
+    Raises CpuftError: the facts about this machine, such as its cores, cannot be gathered.
+    """
+    from cpuft.hosts.cluster import LOCAL, Access, gather_facts
+    from cpuft.hosts.topology import Interface, plan_placement
+    from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables
+
+    facts, loopback = gather_facts((LOCAL,), Access()), Interface("lo", "127.0.0.1", "")
+    ranks = plan_placement(facts[0].cores, 1, 0)
+    settings = (*shared_settings(loopback, 0, facts, 1), *host_settings(facts[0], loopback, ranks, False, ""))
+    chosen = tuple(setting for setting in settings if setting.name.startswith(_FOR_COMPUTE))
+    return keep_user_values(chosen, user_variables(environ))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from cpuft.cli.common import compute_settings, find_model_folder
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
 from cpuft.config import PredictConfig, format_arguments
 from cpuft.errors import CpuftError, suggest_names
@@ -19,12 +18,8 @@ if TYPE_CHECKING:
     from cpuft.plan import Setting, Step
     from cpuft.record import Header
 
-MODEL = "model"
-"""Folder of the trained model in the folder of a run."""
 _NOT_GLUE = ("demo", "files", "text")
 _SPLITS = ("validation", "test")
-_FOR_COMPUTE = ("KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
-"""Prefixes of the settings for threads and memory, which a single process needs as well as a rank."""
 
 
 @click.command(
@@ -85,10 +80,7 @@ def check_request(asked: PredictConfig, header: Header) -> None:
         raise CpuftError(
             "--data-dir is for a GLUE task, of whose data --split chooses a part: add --split, or leave out --data-dir"
         )
-    if not (Path(asked.run) / MODEL / "config.json").exists():
-        raise CpuftError(
-            f"{asked.run} has no folder {MODEL}, because the run is unfinished or had --no-save-model: give another run"
-        )
+    find_model_folder(asked.run)
 
 
 def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...]) -> Step:
@@ -103,22 +95,3 @@ def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...]) -> Step
 
     command = (*module_command(sys.executable, "cpuft.train.predict"), *format_arguments(asked))
     return Step(f"predict with {asked.run}", command, settings)
-
-
-def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings for threads and memory that a single rank on this machine would have.
-
-    These are the variables that begin with KMP_, LD_PRELOAD, MALLOC_, OMP_ or THP_. A value of the user's own in
-    `environ` replaces cpuft's.
-
-    Raises CpuftError: the facts about this machine, such as its cores, cannot be gathered.
-    """
-    from cpuft.hosts.cluster import LOCAL, Access, gather_facts
-    from cpuft.hosts.topology import Interface, plan_placement
-    from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables
-
-    facts, loopback = gather_facts((LOCAL,), Access()), Interface("lo", "127.0.0.1", "")
-    ranks = plan_placement(facts[0].cores, 1, 0)
-    settings = (*shared_settings(loopback, 0, facts, 1), *host_settings(facts[0], loopback, ranks, False, ""))
-    chosen = tuple(setting for setting in settings if setting.name.startswith(_FOR_COMPUTE))
-    return keep_user_values(chosen, user_variables(environ))

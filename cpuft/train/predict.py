@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import csv
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.config import PredictConfig, TrainConfig, option_names, parse_arguments
-from cpuft.errors import CpuftError, counted, describe_path_error, find_full_disk
+from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_special, write_atomically
-from cpuft.hardware import choose_precision
+from cpuft.hardware import Precision, choose_precision
 from cpuft.record import format_metrics, read_record
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import TASKS, Task
-from cpuft.terminal import protect_streams
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.prepare import tokenize
@@ -35,7 +33,10 @@ from cpuft.train.data.sources import (
     read_splits,
 )
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
-from cpuft.train.startup import pause_garbage_collection, resume_garbage_collection
+from cpuft.train.startup import resume_garbage_collection, run_as_process
+
+if TYPE_CHECKING:
+    from cpuft.train.objective.base import Objective
 
 Outputs = NDArray[np.float32]
 """A head's outputs for all examples: shape (examples, classes); for tags (examples, longest example, classes)."""
@@ -346,11 +347,9 @@ def predict(request: PredictConfig) -> None:
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
     paths = name_outputs(request, run, list(splits))
-    tokenizer = load_tokenizer(str(run.model), task.kind == "tags")
     numbered = {suffix: number_words(split) if task.kind == "tags" else split for suffix, split in splits.items()}
-    tokens = {suffix: tokenize(split, tokenizer, run.train.max_length, task) for suffix, split in numbered.items()}
-    pad_id = choose_pad_id(replace(run.train, model=str(run.model), from_config=""), tokenizer)
-    prepared = Prepared(task.labels, task.metrics, "", pad_id, tokens[""], tokens, task.kind)
+    prepared = tokenize_splits(run, task, numbered)
+    tokens = prepared.validation
     outputs, metrics = compute_predictions(request, run, prepared, splits)
     for suffix, examples in splits.items():
         table = TABLES[task.kind](task, examples, outputs[suffix], tokens[suffix])
@@ -361,6 +360,50 @@ def predict(request: PredictConfig) -> None:
     if metrics:
         print(format_metrics(metrics))
     print(f"predictions: {', '.join(map(str, paths.values()))}")
+
+
+def tokenize_splits(run: FinishedRun, task: Task, splits: dict[str, Examples]) -> Prepared:
+    """Tokenise splits of examples as the run did; return them as `Prepared.validation`, with the same suffixes.
+
+    Raises CpuftError: the tokenizer beside the model cannot be loaded.
+    """
+    tokenizer = load_tokenizer(str(run.model), task.kind == "tags")
+    tokens = {suffix: tokenize(split, tokenizer, run.train.max_length, task) for suffix, split in splits.items()}
+    pad_id = choose_pad_id(replace(run.train, model=str(run.model), from_config=""), tokenizer)
+    return Prepared(task.labels, task.metrics, "", pad_id, tokens[""], tokens, task.kind)
+
+
+def make_run_model(run: FinishedRun, prepared: Prepared) -> tuple[Objective, Any]:
+    """Return the objective for these examples, and the run's model in evaluation mode, in fp32 and without fast path.
+
+    Adapters are merged into their base model.
+
+    Raises CpuftError: the model cannot be found or loaded.
+    """
+    from cpuft.train.objective.table import make_objective  # imports torch
+
+    objective = make_objective(run.train, prepared)
+    config = replace(run.train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)
+    return objective, objective.load_model(config).eval()
+
+
+def choose_run_precision(run: FinishedRun, requested: str) -> Precision:
+    """Return the precision to predict in: the requested one, or for auto the run's, with fp32 in place of int8.
+
+    bf16 is emulated on a CPU without it.
+    """
+    from cpuft.train.precision import read_cpu  # imports torch
+
+    wanted = run.precision if requested == "auto" else requested
+    return choose_precision("fp32" if wanted == "int8" else wanted, True, read_cpu().flags)  # int8 is for training only
+
+
+def use_fast_path(run: FinishedRun, model: Any, precision: str) -> None:
+    """Put the layers of the fast path into the model, in place, if the run trained with them."""
+    from cpuft.train.fast.acceleration import patch_model  # imports torch
+
+    if run.train.fast_path and not run.train.compile and run.train.engine == "torch":
+        patch_model(model, precision)
 
 
 def compute_predictions(
@@ -386,23 +429,16 @@ def compute_predictions(
     CpuftError
         The model cannot be found or loaded.
     """
-    # Imported here because they import torch, for which an error about bad input should not wait.
+    # Imported here because it imports torch, for which an error about bad input should not wait.
     from cpuft.train.evaluate import compute_outputs
-    from cpuft.train.fast.acceleration import patch_model
-    from cpuft.train.objective.table import make_objective
-    from cpuft.train.precision import read_cpu
 
-    wanted = run.precision if request.precision == "auto" else request.precision
-    # int8 is for training only.
-    precision = choose_precision("fp32" if wanted == "int8" else wanted, True, read_cpu().flags)
-    objective, train = make_objective(run.train, prepared), run.train
-    model = objective.load_model(replace(train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)).eval()
-    if train.fast_path and not train.compile and train.engine == "torch":
-        patch_model(model, precision.name)
+    precision = choose_run_precision(run, request.precision)
+    objective, model = make_run_model(run, prepared)
+    use_fast_path(run, model, precision.name)
     resume_garbage_collection()
     start, outputs, metrics = time.perf_counter(), dict[str, Outputs](), dict[str, float]()
     for suffix, tokens in prepared.validation.items():
-        size = request.batch_size or train.eval_batch_size
+        size = request.batch_size or run.train.eval_batch_size
         outputs[suffix] = compute_outputs(model, objective, tokens, size, run.ranks, precision.name)
         if splits[suffix].has_labels:
             labelled = tag_tokens(tokens, splits[suffix]) if prepared.kind == "tags" else tokens
@@ -438,30 +474,8 @@ def tag_tokens(tokens: Tokens, examples: Examples) -> Tokens:
 
 
 def main() -> None:
-    """Predict as the command line says.
-
-    After bad input the process exits with code 2, after a full disk with 74, each with one line on standard error that
-    says what to do; at SIGTERM with 143. Half-written files are removed.
-    """
-    exit_code = 2
-    protect_streams()
-    pause_garbage_collection()
-    signal.signal(
-        signal.SIGTERM, lambda number, frame: sys.exit(128 + number)
-    )  # an exception, so that half-written files are removed
-    try:
-        predict(parse_arguments(PredictConfig, sys.argv[1:]))
-    except CpuftError as error:
-        problem, exit_code = str(error), error.exit_code
-    except OSError as error:
-        full = find_full_disk(error)
-        problem, exit_code = (str(full), full.exit_code) if full else (describe_path_error(error), 2)
-        if not problem:
-            raise
-    else:
-        return
-    print(f"cpuft: error: {problem}", file=sys.stderr, flush=True)
-    sys.exit(exit_code)
+    """Predict as the command line says; the exit code is that of `run_as_process`."""
+    run_as_process(lambda: predict(parse_arguments(PredictConfig, sys.argv[1:])))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,21 @@
-"""What keeps the start of a rank short: no garbage collection during imports, and no long wait for an absent hub."""
+"""What keeps the start of a process short (no garbage collection during imports, no long wait for an absent hub), and
+how a process that a verb has started ends."""
 
 from __future__ import annotations
 
 import functools
 import gc
+import signal
 import socket
 import sys
 import threading
 import urllib.request
+from collections.abc import Callable
 from contextlib import suppress
 from urllib.parse import urlsplit
+
+from cpuft.errors import CpuftError, describe_path_error, find_full_disk
+from cpuft.terminal import protect_streams
 
 HUB_SECONDS = 3.0
 """Time in seconds in which the Hugging Face hub must accept a connection."""
@@ -31,6 +37,31 @@ def resume_garbage_collection() -> None:
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
+
+
+def run_as_process(work: Callable[[], None]) -> None:
+    """Do the work of a process that a verb has started; garbage collection is paused until the work resumes it.
+
+    After bad input the process exits with code 2, after a full disk with 74, each with one line on standard error that
+    says what to do; at SIGTERM with 143. SIGTERM is an exception, so that half-written files are removed.
+    """
+    exit_code = 2
+    protect_streams()
+    pause_garbage_collection()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        work()
+    except CpuftError as error:
+        problem, exit_code = str(error), error.exit_code
+    except OSError as error:
+        full = find_full_disk(error)
+        problem, exit_code = (str(full), full.exit_code) if full else (describe_path_error(error), 2)
+        if not problem:
+            raise
+    else:
+        return
+    print(f"cpuft: error: {problem}", file=sys.stderr, flush=True)
+    sys.exit(exit_code)
 
 
 @functools.cache

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.cli.predict import check_request, compute_settings, plan_prediction
+from cpuft.cli.common import compute_settings
+from cpuft.cli.predict import check_request, plan_prediction
 from cpuft.config import PredictConfig, option_names, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.record import read_record

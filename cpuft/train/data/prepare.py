@@ -50,7 +50,7 @@ from cpuft.train.model import check_positions, check_untrained, check_weights, f
 
 FORMAT = 7
 """Part of the checksum: to be raised when the same input gives other tokens, so that older archives are not reused."""
-_MAX_UNKNOWN_SHARE = 0.05
+MAX_UNKNOWN_SHARE = 0.05
 """Share of the training texts' tokens that may be unknown without a warning."""
 _SECONDS_BETWEEN_LINES = 10
 """Time between two lines on how many examples are tokenised."""
@@ -269,7 +269,7 @@ def _make_meta(
             f"the tokenizer makes tokens with ids up to {largest}, and {get_model_name(config)} embeds the ids from 0 "
             f"to {embedded - 1} only: name the tokenizer that the model was made with by --tokenizer"
         )
-    unknown_share = _find_unknown_share(splits["train"].ids, tokenizer)
+    unknown_share = find_unknown_share(splits["train"].ids, tokenizer)
     if unknown_share == 1:
         raise CpuftError(
             f"the tokenizer of {get_tokenizer_name(config)} knows no token of the training texts: name the tokenizer "
@@ -300,7 +300,7 @@ def _find_largest(ids: NDArray[np.int32]) -> int:
     return max((int(part.max()) for part in _split_ids(ids)), default=0)
 
 
-def _find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
+def find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
     """Return the share of tokens that the tokenizer does not know, among those that are not special tokens."""
     unknown, known = tokenizer.unk_token_id, tokenizer
     others = {known.pad_token_id, known.bos_token_id, known.eos_token_id, known.cls_token_id, known.sep_token_id}
@@ -335,11 +335,11 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
 
 def warn_of_unknown(prepared: Prepared) -> str:
     """Return a warning if the tokenizer does not know more than 5 % of the training texts' tokens; else ""."""
-    if prepared.unknown_share <= _MAX_UNKNOWN_SHARE:
+    if prepared.unknown_share <= MAX_UNKNOWN_SHARE:
         return ""
     return (
         f"warning: {prepared.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer (more "
-        f"than {_MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts by "
+        f"than {MAX_UNKNOWN_SHARE:.0%}): the model cannot tell them apart; give a tokenizer for these texts by "
         f"--tokenizer, or a --model that was made for them"
     )
 

@@ -129,18 +129,22 @@ class TaskData:
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
 
 
-def read_data(config: TrainConfig) -> TaskData:
+def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
     """Read the training and validation examples of `config.task`, which must not be text.
 
     Examples come from --train-file and --validation-file (files), a generator (demo: 1600 and 400 pairs), or, for
     GLUE's tasks, from --data-dir or without it from the Hugging Face hub.
+
+    Parameters
+    ----------
+    check_labels: as for `read_user_files`.
 
     Raises CpuftError: a file, a column or a label is missing or wrong, a split is empty, or the hub does not answer.
     KeyError: no task has that name.
     """
     task = TASKS[config.task]
     if task.name == "files":
-        return read_user_files(task, config)
+        return read_user_files(task, config, check_labels)
     if task.name == "demo":
         return TaskData(task, _make_demo_examples(1600, config.seed), read_splits(task, config, task.validation))
     splits = read_splits(task, config, (("train", "train"), *task.validation))
@@ -322,10 +326,15 @@ _NAME_TEXTS = "give their names with --text-columns, for example --text-columns 
 _NAME_LABEL = "give the name of the column of the labels with --label-column"
 
 
-def read_user_files(task: Task, config: TrainConfig) -> TaskData:
+def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) -> TaskData:
     """Read --train-file and --validation-file. Their cells decide on the task's kind, columns, labels and metrics.
 
     Labels are numbered in alphabetical order. The validation split has the key `""`.
+
+    Parameters
+    ----------
+    check_labels: whether labels that no model can be trained with are refused: fewer than two, and those of validation
+        examples that no training example has. If False, the latter follow the other labels.
 
     Raises CpuftError: a file is not given or not readable, a column is missing, a line does not fit the others (the
     message names it), all training examples have the same label, or a validation example has a label that none of them
@@ -348,7 +357,7 @@ def read_user_files(task: Task, config: TrainConfig) -> TaskData:
         find_column(table.columns, task.label, table.source, _NAME_LABEL)
     task = replace(task, kind=_choose_kind(train, validation, task, config.label_type))
     scans = [_scan(table, task) for table in (train, validation)]
-    task = _number_labels(task, scans, train.source)
+    task = _number_labels(task, scans, train.source, check_labels)
     found, found_validation = (
         FileExamples(table, task, scan.count, scan.checksum) for table, scan in zip((train, validation), scans)
     )
@@ -551,20 +560,26 @@ def _scan(table: Table, task: Task) -> _Scan:
     return _Scan(count, labels, digest.hexdigest())
 
 
-def _number_labels(task: Task, scans: Sequence[_Scan], source: str) -> Task:
+def _number_labels(task: Task, scans: Sequence[_Scan], source: str, check_labels: bool) -> Task:
     """Return the task with the labels of the training examples, in alphabetical order, and with its metrics.
+
+    Without `check_labels`, labels that only validation examples have follow those of the training examples.
 
     Parameters
     ----------
     scans: of the training and the validation rows.
     source: the file with the training rows, for messages.
 
-    Raises CpuftError: training examples have fewer than two labels, or a validation example has another label.
+    Raises CpuftError: with `check_labels`, training examples have fewer than two labels, or a validation example has
+    another label.
     """
     if task.kind == "score":
         return replace(task, labels=(), metrics=choose_metrics("score", ()))
     train, validation = scans
     found = sorted(train.labels)
+    if not check_labels:
+        others = sorted(validation.labels.keys() - train.labels.keys())
+        return replace(task, labels=(*found, *others), metrics=choose_metrics(task.kind, found))
     if len(found) < 2:
         what = f"all rows of {source} have the label {found[0]!r}" if found else f"{source} has no labels"
         raise CpuftError(f"{what}: give rows with at least two different labels")

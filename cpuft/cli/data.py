@@ -1,0 +1,52 @@
+"""`cpuft data`: what a training would learn from, read on this machine. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from cpuft.cli.common import compute_settings
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
+from cpuft.config import DATA_OPTIONS, TrainConfig, format_arguments, option_names
+
+_OTHERS = tuple(name for name in option_names(TrainConfig) if name not in DATA_OPTIONS)
+
+
+@click.group(cls=Verbs)
+def data() -> None:
+    """Look at the data of a training before it starts."""
+
+
+@data.command(
+    cls=Verb,
+    params=[
+        *make_options(TrainConfig, *_OTHERS),
+        click.Option(["--json", "as_json"], is_flag=True, help="Print the figures as one JSON object"),
+        DRY_RUN,
+        CONFIG_FILE,
+    ],
+)
+def show(dry_run: bool, as_json: bool, **values: Any) -> None:
+    """Show columns, labels, lengths and duplicates of the data that a training would use.
+
+    The options are those of cpuft launch, and the examples are read and tokenised in the same way: the columns that are
+    used, the examples of each class, a histogram of the lengths in tokens, how many examples --max-length cuts, how
+    many validation examples are training examples, too, labels that only validation examples have, and the share of
+    tokens that the tokenizer does not know. What cpuft launch would refuse or what harms a training is named at the
+    end.
+    """
+    from cpuft.argv import module_command
+    from cpuft.execute import run_step
+    from cpuft.plan import Plan, Step, format_plan
+
+    config = pick(TrainConfig, values)
+    form = "json" if as_json else "text"
+    command = (*module_command(sys.executable, "cpuft.train.data.show"), form, *format_arguments(config))
+    step = Step(f"read the data of --task {config.task}", command, compute_settings(os.environ))
+    if dry_run:
+        click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
+        return
+    sys.exit(run_step(step, os.environ, None, lambda: None))

@@ -1,0 +1,87 @@
+"""`cpuft export RUN`: the model of a run in the format of a serving runtime, made on this machine. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cpuft.cli.common import compute_settings, find_model_folder
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
+from cpuft.config import ExportConfig, format_arguments
+from cpuft.errors import CpuftError
+
+if TYPE_CHECKING:
+    from cpuft.plan import Setting, Step
+    from cpuft.record import Header
+
+
+@click.command(
+    cls=Verb,
+    params=[
+        *make_options(ExportConfig, "run"),
+        DRY_RUN,
+        CONFIG_FILE,
+        click.Argument(["run"], metavar="RUN", shell_complete=complete_runs),
+    ],
+)
+def export(dry_run: bool, **values: Any) -> None:
+    """Export the model of a finished run to ONNX or OpenVINO.
+
+    RUN is the folder of the run. The new folder holds the exported model, its tokenizer, and its configuration with
+    the names of the labels. The outputs of the exported model are compared with those of the run's model before the
+    folder gets its name. With --validate, a table shows metrics and speed of both on the validation examples of the
+    run; it is also written to validation.json in the new folder.
+    """
+    from cpuft.execute import run_step
+    from cpuft.plan import Plan, format_plan
+    from cpuft.record import read_record
+
+    asked = pick(ExportConfig, values)
+    check_export(asked, read_record(asked.run).header)
+    step = plan_export(asked, compute_settings(os.environ))
+    if dry_run:
+        click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
+        return
+    sys.exit(run_step(step, os.environ, None, lambda: None))
+
+
+def check_export(asked: ExportConfig, header: Header) -> None:
+    """Check what `cpuft export` is asked for.
+
+    Parameters
+    ----------
+    header: of the record of the run.
+
+    Raises
+    ------
+    CpuftError: the run has no model, or is one of --task text; or --data-dir or --batch-size is given without
+        --validate.
+    """
+    if header.task == "text":
+        raise CpuftError(
+            f"{asked.run} is a run of --task text, whose model predicts masked tokens and no labels: export the model "
+            f"of a task with labels"
+        )
+    for flag, value in (("--data-dir", asked.data_dir), ("--batch-size", asked.batch_size)):
+        if value and not asked.validate:
+            raise CpuftError(
+                f"{flag} is for --validate, which reads the validation examples: add it, or leave {flag} out"
+            )
+    find_model_folder(asked.run)
+
+
+def plan_export(asked: ExportConfig, settings: tuple[Setting, ...]) -> Step:
+    """Return the step that exports, in a Python process of its own on this machine. Nothing runs yet.
+
+    Parameters
+    ----------
+    settings: environment variables of the process.
+    """
+    from cpuft.argv import module_command
+    from cpuft.plan import Step
+
+    command = (*module_command(sys.executable, "cpuft.train.export"), *format_arguments(asked))
+    return Step(f"export the model of {asked.run}", command, settings)

@@ -1,0 +1,191 @@
+"""`cpuft push RUN NAME`: upload the model of a run to the Hugging Face hub. Imports its client only to upload."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import click
+
+from cpuft.cli.common import find_model_folder, say
+from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs
+from cpuft.errors import CpuftError, counted, install_command
+from cpuft.serialization import load, parse_json
+
+_FILES = (
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*-of-*.safetensors",
+    "model.safetensors.index.json",
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "spm.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+)
+"""Patterns of the names of all files that are ever uploaded: the model card, the model and its tokenizer."""
+_SECONDS = 60.0
+"""Time in which the hub must accept a connection, and take or send the next bytes."""
+_LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
+
+
+@dataclass(frozen=True)
+class Upload:
+    """What is uploaded."""
+
+    folder: Path
+    files: tuple[str, ...]
+    """Names of the files of the folder that are uploaded, in alphabetical order."""
+    others: tuple[str, ...]
+    """Names of everything else in the folder, which stays here."""
+
+
+@click.command(
+    cls=Verb,
+    params=[
+        click.Option(
+            ["--public"],
+            is_flag=True,
+            help="Let everybody see and download the model. Without it, a new repository is private, and a repository "
+            "that is already public is refused",
+        ),
+        click.Option(["--dry-run"], is_flag=True, help="List the files that would be uploaded, and upload nothing"),
+        CONFIG_FILE,
+        click.Argument(["run"], metavar="RUN", shell_complete=complete_runs),
+        click.Argument(["name"], metavar="NAME"),
+    ],
+)
+def push(run: str, name: str, public: bool, dry_run: bool, config: str) -> None:
+    """Upload the model of a finished run to the Hugging Face hub.
+
+    RUN is the folder of the run, and NAME the repository on the hub, such as my-team/my-model, which is made if
+    necessary. Only the model, its tokenizer, its configuration and its model card are uploaded: no examples, no
+    prepared data and no record. The files are listed first. The token is the one of `hf auth login` or of the variable
+    HF_TOKEN. HF_ENDPOINT names another hub.
+    """
+    upload = list_upload(find_model_folder(run))
+    check_base_model(upload.folder)
+    for line in describe_upload(upload, name, public):
+        say(line)
+    if not dry_run:
+        click.echo(f"uploaded: {upload_files(upload, name, public)}")
+
+
+def list_upload(folder: Path) -> Upload:
+    """Return which files of a model's folder are uploaded: regular files with the names of a model, its tokenizer and
+    its card. Links and folders are not.
+
+    Raises CpuftError: there are no weights among them.
+    """
+    paths = sorted(folder.iterdir())
+    files = tuple(path.name for path in paths if _may_be_uploaded(path))
+    if not any(name.endswith(".safetensors") for name in files):
+        raise CpuftError(f"{folder} holds no weights (*.safetensors): give the folder of a finished run")
+    return Upload(folder, files, tuple(path.name for path in paths if path.name not in files))
+
+
+def _may_be_uploaded(path: Path) -> bool:
+    is_known = any(fnmatchcase(path.name, pattern) for pattern in _FILES)
+    return is_known and path.is_file() and not path.is_symlink()
+
+
+def check_base_model(folder: Path) -> None:
+    """Raise CpuftError if the folder holds adapters for a base model in a local folder, which nobody else can load.
+
+    The path of that folder would be uploaded, too.
+    """
+    path = folder / "adapter_config.json"
+    if not path.exists():
+        return
+    try:
+        base = str(load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError):
+        raise CpuftError(f"{path} does not name the base model of the adapters: write its name there") from None
+    if base.startswith((".", "/", "~")) or base.count("/") > 1 or Path(base).exists():
+        raise CpuftError(
+            f"the adapters in {folder} are for a base model in the folder {base}, which nobody else can load: train "
+            f"with --lora-merge, which saves the whole model, or with a --model of the hub"
+        )
+
+
+def describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
+    """Return lines that list the files with their sizes, and the names of what is not uploaded."""
+    sizes = {file: (upload.folder / file).stat().st_size for file in upload.files}
+    width = max(map(len, sizes))
+    return [
+        f"{counted(len(sizes), 'file')} of {upload.folder} for {name} ({'public' if public else 'private'}):",
+        *(f"  {file:<{width}}  {size:>14,} bytes" for file, size in sizes.items()),
+        *([f"not uploaded: {', '.join(upload.others)}"] if upload.others else []),
+    ]
+
+
+def upload_files(upload: Upload, name: str, public: bool) -> str:
+    """Make the repository if necessary, upload the files in one commit, and return the address of the model.
+
+    Raises CpuftError: the client of the hub is not installed; there is no token, or it may not write there; the hub
+    does not answer or refuses; the repository is public and `public` is False; or the name is not valid.
+    """
+    try:
+        import huggingface_hub
+        from huggingface_hub import constants
+        from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+        from huggingface_hub.utils import get_session
+    except ImportError:
+        raise CpuftError(
+            f"cpuft push needs huggingface_hub, which is not installed: {install_command('hub')}"
+        ) from None
+    if constants.HF_HUB_OFFLINE:
+        raise CpuftError("HF_HUB_OFFLINE forbids asking the Hugging Face hub: unset it to upload the model")
+    token = huggingface_hub.get_token()
+    if not token:
+        raise CpuftError(f"there is no token for the Hugging Face hub: {_LOG_IN}")
+    get_session().timeout = _SECONDS  # the client of the hub waits without a limit
+    hub = huggingface_hub.HfApi(token=token)
+    try:
+        repository = hub.create_repo(name, private=not public, exist_ok=True).repo_id
+        if not public and not hub.repo_info(repository).private:
+            raise CpuftError(
+                f"{name} is public on the hub: add --public to upload the model for everybody, or give another name"
+            )
+        additions = [huggingface_hub.CommitOperationAdd(file, upload.folder / file) for file in upload.files]
+        hub.create_commit(repository, additions, commit_message="Upload a model trained with cpuft")
+    except HFValidationError as error:
+        raise CpuftError(
+            f"{name!r:.100} is not the name of a repository ({_shorten(error, token)}): write OWNER/NAME"
+        ) from None
+    except HfHubHTTPError as error:
+        raise CpuftError(_describe_refusal(error, name, token)) from None
+    except CpuftError:
+        raise
+    except Exception as error:  # the client's HTTP library and its uploader raise errors of their own classes
+        raise CpuftError(
+            f"the upload to {constants.ENDPOINT} failed ({_shorten(error, token)}): check the network and the proxy "
+            f"settings, then run the same command again"
+        ) from None
+    return f"{constants.ENDPOINT}/{repository}"
+
+
+def _describe_refusal(error: Exception, name: str, token: str) -> str:
+    status = getattr(getattr(error, "response", None), "status_code", 0)
+    if status in (401, 403):
+        return f"the hub refuses the token for {name} ({_shorten(error, token)}): {_LOG_IN} to {name}"
+    return f"the hub refuses the upload to {name} ({_shorten(error, token)}): see the reason, or try again later"
+
+
+def _shorten(error: Exception, token: str) -> str:
+    """Return the text of an error in one short line without the token."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text.replace(token, "***")[:200]

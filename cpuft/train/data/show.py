@@ -1,0 +1,434 @@
+"""What a training would learn from: `python -m cpuft.train.data.show text|json --task=...`, for `cpuft data show`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuft.config import TrainConfig, parse_arguments
+from cpuft.errors import counted
+from cpuft.tasks import TASKS, Task
+from cpuft.train.data.archive import UNTAGGED, Tokens, read_prepared
+from cpuft.train.data.prepare import MAX_UNKNOWN_SHARE, checksum_data, find_unknown_share, prepare, tokenize
+from cpuft.train.data.sources import Examples, TaskData, first_examples, read_data
+from cpuft.train.data.texts import Corpus, scan_texts, split_texts
+from cpuft.train.data.tokenizer import choose_tokenizer, get_tokenizer_name
+from cpuft.train.model import check_positions, check_untrained, get_model_name
+from cpuft.train.startup import run_as_process
+
+_MAX_LISTED = 20
+"""Number of labels in the table of the text form; JSON has all."""
+_BAR = 40
+"""Characters of the longest bar of the histogram."""
+_BINS = 10
+"""Largest number of bins of a histogram up to twice --max-length; longer examples are in its last bin."""
+_WIDTHS = tuple(step * 10**power for power in range(6) for step in (1, 2, 5))
+_NO_LIMIT = 1 << 20
+"""Most tokens of an example whose whole length is measured."""
+_MAX_CUT_SHARE = 0.05
+"""Share of the training examples that may be cut without a line that says so."""
+
+Known = dict[tuple[str, ...], set[Any]]
+"""The labels of the training examples, by their texts."""
+
+
+@dataclass(frozen=True)
+class Bin:
+    """A bar of a histogram."""
+
+    least: int
+    most: int
+    """The largest length in it; -1 for the last bin if longer examples are in it, too."""
+    examples: int
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Numbers of tokens of the examples of a split, with special tokens, before --max-length cuts them."""
+
+    shortest: int
+    median: float
+    mean: float
+    percentile_95: float
+    longest: int
+    cut: int
+    """Examples that are longer than --max-length."""
+    histogram: list[Bin]
+
+
+@dataclass(frozen=True)
+class Split:
+    """The examples of one split."""
+
+    name: str
+    """training, validation, or validation with the suffix of the metrics' names."""
+    examples: int
+    labels: dict[str, int]
+    """Number of examples with each label, for tags of words; empty without classes."""
+    scores: list[float]
+    """Smallest, mean and largest score; empty for classes."""
+    lengths: Lengths
+    unknown_share: float
+    """Share of the tokens that the tokenizer does not know, special tokens not counted."""
+    duplicates: int
+    """Of the training split: examples whose texts an earlier example has. Of others: examples whose texts a training
+    example has."""
+    contradictions: int
+    """Duplicates whose label the other example does not have."""
+
+
+@dataclass(frozen=True)
+class DataSummary:
+    """What `cpuft data show` shows."""
+
+    task: str
+    kind: str
+    """What is predicted (`Task.kind`): class, labels, tags, score, masked."""
+    model: str
+    tokenizer: str
+    """Name of the tokenizer, or empty if one was made from these texts."""
+    text_columns: list[str]
+    label_column: str
+    max_length: int
+    splits: list[Split]
+    unknown_labels: dict[str, int]
+    """Labels of validation examples that no training example has, with the number of these examples."""
+    problems: list[str]
+    """What cpuft launch would refuse, and what harms a training."""
+
+
+def summarize(config: TrainConfig) -> DataSummary:
+    """Read and tokenise the data of a training as the training does, and describe it.
+
+    Labels that a training would refuse are described, too.
+
+    Raises CpuftError: the data, the model or the tokenizer cannot be read. OSError: the cache folder cannot be written.
+    """
+    check_untrained(config)
+    if config.task == "text":
+        return _summarize_texts(config)
+    data = read_data(config, check_labels=False)
+    data = TaskData(data.task, first_examples(data.train, config.max_train_samples), data.validation)
+    check_positions(config)
+    in_words = data.task.kind == "tags"
+    tokenizer, _ = choose_tokenizer(config, data.train.list_texts, checksum_data(data, config), in_words)
+    known: Known = {}
+    found = {"training": data.train, **{f"validation{suffix}": split for suffix, split in data.validation.items()}}
+    splits = [summarize_split(name, split, data.task, tokenizer, config, known) for name, split in found.items()]
+    return _complete(config, data.task, splits)
+
+
+def summarize_split(
+    name: str, examples: Examples, task: Task, tokenizer: Any, config: TrainConfig, known: Known
+) -> Split:
+    """Describe a split.
+
+    Parameters
+    ----------
+    name: training for the training split, whose examples are added to `known`.
+    known: the texts of the training examples, with their labels.
+    """
+    tokens = tokenize(examples, tokenizer, config.max_length, task)
+    duplicates, contradictions = count_duplicates(examples, known, name == "training")
+    scores = np.asarray(examples.labels, np.float64) if task.kind == "score" else np.zeros(0)
+    return Split(
+        name,
+        len(examples.texts),
+        count_labels(examples, tokens, task),
+        [float(scores.min()), float(scores.mean()), float(scores.max())] if len(scores) else [],
+        summarize_lengths(measure_lengths(examples, tokens, tokenizer, config.max_length, task), config.max_length),
+        find_unknown_share(tokens.ids, tokenizer),
+        duplicates,
+        contradictions,
+    )
+
+
+def count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, int]:
+    """Return the number of examples with each label, in the order of the task's labels; empty for scores.
+
+    Of tags, it is the number of words that --max-length leaves, which `tokens` tell.
+    """
+    if task.kind == "score":
+        return {}
+    numbers: Counter[int]
+    if task.kind == "tags":
+        numbers = Counter(tokens.labels[tokens.labels != UNTAGGED].tolist())
+    else:
+        several = task.kind == "labels"
+        numbers = Counter(chain.from_iterable(examples.labels) if several else map(int, examples.labels))
+    return {label: numbers[number] for number, label in enumerate(task.labels)}
+
+
+def count_duplicates(examples: Examples, known: Known, adds: bool) -> tuple[int, int]:
+    """Return how many examples have known texts, and how many of them have a label that is not known for these texts.
+
+    Parameters
+    ----------
+    known: labels by texts; with `adds`, each example is added after it was counted.
+    """
+    duplicates = contradictions = 0
+    for texts, label in zip(examples.texts, examples.labels):
+        seen = known.get(texts)
+        duplicates += seen is not None
+        contradictions += seen is not None and label not in seen
+        if adds:
+            known.setdefault(texts, set()).add(label)
+    return duplicates, contradictions
+
+
+def measure_lengths(
+    examples: Examples, tokens: Tokens, tokenizer: Any, max_length: int, task: Task
+) -> NDArray[np.int64]:
+    """Return the number of tokens of each example before it was cut.
+
+    Parameters
+    ----------
+    tokens: the examples, cut to `max_length`. Only those of this length are tokenised again.
+    """
+    lengths = tokens.lengths.copy()
+    full = np.flatnonzero(lengths >= max_length)
+    if len(full):
+        texts, labels = [examples.texts[i] for i in full], [examples.labels[i] for i in full]
+        whole = tokenize(replace(examples, texts=texts, labels=labels), tokenizer, _NO_LIMIT, task)
+        lengths[full] = whole.lengths
+    return lengths
+
+
+def summarize_lengths(lengths: NDArray[np.int64], max_length: int) -> Lengths:
+    """Describe the lengths of at least one example in tokens."""
+    return Lengths(
+        int(lengths.min()),
+        float(np.median(lengths)),
+        float(lengths.mean()),
+        float(np.percentile(lengths, 95)),
+        int(lengths.max()),
+        int((lengths > max_length).sum()),
+        make_histogram(lengths, max_length),
+    )
+
+
+def make_histogram(lengths: NDArray[np.int64], max_length: int) -> list[Bin]:
+    """Return the bins of a histogram, of equal width up to the longest example, or up to twice `max_length`."""
+    top = min(int(lengths.max()), 2 * max_length)
+    width = next(step for step in _WIDTHS if step * _BINS >= top)
+    numbers = Counter(((np.minimum(lengths, top) - 1) // width).tolist())
+    bins = [Bin(place * width + 1, (place + 1) * width, numbers[place]) for place in range(max(numbers) + 1)]
+    is_open = int(lengths.max()) > bins[-1].most
+    return [*bins[:-1], replace(bins[-1], most=-1)] if is_open else bins
+
+
+def _summarize_texts(config: TrainConfig) -> DataSummary:
+    """Return what `summarize` does, for --task text. An example is a piece of text of up to --max-length tokens."""
+    prepared = read_prepared(str(prepare(config)))
+    corpus = scan_texts(config.train_file, config.text_columns, "--train-file")
+    other = config.validation_file
+    validation = scan_texts(other, config.text_columns, "--validation-file") if other else None
+    train_lines, duplicates = set[bytes](), Counter[str]()
+    # Twice over the files, because lines of both splits take turns, and hashes, because the texts may not fit into
+    # memory.
+    for name, line in _hash_lines(corpus, config, validation):
+        if name == "training":
+            duplicates[name] += line in train_lines
+            train_lines.add(line)
+    for name, line in _hash_lines(corpus, config, validation):
+        duplicates[name] += name != "training" and line in train_lines
+    found = {"training": prepared.train, "validation": prepared.validation[""]}
+    splits = [
+        Split(
+            name,
+            len(tokens),
+            {},
+            [],
+            summarize_lengths(tokens.lengths, config.max_length),
+            prepared.unknown_share if name == "training" else 0.0,
+            duplicates[name],
+            0,
+        )
+        for name, tokens in found.items()
+    ]
+    return _complete(config, replace(TASKS["text"], texts=corpus.columns), splits)
+
+
+def _hash_lines(corpus: Corpus, config: TrainConfig, validation: Corpus | None) -> Iterator[tuple[str, bytes]]:
+    for validates, text, _ in split_texts(corpus, config.validation_split, validation):
+        yield "validation" if validates else "training", hashlib.blake2b(text.encode(), digest_size=12).digest()
+
+
+def _complete(config: TrainConfig, task: Task, splits: list[Split]) -> DataSummary:
+    """Return the summary of the splits, with what is wrong with them."""
+    train, *others = splits
+    unknown = {
+        label: count
+        for label in train.labels
+        if not train.labels[label] and (count := sum(split.labels[label] for split in others))
+    }
+    summary = DataSummary(
+        config.task,
+        task.kind,
+        get_model_name(config),
+        get_tokenizer_name(config),
+        list(task.texts),
+        task.label,
+        config.max_length,
+        splits,
+        unknown,
+        [],
+    )
+    return replace(summary, problems=find_problems(summary))
+
+
+def find_problems(summary: DataSummary) -> list[str]:
+    """Return sentences on what cpuft launch would refuse, and on what harms a training."""
+    train, *others = summary.splits
+    problems = []
+    learned = [label for label, count in train.labels.items() if count]
+    if summary.kind not in ("score", "masked") and len(learned) < 2:
+        which = f"only the class {_show(learned[0])}" if learned else "no class"
+        problems.append(f"the training examples have {which}: give examples of at least two classes")
+    if summary.unknown_labels:
+        named = ", ".join(_show(label) for label in [*summary.unknown_labels][:_MAX_LISTED])
+        problems.append(
+            f"no training example has the label {named}, which validation examples have: correct these, or train on "
+            f"examples with the label"
+        )
+    for split in others:
+        if split.duplicates:
+            share = _percent(split.duplicates, split.examples) if summary.kind != "masked" else "some"
+            problems.append(
+                f"{share} of the {split.name} examples are training examples, too, so that the metric is better than "
+                f"on new examples: remove them from one of the two"
+            )
+    if train.contradictions:
+        problems.append(
+            f"{counted(train.contradictions, 'training example')} with the texts of another one but another label: "
+            f"correct the labels"
+        )
+    if train.lengths.cut > _MAX_CUT_SHARE * train.examples:
+        problems.append(
+            f"--max-length {summary.max_length} cuts {_percent(train.lengths.cut, train.examples)} of the training "
+            f"examples: consider a larger one"
+        )
+    if train.unknown_share > MAX_UNKNOWN_SHARE:
+        problems.append(
+            f"{train.unknown_share:.0%} of the tokens of the training texts are unknown to the tokenizer: give a "
+            f"tokenizer for these texts by --tokenizer, or a --model that was made for them"
+        )
+    return problems
+
+
+_KINDS = {
+    "class": "one class per example",
+    "labels": "several classes per example",
+    "tags": "a class for each word",
+    "score": "a number per example (regression)",
+    "masked": "masked tokens of texts",
+}
+"""What is predicted, by the kind of the task."""
+
+
+def format_summary(summary: DataSummary) -> list[str]:
+    """Return the text form as lines."""
+    train, *others = summary.splits
+    label = f" -> {_show(summary.label_column)}" if summary.label_column else ""
+    lines = [
+        f"task       {summary.task}: {_KINDS[summary.kind]}",
+        f"columns    {', '.join(map(_show, summary.text_columns))}{label}",
+        f"tokenizer  {_show(summary.tokenizer) or 'made from the training texts'}",
+        "",
+    ]
+    rows = [["", *(split.name for split in summary.splits)]]
+    rows.append(["examples", *(f"{split.examples:,}" for split in summary.splits)])
+    common = sorted(train.labels, key=lambda one: -train.labels[one])[:_MAX_LISTED]
+    kept = {*common, *summary.unknown_labels}
+    what = "tag" if summary.kind == "tags" else "class"
+    for name in [one for one in train.labels if one in kept]:
+        cells = [_count(split.labels[name], sum(split.labels.values())) for split in summary.splits]
+        rows.append([f"{what} {_show(name)}", *cells])
+    if len(kept) < len(train.labels):
+        rows.append([f"and {len(train.labels) - len(kept)} rarer ones", *("" for _ in summary.splits)])
+    if train.scores:
+        rows.append(
+            ["scores", *("{:g} to {:g}, mean {:.3g}".format(*_order(split.scores)) for split in summary.splits)]
+        )
+    rows.append(["tokens: shortest", *(f"{split.lengths.shortest:,}" for split in summary.splits)])
+    rows.append(["tokens: median", *(f"{split.lengths.median:,.0f}" for split in summary.splits)])
+    rows.append(["tokens: 95 % up to", *(f"{split.lengths.percentile_95:,.0f}" for split in summary.splits)])
+    rows.append(["tokens: longest", *(f"{split.lengths.longest:,}" for split in summary.splits)])
+    if summary.kind != "masked":
+        cut = [_count(split.lengths.cut, split.examples) for split in summary.splits]
+        rows.append([f"cut at --max-length {summary.max_length}", *cut])
+    unknown = [f"{100 * split.unknown_share:.2f} %" for split in summary.splits]
+    rows.append(["unknown tokens", *unknown])
+    repeats = "duplicate lines" if summary.kind == "masked" else "duplicates"
+    rows.append([f"{repeats} of training", *(f"{split.duplicates:,}" for split in summary.splits)])
+    if summary.kind != "masked":
+        rows.append(["  with another label", *(f"{split.contradictions:,}" for split in summary.splits)])
+    lines += _align(rows)
+    lines += ["", "lengths of the training examples in tokens", *_draw(train.lengths.histogram)]
+    if train.labels and others:
+        unknown_labels = ", ".join(f"{_show(one)} ({count:,})" for one, count in summary.unknown_labels.items())
+        lines += ["", f"labels of validation examples only: {unknown_labels or 'none'}"]
+    return [*lines, *(f"problem: {problem}" for problem in summary.problems)]
+
+
+def _order(scores: list[float]) -> tuple[float, float, float]:
+    least, mean, most = scores
+    return least, most, mean
+
+
+def _align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines: the first column to the left, the others to the right."""
+    first, *widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join([f"{row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))]).rstrip()
+        for row in rows
+    ]
+
+
+def _draw(bins: Sequence[Bin]) -> list[str]:
+    most = max(one.examples for one in bins)
+    names = [f"{one.least} to {one.most}" if one.most > 0 else f"{one.least} or more" for one in bins]
+    width = max(map(len, names))
+    lines = []
+    for name, one in zip(names, bins):
+        bar = "#" * (max(1, round(_BAR * one.examples / most)) if one.examples else 0)
+        lines.append(f"{name:>{width}}  {bar:<{_BAR}}  {one.examples:,}")
+    return lines
+
+
+def _percent(count: int, whole: int) -> str:
+    return f"{100 * count / max(1, whole):.1f} %"
+
+
+def _count(count: int, whole: int) -> str:
+    return f"{count:,} ({_percent(count, whole)})"
+
+
+def _show(text: str) -> str:
+    """Return a name from a file for a line of the terminal: printable, and not longer than 40 characters."""
+    text = "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def main() -> None:
+    """Print the summary in the form that the first argument names: text or json. Exit as `run_as_process` says."""
+
+    def show() -> None:
+        summary = summarize(parse_arguments(TrainConfig, sys.argv[2:]))
+        is_json = sys.argv[1] == "json"
+        print(json.dumps(asdict(summary), indent=2) if is_json else "\n".join(format_summary(summary)))
+
+    run_as_process(show)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,308 @@
+"""Export a run's model to ONNX or OpenVINO: `python -m cpuft.train.export --run=...`, started by `cpuft export`."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import sys
+import time
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuft.config import ExportConfig, PredictConfig, parse_arguments
+from cpuft.errors import CpuftError, counted
+from cpuft.files import refuse_filled, write_folder_atomically, write_text
+from cpuft.tasks import Task
+from cpuft.train.data.archive import Prepared
+from cpuft.train.data.sources import Examples
+from cpuft.train.data.tokenizer import load_tokenizer
+from cpuft.train.predict import (
+    FinishedRun,
+    Outputs,
+    choose_run_precision,
+    make_run_model,
+    read_examples,
+    read_finished_run,
+    tokenize_splits,
+    use_fast_path,
+)
+from cpuft.train.startup import resume_garbage_collection, run_as_process
+
+if TYPE_CHECKING:
+    from cpuft.train.graphs import Graph
+    from cpuft.train.objective.base import Objective
+
+VALIDATION_FILE = "validation.json"
+"""Name of the file with the results of --validate, in the folder of the exported model."""
+MAX_DIFFERENCE = 1e-4
+"""Largest difference of a logit of an fp32 graph from that of the model, relative to the largest logit if that is above
+1."""
+MAX_LOSS = 0.01
+"""Loss of a metric that is stated in a line of its own."""
+_ROUNDS = 3
+_ROUND_SECONDS = 10.0
+"""The passes over the validation examples are timed up to _ROUNDS times, until they have taken this long in all."""
+_SAMPLE = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve"]
+_TRACED_LENGTHS, _CHECKED_LENGTHS = (3, 5), ((1,), (2, 12, 200), (7, 1, 30, 4, 90))
+"""Words of the examples with which a model is traced, and of the batches by which the graph is compared with it."""
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """The run's model, or the exported one, on the validation examples."""
+
+    name: str
+    precision: str
+    samples_per_second: float
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What --validate measured."""
+
+    run: Contestant
+    export: Contestant
+    examples: int
+    batch_size: int
+    threads: int
+    cpu: str
+    largest_difference: float
+    """Of an output of the exported model from the same output of the run's model."""
+    stated_loss: float
+    """A metric that loses more than this is named in a line of its own."""
+    versions: dict[str, str]
+    """Versions of the packages that made and ran the models."""
+
+
+def name_output(request: ExportConfig) -> Path:
+    """Return the folder to make: --output, or FORMAT or FORMAT-int8 in the folder of the run."""
+    return Path(request.output or Path(request.run, request.format + "-int8" * (request.precision == "int8")))
+
+
+def export(request: ExportConfig) -> None:
+    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model.
+
+    Nothing is left if anything fails.
+
+    Raises
+    ------
+    CpuftError
+        The run, its validation examples, its model or the folder do not allow it, or a package is not installed.
+    OSError
+        The folder cannot be written, for example because the disk is full.
+    """
+    run, target = read_finished_run(request.run), name_output(request)
+    refuse_filled(target)
+    # Imported here because it imports torch, for which an error about bad input should not wait.
+    wanted = PredictConfig(run=request.run, split="validation", data_dir=request.data_dir)
+    found = read_examples(wanted, run) if request.validate else None
+    from cpuft.train.graphs import GRAPHS, check_packages, write_graph
+
+    check_packages(request.format)
+    with write_folder_atomically(target) as folder:
+        sample = tokenize_splits(run, run.task, make_sample(run.task))
+        objective, model = make_run_model(run, sample)
+        resume_garbage_collection()
+        write_graph(model, make_batch(objective, sample, "traced"), folder, request.format, request.precision)
+        model.config.save_pretrained(folder)
+        load_tokenizer(str(run.model), run.task.kind == "tags").save_pretrained(folder)
+        graph = GRAPHS[request.format](folder)
+        check_graph(request, model, graph, objective, sample)
+        size = sum(path.stat().st_size for path in folder.iterdir())
+        lines = [f"exported to {target}: {request.format}, {request.precision}, {size / 1e6:.1f} MB"]
+        if found:
+            validation = validate(request, run, model, graph, *found)
+            write_text(folder / VALIDATION_FILE, json.dumps(asdict(validation), indent=2) + "\n")
+            lines += format_validation(validation)
+    print("\n".join(lines))
+
+
+def make_sample(task: Task) -> dict[str, Examples]:
+    """Return examples of the form of the task's, without labels, in splits: `traced`, and `0`, `1`, ... to compare.
+
+    They are made, so that an export needs no data.
+    """
+    names = {"traced": _TRACED_LENGTHS, **{str(n): lengths for n, lengths in enumerate(_CHECKED_LENGTHS)}, "": (1,)}
+    return {name: _make_examples(lengths, task) for name, lengths in names.items()}
+
+
+def _make_examples(lengths: tuple[int, ...], task: Task) -> Examples:
+    words = [tuple(_SAMPLE[place % len(_SAMPLE)] for place in range(length)) for length in lengths]
+    if task.kind == "tags":
+        return Examples(words, [(0,) * len(one) for one in words], False)
+    texts = [(" ".join(one), " ".join(reversed(one))) for one in words]
+    labels = [() if task.kind == "labels" else 0.0 for _ in words]
+    return Examples(texts if len(task.texts) == 2 else [one[:1] for one in texts], labels, False)
+
+
+def make_batch(objective: Objective, prepared: Prepared, split: str) -> Any:
+    """Return a split as one batch of the objective."""
+    tokens = prepared.validation[split]
+    return objective.make_batch(tokens, np.arange(len(tokens)))
+
+
+def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Objective, sample: Prepared) -> None:
+    """Run the graph on batches of other sizes and lengths than it was traced with.
+
+    Raises CpuftError: it cannot run them, or its outputs differ from the model's: by more than MAX_DIFFERENCE in fp32;
+    in int8, by numbers that are not finite.
+    """
+    from cpuft.train.graphs import find_difference
+
+    kind, advice = type(model).__name__, "serve the model with transformers, or train another one"
+    for number in range(len(_CHECKED_LENGTHS)):
+        batch = make_batch(objective, sample, str(number))
+        try:
+            difference, size = find_difference(model, graph, batch)
+        except Exception as error:  # the runtimes raise errors of their own classes
+            reason = " ".join(str(error).split())[:200]
+            shape = "x".join(map(str, batch.inputs["input_ids"].shape))
+            raise CpuftError(f"the exported {kind} cannot run a batch of {shape} tokens ({reason}): {advice}") from None
+        limit = MAX_DIFFERENCE * max(1.0, size) if request.precision == "fp32" else math.inf
+        if not difference <= limit or difference == math.inf:
+            raise CpuftError(
+                f"the exported {kind} computes other outputs than the model (they differ by {difference:.3g}): {advice}"
+            )
+
+
+def validate(
+    request: ExportConfig, run: FinishedRun, model: Any, graph: Graph, task: Task, splits: dict[str, Examples]
+) -> Validation:
+    """Compare the exported model with the run's own on its validation examples.
+
+    Parameters
+    ----------
+    model: of the run, in fp32. It gets the layers of the fast path, as in `cpuft predict`.
+    splits: the validation examples with their labels, by the suffixes of the metrics' names.
+    """
+    import torch
+
+    from cpuft.train.objective.table import make_objective
+    from cpuft.train.precision import read_cpu
+
+    prepared = tokenize_splits(run, task, splits)
+    objective, precision = make_objective(run.train, prepared), choose_run_precision(run, "auto").name
+    use_fast_path(run, model, precision)
+    size = request.batch_size or run.train.eval_batch_size
+    both = {"run": (model, precision), request.format: (graph, request.precision)}
+    outputs: dict[str, dict[str, Outputs]] = {}
+    seconds = dict.fromkeys(both, math.inf)
+    begin = time.perf_counter()
+    for number in range(_ROUNDS):
+        for name, (contestant, its_precision) in both.items():
+            passes = Passes(contestant, objective, prepared, size, run.ranks, its_precision)
+            if not number:
+                passes.warm_up()
+            start = time.perf_counter()
+            outputs[name] = passes.predict()
+            seconds[name] = min(seconds[name], time.perf_counter() - start)
+        if time.perf_counter() - begin > _ROUND_SECONDS:
+            break
+    examples = sum(map(len, prepared.validation.values()))
+    results = [
+        Contestant(name, own, examples / seconds[name], measure(objective, prepared, outputs[name]))
+        for name, (_, own) in both.items()
+    ]
+    difference = max(
+        largest_difference(outputs["run"][suffix], outputs[request.format][suffix], tokens.lengths)
+        for suffix, tokens in prepared.validation.items()
+    )
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", *type(graph).packages)}
+    return Validation(
+        *results, examples, size, torch.get_num_threads(), read_cpu().model, difference, MAX_LOSS, versions
+    )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Forward passes of a model over all validation examples, in the batches of an evaluation."""
+
+    model: Any
+    objective: Objective
+    prepared: Prepared
+    batch_size: int
+    ranks: int
+    precision: str
+
+    def predict(self) -> dict[str, Outputs]:
+        """Return the outputs for each split, by its suffix."""
+        from cpuft.train.evaluate import compute_outputs
+
+        return {
+            suffix: compute_outputs(self.model, self.objective, tokens, self.batch_size, self.ranks, self.precision)
+            for suffix, tokens in self.prepared.validation.items()
+        }
+
+    def warm_up(self) -> None:
+        """Run the batch of the longest examples, so that memory is there when time is measured."""
+        from cpuft.train.evaluate import plan_batches, predict_batches
+        from cpuft.train.precision import autocast
+
+        tokens = next(iter(self.prepared.validation.values()))
+        longest = plan_batches(tokens, self.batch_size, 1)[0][-1:]
+        with autocast(self.precision):
+            predict_batches(partial(self.objective.outputs, self.model), self.objective, tokens, longest)
+
+
+def measure(objective: Objective, prepared: Prepared, outputs: dict[str, Outputs]) -> dict[str, float]:
+    """Return the metrics of outputs on all splits, with the suffix of the split at the end of each name."""
+    return {
+        name + suffix: value
+        for suffix, tokens in prepared.validation.items()
+        for name, value in objective.compute_metrics(objective.reduce_outputs(outputs[suffix]), tokens).items()
+    }
+
+
+def largest_difference(wanted: Outputs, found: Outputs, lengths: NDArray[np.int64]) -> float:
+    """Return the largest difference of two arrays of outputs; for tags, outputs of padding are not compared.
+
+    Parameters
+    ----------
+    lengths: number of tokens of each example.
+    """
+    if wanted.ndim == 3:
+        mask = np.arange(wanted.shape[1]) < lengths[:, None]
+        wanted, found = wanted[mask], found[mask]
+    return float(np.abs(wanted - found).max())
+
+
+def find_losses(validation: Validation) -> dict[str, float]:
+    """Return how much of each metric the exported model loses, by name; negative where it gains."""
+    return {name: value - validation.export.metrics[name] for name, value in validation.run.metrics.items()}
+
+
+def format_validation(validation: Validation) -> list[str]:
+    """Return a table of metrics and speed as lines, and a line for each metric that loses more than MAX_LOSS."""
+    both = (validation.run, validation.export)
+    rows = [("", *(f"{one.name} {one.precision}" for one in both))]
+    rows += [(name, *(f"{one.metrics[name]:.4f}" for one in both)) for name in validation.run.metrics]
+    rows.append(("samples/s", *(f"{one.samples_per_second:.1f}" for one in both)))
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    lines = [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}" for row in rows]
+    lines.append(
+        f"on {counted(validation.examples, 'validation example')} with {counted(validation.threads, 'thread')}; the "
+        f"largest difference of an output is {validation.largest_difference:.2g}"
+    )
+    for name, loss in find_losses(validation).items():
+        if loss > MAX_LOSS:
+            lines.append(
+                f"warning: the exported model loses {loss:.4f} of {name}, more than {MAX_LOSS}: check whether that is "
+                f"acceptable, or export with --precision fp32"
+            )
+    return lines
+
+
+def main() -> None:
+    """Export as the command line says; the exit code is that of `run_as_process`."""
+    run_as_process(lambda: export(parse_arguments(ExportConfig, sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

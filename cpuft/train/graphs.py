@@ -1,0 +1,255 @@
+"""Models as graphs of ONNX Runtime and OpenVINO: traced, converted, quantised, and run on the batches of an objective.
+
+torch traces the graph, and ONNX Runtime or OpenVINO take it from there. optimum does the same, but no version of its
+packages optimum-onnx and optimum-intel accepts the transformers that cpuft pins (they need one below 5).
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib.util
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from cpuft.errors import CpuftError, install_command
+from cpuft.train.objective.base import Batch
+
+_INPUTS = ("input_ids", "attention_mask", "token_type_ids")
+"""All inputs that a batch may have, in the order of a graph's inputs."""
+_BYTES_IN_ONE_FILE = 1 << 30
+"""A larger model has its weights in a file of their own: a file of ONNX cannot be larger than 2 GB."""
+
+
+@dataclass(frozen=True)
+class GraphOutput:
+    """What a graph returns, in the form of the models of transformers."""
+
+    logits: torch.Tensor
+
+
+class Graph(torch.nn.Module, abc.ABC):
+    """A saved graph, which an objective can call like the model that it was made from. It has no parameters."""
+
+    extra: ClassVar[str]
+    """Extra of setup.cfg that installs the packages."""
+    packages: ClassVar[tuple[str, ...]]
+    """Python packages that are needed to write and to run such a graph."""
+    file_name: ClassVar[str]
+    """Name of the file of the graph, by which optimum finds it, too."""
+
+    @classmethod
+    @abc.abstractmethod
+    def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
+        """Write a graph to `file_name` in a folder.
+
+        Parameters
+        ----------
+        onnx_file: the graph in ONNX, fp32. It may be in the folder, and may be moved.
+        precision: fp32 or int8.
+        """
+
+    @abc.abstractmethod
+    def __init__(self, folder: Path) -> None:
+        """Load the graph of a folder, to run on as many threads as torch has.
+
+        The libraries raise exceptions of their own for a graph that they cannot run.
+        """
+        super().__init__()
+
+    @abc.abstractmethod
+    def forward(self, **inputs: torch.Tensor) -> GraphOutput:
+        """Return the logits in fp32 for the inputs of a batch."""
+
+
+class OnnxGraph(Graph):
+    """A graph of ONNX Runtime."""
+
+    extra = "onnx"
+    packages = ("onnx", "onnxscript", "onnxruntime")
+    file_name = "model.onnx"
+
+    @classmethod
+    def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
+        """Write the graph, for int8 with the weights of matrix products and embeddings in int8.
+
+        Weights are quantised per channel, to 7 of the 8 bits: CPUs without VNNI add two products in 16 bits, which
+        would overflow with 8. Activations are quantised when the graph runs.
+        """
+        if precision == "int8":
+            _quantize_onnx(onnx_file, folder / cls.file_name)
+
+    def __init__(self, folder: Path) -> None:
+        """See `Graph`."""
+        super().__init__(folder)
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        options.log_severity_level = 3  # errors only
+        self._session = onnxruntime.InferenceSession(
+            str(folder / self.file_name), options, providers=["CPUExecutionProvider"]
+        )
+        self._names = [one.name for one in self._session.get_inputs()]
+
+    def forward(self, **inputs: torch.Tensor) -> GraphOutput:
+        """See `Graph`."""
+        (logits,) = self._session.run(["logits"], {name: inputs[name].numpy() for name in self._names})
+        return GraphOutput(torch.from_numpy(logits))
+
+
+class OpenVinoGraph(Graph):
+    """A graph of OpenVINO, converted from ONNX: the file beside it with the ending .bin holds the weights."""
+
+    extra = "openvino"
+    packages = ("onnx", "onnxscript", "onnxruntime", "openvino")
+    file_name = "openvino_model.xml"
+
+    @classmethod
+    def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
+        """Write the graph, for int8 with the same 8-bit weights as that of ONNX Runtime."""
+        import openvino
+
+        if precision == "int8":
+            _quantize_onnx(onnx_file, onnx_file)
+        # Without compress_to_fp16=False, the weights of an fp32 graph would be rounded to 16 bits.
+        openvino.save_model(openvino.convert_model(onnx_file), folder / cls.file_name, compress_to_fp16=False)
+        for path in folder.glob(f"{onnx_file.name}*"):
+            path.unlink()
+
+    def __init__(self, folder: Path) -> None:
+        """See `Graph`."""
+        super().__init__(folder)
+        import openvino
+
+        # Without the hint, CPUs with bf16 instructions would compute fp32 graphs in bf16.
+        settings = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        self._compiled = openvino.Core().compile_model(folder / self.file_name, "CPU", settings)
+        self._names = [one.get_any_name() for one in self._compiled.inputs]
+
+    def forward(self, **inputs: torch.Tensor) -> GraphOutput:
+        """See `Graph`."""
+        found = self._compiled({name: inputs[name].numpy() for name in self._names})
+        return GraphOutput(torch.from_numpy(found["logits"].copy()))
+
+
+GRAPHS: dict[str, type[Graph]] = {"onnx": OnnxGraph, "openvino": OpenVinoGraph}
+"""Kinds of graphs by the values of --format."""
+
+
+class _Logits(torch.nn.Module):
+    """A model that takes its inputs by position and returns its logits only, as a graph does."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, token_type_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
+        logits: torch.Tensor = self.model(input_ids=input_ids, attention_mask=attention_mask, **types).logits
+        return logits
+
+
+def check_packages(format: str, find: Callable[[str], object] = importlib.util.find_spec) -> None:
+    """Raise CpuftError if a package that --format needs is not installed.
+
+    Parameters
+    ----------
+    find: returns None for the name of a package that is not installed.
+    """
+    missing = [name for name in GRAPHS[format].packages if find(name) is None]
+    if missing:
+        raise CpuftError(
+            f"--format {format} needs {', '.join(missing)}, which is not installed: "
+            f"{install_command(GRAPHS[format].extra)}"
+        )
+
+
+def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str, precision: str) -> None:
+    """Write the graph of a model into a folder. It takes batches of any size and length.
+
+    Parameters
+    ----------
+    model: of transformers, in evaluation mode and in fp32, without the layers of the fast path.
+    batch: at least two examples and two tokens, with which the model is traced.
+    format: a key of GRAPHS.
+    precision: fp32 or int8.
+
+    Raises CpuftError: the model cannot be traced. The libraries raise exceptions of their own if they cannot convert or
+    write the graph, such as OSError for a full disk.
+    """
+    traced = folder / OnnxGraph.file_name
+    _write_onnx(model, batch, traced)
+    GRAPHS[format].write(traced, folder, precision)
+
+
+def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
+    """Trace the model and write it as ONNX."""
+    names = [name for name in _INPUTS if name in batch.inputs]
+    axes = {0: "batch", 1: "length"}
+    try:
+        with _quiet(), torch.no_grad():
+            program = torch.onnx.export(
+                _Logits(model),
+                tuple(batch.inputs[name] for name in names),
+                input_names=names,
+                output_names=["logits"],
+                dynamic_shapes=tuple(axes for _ in names),
+                dynamo=True,
+                verbose=False,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise CpuftError(
+            f"a {type(model).__name__} cannot be exported ({reason}): serve the model with transformers, or train "
+            f"another one"
+        ) from None
+    assert program is not None
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    program.save(path, external_data=size > _BYTES_IN_ONE_FILE)
+
+
+def _quantize_onnx(source: Path, target: Path) -> None:
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    whole = source.with_name("fp32.onnx")
+    source.rename(whole)
+    with _quiet():
+        quantize_dynamic(whole, target, weight_type=QuantType.QInt8, per_channel=True, reduce_range=True)
+    whole.unlink()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Silence warnings of exporters, which a user cannot act on."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+def find_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
+    """Return the largest difference of the logits of model and graph, and the largest size of the model's logits.
+
+    Logits of padding are not compared.
+    """
+    with torch.inference_mode():
+        wanted, found = model(**batch.inputs).logits.float(), graph(**batch.inputs).logits
+    if wanted.shape != found.shape:
+        return float("inf"), float(wanted.abs().max())
+    if wanted.dim() == 3:
+        mask = batch.inputs["attention_mask"].bool()
+        wanted, found = wanted[mask], found[mask]
+    return float((wanted - found).abs().max()), float(wanted.abs().max())

@@ -1,0 +1,68 @@
+"""`cpuft export`: what is refused at once, and the process that exports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.cli.export import check_export, plan_export
+from cpuft.config import ExportConfig, option_names, parse_arguments
+from cpuft.errors import CpuftError
+from cpuft.record import read_record
+from tests.conftest import run_cpuft
+from tests.records import make_record
+from tests.report.test_comparison import write_record
+
+
+def make_run(folder: Path, task: str = "mrpc") -> ExportConfig:
+    """A run with a record and the configuration of a model."""
+    write_record(make_record(1, task=task), folder)
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text("{}")
+    return ExportConfig(run=str(folder))
+
+
+@pytest.mark.parametrize(
+    "task, asked, message",
+    [
+        (
+            "text",
+            ExportConfig(),
+            "is a run of --task text, whose model predicts masked tokens and no labels: export the model of",
+        ),
+        (
+            "mrpc",
+            ExportConfig(data_dir="glue"),
+            "--data-dir is for --validate, which reads the validation examples: add it",
+        ),
+        (
+            "mrpc",
+            ExportConfig(batch_size=8),
+            "--batch-size is for --validate, which reads the validation examples: add it",
+        ),
+    ],
+)
+def test_requests_that_fit_no_run(task: str, asked: ExportConfig, message: str, tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", task)
+    with pytest.raises(CpuftError) as error:
+        check_export(replace(asked, run=run.run), read_record(run.run).header)
+    assert message in str(error.value)
+
+
+def test_a_run_without_a_model_is_refused(tmp_path: Path) -> None:
+    write_record(make_record(1), tmp_path / "bare")
+    done = run_cpuft("export", "bare")
+    wanted = "bare has no folder model, because the run is unfinished or had --no-save-model: give another run"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", f"cpuft: error: {wanted}\n")
+
+
+def test_the_plan_is_the_process_that_is_started(tmp_path: Path) -> None:
+    asked = replace(make_run(tmp_path / "a 'run"), format="openvino", precision="int8", validate=True)
+    step = plan_export(asked, ())
+    assert parse_arguments(ExportConfig, step.command[-len(option_names(ExportConfig)) :]) == asked
+    done = run_cpuft("export", asked.run, "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "cpuft.train.export" in done.stdout
+    assert [path.name for path in Path(asked.run).iterdir() if path.name not in ("record.jsonl", "model")] == []

@@ -1,0 +1,112 @@
+"""What is told of data, compared with what a training makes of it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cpuft.config import TrainConfig
+from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.prepare import describe_data, prepare
+from cpuft.train.data.show import Bin, count_duplicates, find_problems, format_summary, make_histogram, summarize
+from cpuft.train.data.sources import Examples
+from tests.train.tiny import MAKERS, make_config
+
+pytestmark = pytest.mark.usefixtures("own_cache")
+
+
+def write_csv(path: Path, rows: list[tuple[str, str]]) -> str:
+    path.write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_it_is_what_a_training_uses(kind: str, tmp_path: Path) -> None:
+    config = replace(make_config(tmp_path, kind), max_length=8)
+    summary, prepared = summarize(config), read_prepared(str(prepare(config)))
+    train, validation = summary.splits
+    assert (train.examples, validation.examples) == (len(prepared.train), len(prepared.validation[""])) == (96, 37)
+    assert tuple(train.labels) == prepared.labels
+    assert (summary.kind, tuple(summary.text_columns), summary.label_column) == (kind, prepared.texts, prepared.label)
+    assert train.lengths.cut == prepared.truncated > 0
+    assert train.lengths.longest == 10 > prepared.train.lengths.max()
+    assert train.unknown_share == prepared.unknown_share
+    if labels := train.labels:
+        assert all(f"{name} ({count:,})" in describe_data(prepared, config) for name, count in labels.items())
+    else:
+        assert train.scores[0] == pytest.approx(prepared.train.labels.min(), abs=1e-6)
+    assert sum(one.examples for one in train.lengths.histogram) == 96
+    assert any("--max-length 8 cuts" in line for line in summary.problems)
+    assert any("task       files" in line for line in format_summary(summary))
+
+
+def test_one_class_is_named_as_such(tmp_path: Path) -> None:
+    train = write_csv(tmp_path / "a.csv", [("one", "ham"), ("two", "ham")])
+    summary = summarize(TrainConfig(task="files", train_file=train, validation_file=train))
+    assert summary.problems[0] == "the training examples have only the class ham: give examples of at least two classes"
+    assert f"problem: {summary.problems[0]}" in format_summary(summary)
+
+
+def test_duplicates_and_contradictions_are_counted() -> None:
+    known: dict[tuple[str, ...], set[float]] = {}
+    train = Examples([("a",), ("b",), ("a",), ("a",)], [0.0, 1.0, 1.0, 0.0])
+    assert count_duplicates(train, known, True) == (2, 1)
+    assert count_duplicates(Examples([("a",), ("b",), ("c",)], [1.0, 0.0, 0.0]), known, False) == (2, 1)
+    assert ("c",) not in known
+
+
+def test_contradicting_labels_are_a_problem(tmp_path: Path) -> None:
+    train = write_csv(tmp_path / "a.csv", [("one", "ham"), ("one", "spam"), ("two", "ham")])
+    other = write_csv(tmp_path / "b.csv", [("three", "ham"), ("four", "spam")])
+    summary = summarize(TrainConfig(task="files", train_file=train, validation_file=other))
+    assert summary.problems == [
+        "1 training example with the texts of another one but another label: correct the labels"
+    ]
+
+
+@pytest.mark.parametrize(
+    "lengths, max_length, wanted",
+    [
+        ([3], 128, [Bin(1, 1, 0), Bin(2, 2, 0), Bin(3, 3, 1)]),
+        ([1, 10, 11, 20], 128, [Bin(1, 2, 1), *(Bin(n, n + 1, n in (9, 11, 19)) for n in range(3, 20, 2))]),
+        ([4, 7, 500], 8, [Bin(1, 2, 0), Bin(3, 4, 1), Bin(5, 6, 0), Bin(7, 8, 1), *[]]),
+    ],
+)
+def test_the_histogram(lengths: list[int], max_length: int, wanted: list[Bin]) -> None:
+    found = make_histogram(np.asarray(lengths), max_length)
+    assert found[: len(wanted)] == wanted
+    assert sum(one.examples for one in found) == len(lengths)
+    assert (found[-1].most == -1) == (max(lengths) > 2 * max_length)
+
+
+def test_texts_have_lines_in_both_splits(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text("a cat is old\nthe dog\n" * 30)
+    (tmp_path / "other.txt").write_text("the dog\na green fork\n")
+    config = TrainConfig(
+        task="text", train_file=str(tmp_path / "train.txt"), validation_file=str(tmp_path / "other.txt")
+    )
+    summary = summarize(replace(config, max_length=16))
+    train, validation = summary.splits
+    prepared = read_prepared(str(prepare(replace(config, max_length=16))))
+    assert (train.examples, validation.examples) == (len(prepared.train), len(prepared.validation[""]))
+    assert (train.duplicates, validation.duplicates, train.labels) == (58, 1, {})
+    assert "task       text: masked tokens of texts" in format_summary(summary)
+
+
+def test_the_built_in_task_has_no_problem_but_its_repeated_pairs() -> None:
+    summary = summarize(TrainConfig(max_train_samples=300))
+    assert summary.splits[0].examples == 300
+    assert summary.unknown_labels == {}
+    assert find_problems(summary) == summary.problems
+    assert not any("cuts" in line or "class" in line for line in summary.problems)
+
+
+def test_names_of_labels_are_safe_on_a_terminal(tmp_path: Path) -> None:
+    train = write_csv(tmp_path / "a.csv", [("one", "\x1b[31mred"), ("two", "x" * 80)])
+    lines = format_summary(summarize(TrainConfig(task="files", train_file=train, validation_file=train)))
+    assert not any("\x1b" in line for line in lines)
+    assert Counter("x" * 38 in line for line in lines)[True] == 0
