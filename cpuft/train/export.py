@@ -137,9 +137,10 @@ def _make_examples(lengths: tuple[int, ...], task: Task) -> Examples:
     words = [tuple(_SAMPLE[place % len(_SAMPLE)] for place in range(length)) for length in lengths]
     if task.kind == "tags":
         return Examples(words, [(0,) * len(one) for one in words], False)
-    texts = [(" ".join(one), " ".join(reversed(one))) for one in words]
-    labels = [() if task.kind == "labels" else 0.0 for _ in words]
-    return Examples(texts if len(task.texts) == 2 else [one[:1] for one in texts], labels, False)
+    texts: list[tuple[str, ...]] = [
+        (" ".join(one), " ".join(reversed(one)))[: max(1, len(task.texts))] for one in words
+    ]
+    return Examples(texts, [() if task.kind == "labels" else 0.0 for _ in words], False)
 
 
 def make_batch(objective: Objective, prepared: Prepared, split: str) -> Any:
@@ -206,17 +207,17 @@ def validate(
         if time.perf_counter() - begin > _ROUND_SECONDS:
             break
     examples = sum(map(len, prepared.validation.values()))
-    results = [
-        Contestant(name, own, examples / seconds[name], measure(objective, prepared, outputs[name]))
-        for name, (_, own) in both.items()
-    ]
+    own, exported = (
+        Contestant(name, its_precision, examples / seconds[name], measure(objective, prepared, outputs[name]))
+        for name, (_, its_precision) in both.items()
+    )
     difference = max(
         largest_difference(outputs["run"][suffix], outputs[request.format][suffix], tokens.lengths)
         for suffix, tokens in prepared.validation.items()
     )
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", *type(graph).packages)}
     return Validation(
-        *results, examples, size, torch.get_num_threads(), read_cpu().model, difference, MAX_LOSS, versions
+        own, exported, examples, size, torch.get_num_threads(), read_cpu().model, difference, MAX_LOSS, versions
     )
 
 
