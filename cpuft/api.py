@@ -23,7 +23,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
-from cpuft.cli.predict import MODEL, check_request, compute_settings, plan_prediction
+from cpuft.cli.common import MODEL, compute_settings
+from cpuft.cli.predict import check_request, plan_prediction
 from cpuft.config import (
     ALTERNATIVES,
     LAUNCH_ONLY,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
     from cpuft.hosts.cluster import Cluster
     from cpuft.plan import RunPlan, Setting
 
-_MODEL = "model"
+MODEL = "model"
 """Folder of the trained model in the folder of a run."""
 _FOR_COMPUTE = ("KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
 """Prefixes of the settings for threads and memory, which a single process needs as well as a rank."""
@@ -60,10 +59,10 @@ def find_model_folder(run: str) -> Path:
 
     Raises CpuftError: the run has saved no model.
     """
-    folder = Path(run, _MODEL)
+    folder = Path(run, MODEL)
     if not (folder / "config.json").exists():
         raise CpuftError(
-            f"{run} has no folder {_MODEL}, because the run is unfinished or had --no-save-model: give another run"
+            f"{run} has no folder {MODEL}, because the run is unfinished or had --no-save-model: give another run"
         )
     return folder
 

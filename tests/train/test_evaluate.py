@@ -66,7 +66,7 @@ def test_training_ends_early_where_a_trainer_would_end_it(values: list[float], p
 def write_data() -> None:
     """Write the demo's pairs, few of them for validation, so that evaluating is quick."""
     data = read_data(TrainConfig(task="demo"))
-    for name, examples, count in (("train", data.train, 160), ("validation", data.validation[""], 48)):
+    for name, examples, count in (("train", data.train.load(), 160), ("validation", data.validation[""].load(), 48)):
         rows = zip(examples.texts[:count], examples.labels)
         lines = [json.dumps({"sentence1": a, "sentence2": b, "label": str(int(label))}) for (a, b), label in rows]
         Path(f"{name}.jsonl").write_text("\n".join(lines))

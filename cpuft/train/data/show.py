@@ -19,7 +19,7 @@ from cpuft.errors import counted
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import UNTAGGED, Tokens, read_prepared
 from cpuft.train.data.prepare import MAX_UNKNOWN_SHARE, checksum_data, find_unknown_share, prepare, tokenize
-from cpuft.train.data.sources import Examples, TaskData, first_examples, read_data
+from cpuft.train.data.sources import Examples, TaskData, read_data
 from cpuft.train.data.texts import Corpus, scan_texts, split_texts
 from cpuft.train.data.tokenizer import choose_tokenizer, get_tokenizer_name
 from cpuft.train.model import check_positions, check_untrained, get_model_name
@@ -117,13 +117,13 @@ def summarize(config: TrainConfig) -> DataSummary:
     if config.task == "text":
         return _summarize_texts(config)
     data = read_data(config, check_labels=False)
-    data = TaskData(data.task, first_examples(data.train, config.max_train_samples), data.validation)
+    data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     check_positions(config)
     in_words = data.task.kind == "tags"
     tokenizer, _ = choose_tokenizer(config, data.train.list_texts, checksum_data(data, config), in_words)
     known: Known = {}
     found = {"training": data.train, **{f"validation{suffix}": split for suffix, split in data.validation.items()}}
-    splits = [summarize_split(name, split, data.task, tokenizer, config, known) for name, split in found.items()]
+    splits = [summarize_split(name, split.load(), data.task, tokenizer, config, known) for name, split in found.items()]
     return _complete(config, data.task, splits)
 
 

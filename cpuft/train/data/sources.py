@@ -48,6 +48,10 @@ class Examples:
         """Checksum of texts and labels, 64 hexadecimal digits."""
         return hashlib.sha256(json.dumps([self.texts, self.labels]).encode()).hexdigest()
 
+    def load(self) -> Examples:
+        """Return the examples in memory: the object itself."""
+        return self
+
     def first(self, count: int) -> Examples:
         """Return the first `count` examples with their labels; the object itself when `count` is 0."""
         return replace(self, texts=self.texts[:count], labels=self.labels[:count]) if count else self
@@ -82,15 +86,9 @@ class FileExamples:
     def __len__(self) -> int:
         return self.count
 
-    @property
-    def texts(self) -> list[tuple[str, ...]]:
-        """All texts, as those of `Examples`; read from the files."""
-        return make_examples(self._list_rows(), self.task).texts
-
-    @property
-    def labels(self) -> list[Any]:
-        """All labels, as those of `Examples`; read from the files."""
-        return make_examples(self._list_rows(), self.task).labels
+    def load(self) -> Examples:
+        """Return the examples, all of them in memory."""
+        return make_examples(self._list_rows(), self.task)
 
     def first(self, count: int) -> FileExamples:
         """Return the first `count` examples; the object itself when `count` is 0."""

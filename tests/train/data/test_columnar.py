@@ -18,7 +18,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.data.prepare import prepare
 from cpuft.train.data.sources import read_data
 from cpuft.train.data.tables import parse_hub_name, read_table, read_tables, split_table
-from tests.train.data.test_sources import lines
+from tests.train.data.test_sources import lines, read_all
 
 ROWS: dict[str, list[Any]] = {
     "text": ["good", "NA", 'a "quoted", text', "line\nbreak", "caf\u00e9", ""],
@@ -146,7 +146,7 @@ def test_without_a_validation_file_a_part_is_kept_and_equal_rows_stay_together()
     Path("other.jsonl").write_text(lines(*reversed(rows)))
     again = list(split_table(read_table(Path("other.jsonl")), 0.25)[1].rows)
     assert sorted(row["text"] for _, row in again) == sorted(row["text"] for _, row in validation)
-    data = read_data(TrainConfig(task="files", train_file="x.jsonl", validation_split=0.25))
+    data = read_all(TrainConfig(task="files", train_file="x.jsonl", validation_split=0.25))
     assert len(data.validation[""].texts) == 20
 
 
@@ -184,7 +184,7 @@ def test_rows_of_a_data_set_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
     monkeypatch.setattr("cpuft.train.data.tables.find_hub_problem", lambda: "")
-    found = read_data(TrainConfig(task="files", train_file="hub:a/b/c@v1", validation_file="hub:a/b"))
+    found = read_all(TrainConfig(task="files", train_file="hub:a/b/c@v1", validation_file="hub:a/b"))
     assert found.task.labels == ("bad", "good")
     assert (found.train.texts, found.train.labels) == ([("a",), ("b",), ("c",)], [1.0, 0.0, 1.0])
     assert (found.validation[""].texts, found.validation[""].labels) == ([("c",), ("b",)], [1.0, 0.0])

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from hypothesis import example, given
@@ -19,10 +19,9 @@ from hypothesis import strategies as st
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.tasks import TASKS
+from cpuft.tasks import TASKS, Task
 from cpuft.train.data.sources import (
     Examples,
-    TaskData,
     choose_metrics,
     list_test_splits,
     make_pairs,
@@ -36,6 +35,21 @@ from tests.conftest import GLUE, needs_glue
 
 HEADER = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n"
 GOOD = HEADER + '1\t7\t8\tHe said "yes.\tShe said so.\n0\t7\t8\ta\tb\n'
+
+
+class Loaded(NamedTuple):
+    """A TaskData whose examples are in memory."""
+
+    task: Task
+    train: Examples
+    validation: dict[str, Examples]
+
+
+def read_all(config: TrainConfig) -> Loaded:
+    data = read_data(config)
+    return Loaded(data.task, data.train.load(), {key: found.load() for key, found in data.validation.items()})
+
+
 CELLS = st.text(st.characters(exclude_characters="\t\n\r", exclude_categories=["Cs"]), min_size=1)
 
 
@@ -76,7 +90,7 @@ def test_cola_has_no_header_and_stsb_scores() -> None:
     "name, rows, dev", [("mrpc", 3668, 408), ("sst2", 67349, 872), ("stsb", 5749, 1500), ("wnli", 635, 71)]
 )
 def test_real_files_have_all_their_rows(name: str, rows: int, dev: int) -> None:
-    data = read_data(TrainConfig(task=name, data_dir=str(GLUE)))
+    data = read_all(TrainConfig(task=name, data_dir=str(GLUE)))
     assert (len(data.train.labels), len(data.validation[""].labels)) == (rows, dev)
 
 
@@ -119,7 +133,7 @@ def files(folder: Path, train: str, validation: str, ending: str = "csv") -> Tra
 
 
 def test_the_users_csv(tmp_path: Path) -> None:
-    data = read_data(files(tmp_path, 'text,label\n"a, ""b""\nc",spam\nd,ham\n', "text,label\ne,ham\n"))
+    data = read_all(files(tmp_path, 'text,label\n"a, ""b""\nc",spam\nd,ham\n', "text,label\ne,ham\n"))
     assert data.train.texts == [('a, "b"\nc',), ("d",)]
     assert (data.task.labels, data.train.labels, data.validation[""].labels) == (("ham", "spam"), [1.0, 0.0], [0.0])
 
@@ -181,13 +195,13 @@ def test_a_score_that_no_model_can_meet(tmp_path: Path) -> None:
 
 def test_a_word_that_could_be_a_number_is_a_class_among_words(tmp_path: Path) -> None:
     """nan is a language, Min Nan Chinese."""
-    data = read_data(files(tmp_path, "text,label\na,nan\nb,deu\n", "text,label\na,nan\n"))
+    data = read_all(files(tmp_path, "text,label\na,nan\nb,deu\n", "text,label\na,nan\n"))
     assert data.task.labels == ("deu", "nan")
 
 
 def test_the_users_json_lines(tmp_path: Path) -> None:
     row = '{"sentence1": "a", "sentence2": "b", "label": 0.5}\n'
-    data = read_data(files(tmp_path, row, row, "jsonl"))
+    data = read_all(files(tmp_path, row, row, "jsonl"))
     assert (data.train.texts, data.task.kind, data.task.metrics) == ([("a", "b")], "score", ("pearson", "spearman"))
 
 
@@ -284,7 +298,7 @@ def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("train", "validation_matched", "validation_mismatched")
     monkeypatch.setattr("datasets.load_dataset", lambda path, name: dict.fromkeys(names, table))
     monkeypatch.setattr("cpuft.train.data.sources.find_hub_problem", lambda: "")
-    data = read_data(TrainConfig(task="mnli"))
+    data = read_all(TrainConfig(task="mnli"))
     assert data.train.texts == [("a", "b")]
     assert data.train.labels == [2.0]
     assert list(data.validation) == ["", "_mismatched"]
@@ -411,11 +425,9 @@ EVERY_TAG = [("x", tag) for tag in TAGS]
 TAGGED = '{"tokens": ["Bath", "is", "old"], "tags": ["B-LOC", "O", "O"]}\n'
 
 
-def read(train: str, validation: str, ending: str = "jsonl") -> TaskData:
+def read(train: str, validation: str, ending: str = "jsonl") -> Loaded:
     with tempfile.TemporaryDirectory() as folder:
-        data = read_data(files(Path(folder), train, validation, ending))
-        load = {key: Examples(found.texts, found.labels) for key, found in data.validation.items()}
-        return TaskData(data.task, Examples(data.train.texts, data.train.labels), load)
+        return read_all(files(Path(folder), train, validation, ending))
 
 
 def lines(*rows: dict[str, Any]) -> str:
@@ -474,7 +486,7 @@ def test_metrics_depend_on_the_kind_and_the_labels(
 def test_words_and_tags_by_other_names(tmp_path: Path) -> None:
     row = lines({"words": ["a", "b"], "ner": [0, 1]})
     config = replace(files(tmp_path, row, row, "jsonl"), text_columns="words", label_column="ner")
-    data = read_data(config)
+    data = read_all(config)
     assert (data.task.kind, data.task.labels, data.train.labels) == ("tags", ("0", "1"), [(0, 1)])
 
 
@@ -557,7 +569,7 @@ RATINGS = "text,label\n" + "".join(f"x,{number}\n" for number in (1, 2, 3, 4, 5)
 def test_the_label_type_may_be_chosen(
     wanted: str, cells: str, kind: str, labels: tuple[str, ...], tmp_path: Path
 ) -> None:
-    data = read_data(replace(files(tmp_path, cells, cells), label_type=wanted))
+    data = read_all(replace(files(tmp_path, cells, cells), label_type=wanted))
     assert (data.task.kind, data.task.labels) == (kind, labels)
 
 
