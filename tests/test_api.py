@@ -13,7 +13,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -92,7 +92,10 @@ def test_a_wrong_option_is_one_clear_error(options: dict[str, Any], message: str
 @pytest.mark.parametrize(
     "call, message",
     [
-        (lambda: launch(3), "int is neither a function nor options: give a function, a TrainConfig or a dict"),  # type: ignore[arg-type]
+        (
+            lambda: launch(cast(Any, 3)),
+            "int is neither a function nor options: give a function, a TrainConfig or a dict",
+        ),
         (lambda: launch(len, batch_size=3), "batch_size is for a training, and the function has arguments"),
         (lambda: launch(task="demo", args=(1,)), "args and kwargs are the arguments of a function"),
         (lambda: compare(np=(1, 1)), "--np 1,1: the number 1 is there twice"),
