@@ -121,6 +121,19 @@ def test_an_installed_wheel_runs_its_kernels_and_is_what_hosts_get(wheel: Path, 
     assert push()[0] == [wheel.name]
 
 
+def test_the_commands_in_the_guide_install_the_wheel(wheel: Path, tmp_path: Path) -> None:
+    """pip only says what it would install."""
+    guide = (ROOT / "docs/getting-started.md").read_text(encoding="utf-8")
+    (commands,) = re.findall(r"^## Install the wheel\n.*?^```\n(.*?)^```", guide, re.DOTALL | re.M)
+    shutil.copy(wheel, tmp_path)
+    settings = {"PIP_DRY_RUN": "1", "PIP_NO_DEPS": "1", "PIP_NO_INDEX": "1", "PIP_IGNORE_INSTALLED": "1"}
+    environ = os.environ | settings | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["bash", "-ec", commands]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert f"Would install cpuft-{cpuft.__version__}" in done.stdout
+
+
 def test_missing_and_foreign_files_are_faults() -> None:
     assert find_faults(["a.py", "a.so"], ["a.py"], ["a.so"]) == []
     assert find_faults(["a.py", "b.so"], ["a.py", "b.py"], ["a.so"]) == [
