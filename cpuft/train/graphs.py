@@ -1,7 +1,7 @@
 """Models as graphs of ONNX Runtime and OpenVINO: traced, converted, quantised, and run on the batches of an objective.
 
-torch traces the graph, and ONNX Runtime or OpenVINO take it from there. optimum does the same, but no version of its
-packages optimum-onnx and optimum-intel accepts the transformers that cpuft pins (they need one below 5).
+torch traces the graph, and ONNX Runtime or OpenVINO take it from there. optimum does the same, but optimum-onnx 0.1.0,
+its newest version, needs a transformers below 4.58, and cpuft pins 5.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import importlib.util
 import logging
+import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,8 +24,10 @@ from cpuft.train.objective.base import Batch
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 """All inputs that a batch may have, in the order of a graph's inputs."""
-_BYTES_IN_ONE_FILE = 1 << 30
-"""A larger model has its weights in a file of their own: a file of ONNX cannot be larger than 2 GB."""
+_BYTES_IN_ONE_FILE = 1 << 31
+"""A larger model has its weights in files of their own: a file of ONNX cannot be larger."""
+_OPSET = 17
+"""Version of ONNX's operators: the first that has layer normalisation."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +54,8 @@ class Graph(torch.nn.Module, abc.ABC):
 
         Parameters
         ----------
-        onnx_file: the graph in ONNX, fp32. It may be in the folder, and may be moved.
+        onnx_file: the graph in ONNX, fp32, in a folder of its own, which is removed afterwards. The weights of a model
+            above 2 GB are in files beside it.
         precision: fp32 or int8.
         """
 
@@ -72,7 +76,7 @@ class OnnxGraph(Graph):
     """A graph of ONNX Runtime."""
 
     extra = "onnx"
-    packages = ("onnx", "onnxscript", "onnxruntime")
+    packages = ("onnx", "onnxruntime")
     file_name = "model.onnx"
 
     @classmethod
@@ -84,6 +88,9 @@ class OnnxGraph(Graph):
         """
         if precision == "int8":
             _quantize_onnx(onnx_file, folder / cls.file_name)
+        else:
+            for path in onnx_file.parent.iterdir():
+                path.rename(folder / path.name)
 
     def __init__(self, folder: Path) -> None:
         """See `Graph`."""
@@ -108,7 +115,7 @@ class OpenVinoGraph(Graph):
     """A graph of OpenVINO, converted from ONNX: the file beside it with the ending .bin holds the weights."""
 
     extra = "openvino"
-    packages = ("onnx", "onnxscript", "onnxruntime", "openvino")
+    packages = ("onnx", "onnxruntime", "openvino")
     file_name = "openvino_model.xml"
 
     @classmethod
@@ -116,12 +123,12 @@ class OpenVinoGraph(Graph):
         """Write the graph, for int8 with the same 8-bit weights as that of ONNX Runtime."""
         import openvino
 
+        source = onnx_file
         if precision == "int8":
-            _quantize_onnx(onnx_file, onnx_file)
+            source = onnx_file.with_name("int8.onnx")
+            _quantize_onnx(onnx_file, source)
         # Without compress_to_fp16=False, the weights of an fp32 graph would be rounded to 16 bits.
-        openvino.save_model(openvino.convert_model(onnx_file), folder / cls.file_name, compress_to_fp16=False)
-        for path in folder.glob(f"{onnx_file.name}*"):
-            path.unlink()
+        openvino.save_model(openvino.convert_model(source), folder / cls.file_name, compress_to_fp16=False)
 
     def __init__(self, folder: Path) -> None:
         """See `Graph`."""
@@ -186,45 +193,54 @@ def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str,
     Raises CpuftError: the model cannot be traced. The libraries raise exceptions of their own if they cannot convert or
     write the graph, such as OSError for a full disk.
     """
-    traced = folder / OnnxGraph.file_name
-    _write_onnx(model, batch, traced)
-    GRAPHS[format].write(traced, folder, precision)
+    traced = folder / "traced"
+    traced.mkdir()
+    _write_onnx(model, batch, traced / OnnxGraph.file_name)
+    GRAPHS[format].write(traced / OnnxGraph.file_name, folder, precision)
+    shutil.rmtree(traced)
 
 
 def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
-    """Trace the model and write it as ONNX."""
+    """Trace the model and write it as ONNX.
+
+    The exporter that records the operators of one pass is used (dynamo=False): for a small encoder it takes about a
+    second, and the newer one, which compiles the model, up to half a minute. What a recorded pass cannot show, such as
+    a length that became a constant, is found by running the graph on other batches.
+    """
     names = [name for name in _INPUTS if name in batch.inputs]
-    axes = {0: "batch", 1: "length"}
     try:
         with _quiet(), torch.no_grad():
-            program = torch.onnx.export(
+            torch.onnx.export(
                 _Logits(model),
                 tuple(batch.inputs[name] for name in names),
+                str(path),
                 input_names=names,
                 output_names=["logits"],
-                dynamic_shapes=tuple(axes for _ in names),
-                dynamo=True,
-                verbose=False,
+                dynamic_axes={**{name: {0: "batch", 1: "length"} for name in names}, "logits": {0: "batch"}},
+                opset_version=_OPSET,
+                dynamo=False,
             )
-    except torch.onnx.OnnxExporterError as error:
+    except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
         raise CpuftError(
             f"a {type(model).__name__} cannot be exported ({reason}): serve the model with transformers, or train "
             f"another one"
         ) from None
-    assert program is not None
-    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    program.save(path, external_data=size > _BYTES_IN_ONE_FILE)
 
 
 def _quantize_onnx(source: Path, target: Path) -> None:
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    whole = source.with_name("fp32.onnx")
-    source.rename(whole)
+    size = sum(path.stat().st_size for path in source.parent.iterdir())
     with _quiet():
-        quantize_dynamic(whole, target, weight_type=QuantType.QInt8, per_channel=True, reduce_range=True)
-    whole.unlink()
+        quantize_dynamic(
+            source,
+            target,
+            weight_type=QuantType.QInt8,
+            per_channel=True,
+            reduce_range=True,
+            use_external_data_format=size > _BYTES_IN_ONE_FILE,
+        )
 
 
 @contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from cpuft.train.export import (
     name_output,
 )
 from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.graphs import Graph, GraphOutput, OnnxGraph
 from cpuft.train.predict import make_run_model, read_finished_run, tokenize_splits
 from tests.train.tiny import learn, make_config
 
@@ -83,18 +86,18 @@ def test_a_model_is_exported_with_its_labels_and_validated(tmp_path: Path, capsy
         assert np.abs(found - wanted).max() <= MAX_DIFFERENCE
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["model", "onnx", "record.jsonl"]
 
-    export(ExportConfig(run="run", precision="int8", output="served"))
+    (tmp_path / "served").mkdir()
+    OnnxGraph.write(folder / "model.onnx", tmp_path / "served", "int8")
     assert (tmp_path / "served/model.onnx").stat().st_size < 0.4 * (folder / "model.onnx").stat().st_size
-    agree = run_onnx(tmp_path / "served", ["red"] * 3).argmax(-1) == run_model(tmp_path / "run/model", ["red"]).argmax(
-        -1
-    )
-    assert agree.all()
-    with pytest.raises(
-        CpuftError, match="the folder run/onnx is not empty: give another --output, or remove the folder"
-    ):
+    graph, batch = OnnxGraph(tmp_path / "served"), {"input_ids": torch.randint(1000, 2000, (3, 9))}
+    batch |= {"attention_mask": torch.ones_like(batch["input_ids"]), "token_type_ids": 0 * batch["input_ids"]}
+    difference = (graph(**batch).logits - OnnxGraph(folder)(**batch).logits).abs().max()
+    assert 0 < difference < 0.5
+    with pytest.raises(CpuftError, match="the folder run/onnx is not empty: give another --output, or remove"):
         export(ExportConfig(run="run"))
 
 
+@pytest.mark.proof
 def test_adapters_are_merged_and_tags_have_a_logit_for_each_token(tmp_path: Path) -> None:
     learn(make_config(tmp_path, "tags", lora_rank=4, max_steps=20), "fp32", tmp_path / "run")
     export(ExportConfig(run="run"))
@@ -130,12 +133,41 @@ def test_other_kinds_formats_and_precisions(kind: str, format: str, precision: s
     assert kept["export"]["metrics"] == pytest.approx(evaluation.metrics, abs=limit)
 
 
-def test_a_graph_with_other_outputs_is_refused_and_nothing_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+class Wrong(torch.nn.Module):
+    """A graph whose outputs are the model's and an error."""
+
+    def __init__(self, model: torch.nn.Module, error: float) -> None:
+        super().__init__()
+        self.model, self.error = model, error
+
+    def forward(self, **inputs: torch.Tensor) -> GraphOutput:
+        return GraphOutput(self.model(**inputs).logits + self.error)
+
+
+def test_a_graph_with_other_outputs_is_refused(tmp_path: Path) -> None:
     learn(make_config(tmp_path, "class", max_steps=1), "fp32", tmp_path / "run")
-    monkeypatch.setattr("cpuft.train.export.MAX_DIFFERENCE", -1.0)
-    with pytest.raises(CpuftError, match="BertForSequenceClassification computes other outputs than the model"):
+    run = read_finished_run("run")
+    sample = tokenize_splits(run, run.task, make_sample(run.task))
+    objective, model = make_run_model(run, sample)
+    right, wrong, infinite = (cast(Graph, Wrong(model, error)) for error in (0.5e-4, 3e-4, math.nan))
+    check_graph(ExportConfig(), model, right, objective, sample)
+    check_graph(ExportConfig(precision="int8"), model, wrong, objective, sample)
+    with pytest.raises(CpuftError, match=r"SequenceClassification computes other outputs than the model \(they differ"):
+        check_graph(ExportConfig(), model, wrong, objective, sample)
+    for precision in ("fp32", "int8"):
+        with pytest.raises(CpuftError, match="computes other outputs"):
+            check_graph(ExportConfig(precision=precision), model, infinite, objective, sample)
+
+
+def test_nothing_is_left_of_an_export_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learn(make_config(tmp_path, "class", max_steps=1), "fp32", tmp_path / "run")
+
+    def fail(model: Any, batch: Any, folder: Path, *rest: str) -> None:
+        (folder / "model.onnx").write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device", str(folder))
+
+    monkeypatch.setattr("cpuft.train.graphs.write_graph", fail)
+    with pytest.raises(OSError, match="No space left"):
         export(ExportConfig(run="run"))
     assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["model", "record.jsonl"]
 
@@ -152,9 +184,8 @@ def test_a_graph_that_takes_no_batch_is_refused(tmp_path: Path) -> None:
     run = read_finished_run("run")
     sample = tokenize_splits(run, run.task, make_sample(run.task))
     objective, model = make_run_model(run, sample)
-    broken: Any = Crash()
     with pytest.raises(CpuftError, match=r"cannot run a batch of 1x3 tokens \(invalid dimensions\): serve the model"):
-        check_graph(ExportConfig(), model, broken, objective, sample)
+        check_graph(ExportConfig(), model, cast(Graph, Crash()), objective, sample)
 
 
 @pytest.mark.parametrize("output", ["x.txt", "x.txt/inside"])
