@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.plan import (
     LEAST_FREE_BYTES,
+    add_call,
     choose_run_dir,
     name_script,
     plan_launch,
@@ -60,6 +62,24 @@ def test_plan_of_a_script_on_four_hosts(mpi: str, golden: Golden) -> None:
 def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
     plan = plan_training(make_cluster((2,)), LaunchConfig(np=2), TrainConfig(task="mrpc"), "/runs/one", "lines", {})
     golden("launch-training.sh", format_plan(plan.full_plan))
+
+
+def test_a_function_is_sent_to_every_host_with_a_disk_of_its_own(tmp_path: Path) -> None:
+    cluster = make_cluster((1, 1))
+    here = add_call(RunPlan(), "/tmp/call", cluster, str(tmp_path / "run"))
+    assert here.inputs == ()
+    ((step,),) = here.prepare
+    shared = dataclasses.replace(cluster, works_remotely=True)
+    subprocess.run(step.command, input=b"the call", check=True)
+    assert (tmp_path / "run/function/call").read_bytes() == b"the call"
+    assert (tmp_path / "run/function/call").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "run/function").stat().st_mode & 0o777 == 0o700
+    there = add_call(RunPlan(), "/tmp/call", shared, "/var/tmp/cpuft-0/a/run")
+    assert there.prepare == ()
+    assert [(one.host, one.stdin_file) for stage in there.inputs for one in stage] == [
+        ("node1", "/tmp/call"),
+        ("node2", "/tmp/call"),
+    ]
 
 
 @pytest.mark.parametrize(("asked", "notice"), [("", "http://there/it"), ("/mine", "/mine")])
