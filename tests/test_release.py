@@ -164,7 +164,7 @@ def test_a_slower_run_or_one_without_kernels_is_a_fault(
 
 def test_setup_cfg_names_the_oldest_and_the_newest_torch() -> None:
     text = (ROOT / "setup.cfg").read_text(encoding="utf-8")
-    line = r"^# The quick tests pass with torch (\S+) and with torch (\S+): scripts/check-torch\.$"
+    line = r"^# scripts/check-torch runs the quick tests with torch (\S+) and with torch (\S+)\.$"
     (versions,) = re.findall(line, text, re.M)
     setup = configparser.ConfigParser()
     setup.read_string(text)

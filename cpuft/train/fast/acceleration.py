@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from cpuft.compiler import read_cpu_flags
 from cpuft.errors import CpuftError
-from cpuft.hardware import PRECISIONS, bf16_hardware, effective_flags
+from cpuft.hardware import PRECISIONS, bf16_hardware
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, use_masters
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.fast.embedding import patch_embedding
@@ -33,8 +34,7 @@ def has_bf16_products() -> bool:
     False also if the environment variable ONEDNN_MAX_CPU_ISA hides these instructions. Without them, bf16 is slower
     than fp32.
     """
-    flags = tuple(name for name, has_flag in torch.cpu.get_capabilities().items() if has_flag)
-    return bool(bf16_hardware(effective_flags(flags, os.environ.get("ONEDNN_MAX_CPU_ISA", ""))))
+    return bool(bf16_hardware(read_cpu_flags(os.environ)))
 
 
 def accelerate(
