@@ -299,6 +299,7 @@ def test_plots_of_earlier_runs(tmp_path: Path) -> None:
     assert repr(runs[0]) == f"<cpuft.Run {tmp_path}/np-1, accuracy 0.7600, f1 0.8400>"
 
 
+@pytest.mark.proof
 @needs_cores
 def test_a_training_that_fails_is_an_error_and_one_that_ends_is_a_run(tmp_path: Path) -> None:
     (tmp_path / "rows.csv").write_text("text,label\nword,a\n")

@@ -298,7 +298,7 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=reviews --validation-file=reviews",
         {"reviews/data-00000-of-00001.arrow": b"ARROW1", "reviews/dataset_info.json": "{}", "reviews/state.json": "{}"},
-        "reviews is cut off or damaged ('_data_files'): copy or download it again, or check --train-file",
+        "reviews is cut off or damaged (state.json names no files): copy or download it again, or check --train-file",
     ),
     (
         "--task=files --train-file=reviews --validation-file=reviews",

@@ -22,7 +22,7 @@ OTHERS = tuple(
 @pytest.mark.parametrize(
     ("backend", "how"),
     (
-        ("ccl", "stop"),
+        pytest.param("ccl", "stop", marks=pytest.mark.proof),
         pytest.param("ccl", "kill", marks=pytest.mark.proof),
         pytest.param("mpi", "stop", marks=pytest.mark.proof),
         ("mpi", "kill"),

@@ -9,7 +9,8 @@ import pytest
 from tests.comm.ranks import mpirun
 
 
-@pytest.mark.parametrize("backend", ("ccl", pytest.param("mpi", marks=pytest.mark.proof)))
+@pytest.mark.proof
+@pytest.mark.parametrize("backend", ("ccl", "mpi"))
 def test_trainer_and_accelerator_train_over_a_backend(backend: str, tmp_path: Path) -> None:
     run = mpirun(2, "tests.comm.trainers", backend, str(tmp_path), seconds=90)
     assert run.returncode == 0, run.stdout[-3000:]

@@ -36,6 +36,7 @@ EXEMPT = {
     "read_call": "a file whose digest is checked first",
     "read_checkpoint": "files with checksums, which its own tests damage",
     "read_cpu": "the kernel's files",
+    "read_cpu_flags": "the kernel's files",
     "read_failures": "parse_failure, of each rank",
     "read_files": "texts only, by the names that they have",
     "read_free_memory": "the kernel's files",

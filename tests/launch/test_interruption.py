@@ -44,7 +44,7 @@ def wait_for(there: Path) -> None:
 @pytest.mark.parametrize(
     "job, stop",
     [
-        (("--task", "demo"), signal.SIGINT),
+        pytest.param(("--task", "demo"), signal.SIGINT, marks=pytest.mark.proof),
         pytest.param(("--task", "text", "--train-file", "book.txt"), signal.SIGUSR1, marks=pytest.mark.proof),
     ],
     ids=["demo-Ctrl-C", "text-SIGUSR1"],

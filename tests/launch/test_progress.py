@@ -128,6 +128,7 @@ def test_times_for_a_person(seconds: float, text: str) -> None:
     assert format_seconds(seconds) == text
 
 
+@pytest.mark.proof
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 def test_a_run_on_a_terminal_shows_one_bar_and_its_log_no_more_than_events(tmp_path: Path) -> None:
     demo = ("--task", "demo", "--max-train-samples", "128", "--max-steps", "4", "--batch-size", "16")

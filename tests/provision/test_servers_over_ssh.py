@@ -72,6 +72,7 @@ def read_fingerprint(cluster: Simulated, index: int) -> str:
     return cluster.on(index, "ssh-keygen -lf /run/cpuft/host_key").split()[1]
 
 
+@pytest.mark.proof
 def test_printed_plans_make_the_cluster_when_run_by_hand(cluster: Simulated) -> None:
     """Plans are printed and run until nothing is missing; then the printed plan of `down` removes everything."""
     places = own_places(cluster)
@@ -99,7 +100,7 @@ def test_an_unknown_host_key_is_not_accepted_without_asking(cluster: Simulated) 
     assert cluster.on(1, "ls /mnt") == ""
 
 
-@pytest.mark.parametrize("seconds", [0.8, 1.6])
+@pytest.mark.parametrize("seconds", [pytest.param(0.8, marks=pytest.mark.proof), 1.6])
 def test_the_next_run_completes_what_a_killed_run_began(cluster: Simulated, seconds: float) -> None:
     command = [sys.executable, "-m", "cpuft", *words(cluster, "--accept-host-keys")]
     environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}

@@ -169,6 +169,7 @@ def test_pins_that_are_not_exact_or_lack_a_hash_are_refused() -> None:
         parse_pins("a==1 --hash=sha256:00\nb==2\n", "pins")
 
 
+@pytest.mark.proof
 def test_pip_requires_the_hashes_of_a_users_pins(tmp_path: Path) -> None:
     """A folder takes the place of the package index from which a host installs."""
     write_wheel(tmp_path, "click", {})

@@ -112,6 +112,7 @@ def test_the_saved_model_is_that_of_the_best_evaluation(how: tuple[str, ...], tm
     assert not Path("run/checkpoints").exists()
 
 
+@pytest.mark.proof
 def test_early_stopping_ends_a_run_that_is_complete(tmp_path: Path) -> None:
     record = train("run", "--np", "2", "--learning-rate", "0", "--eval-every", "4", "--early-stopping", "2")
     assert [line.step for line in record.evaluations] == [4, 8, 12]

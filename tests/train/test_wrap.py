@@ -102,9 +102,9 @@ def test_the_trainer_resumes_from_its_own_checkpoint_to_the_bit(tmp_path: Path) 
 @pytest.mark.parametrize(
     ("text", "code", "said"),
     [
-        ("print('no trainer')", 0, "--wrap changed nothing"),
+        pytest.param("print('no trainer')", 0, "--wrap changed nothing", marks=pytest.mark.proof),
         (REFUSED, 2, "load the model with dtype="),
-        ("raise SystemExit(7)", 7, ""),
+        pytest.param("raise SystemExit(7)", 7, "", marks=pytest.mark.proof),
     ],
     ids=["no trainer", "refused", "exit code"],
 )

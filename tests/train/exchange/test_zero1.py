@@ -73,7 +73,7 @@ def test_two_and_three_ranks_train_as_with_a_whole_optimizer(two: Found, three: 
         assert found[0]["rows"]["shared"]["sent"][-1] < found[0]["fp32"]["shared"]["sent"][-1]
 
 
-@pytest.mark.real
+@pytest.mark.proof
 def test_the_same_ranks_go_on_to_the_bit(three: Found) -> None:
     for precision in ("fp32", "bf16", "rows"):
         for one in three:
@@ -82,7 +82,7 @@ def test_the_same_ranks_go_on_to_the_bit(three: Found) -> None:
             assert resumed["checksum"] == shared["checksum"]
 
 
-@pytest.mark.real
+@pytest.mark.proof
 def test_other_ranks_and_a_whole_optimizer_go_on_alike(two: Found, three: Found) -> None:
     for found in (two, three):
         check_going_on(found, "fp32", 1e-5)
@@ -90,7 +90,7 @@ def test_other_ranks_and_a_whole_optimizer_go_on_alike(two: Found, three: Found)
         check_going_on(found, "rows", 1e-5)
 
 
-@pytest.mark.real
+@pytest.mark.proof
 def test_a_rank_alone_is_the_plain_path_and_goes_on_from_parts(folder: Path, three: Found) -> None:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:

@@ -27,7 +27,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 """
 
 
-@pytest.mark.parametrize("mode", ["keep", "as it is"])
+@pytest.mark.parametrize("mode", ["keep", pytest.param("as it is", marks=pytest.mark.proof)])
 def test_a_second_step_takes_no_page_faults(mode: str) -> None:
     command = [sys.executable, "-c", FAULTS, mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
