@@ -7,6 +7,7 @@ import stat
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from cpuft.files import (
     remove_command,
     take_secrets,
     write_atomically,
+    write_folder_atomically,
     write_text,
 )
 from tests.provision.simulated import needs_root
@@ -224,3 +226,18 @@ def test_variables_are_not_waited_for_at_a_pipe(tmp_path: Path) -> None:
     assert take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "0") == {}
     (tmp_path / "sent-1").write_text('{"A": "b"}')
     assert take_secrets({SECRETS_PREFIX: str(tmp_path / "sent")}, "1") == {"A": "b"}
+
+
+def test_a_folder_is_written_completely_or_not_at_all(tmp_path: Path) -> None:
+    with write_folder_atomically(tmp_path / "new/one") as beside:
+        (beside / "a").write_text("x")
+        assert not (tmp_path / "new/one").exists()
+    assert (tmp_path / "new/one/a").read_text() == "x"
+    with suppress(ValueError), write_folder_atomically(tmp_path / "new/two") as beside:
+        (beside / "a").write_text("x")
+        raise ValueError
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for path, message in ((tmp_path / "new/one", "is not empty"), (tmp_path / "link", "is not a folder")):
+        with pytest.raises(CpuftError, match=message), write_folder_atomically(path):
+            pass
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["one"]
