@@ -6,6 +6,7 @@ files and of itself, and it is read only if they are right.
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -31,6 +32,8 @@ _LAST = "last"
 _META, _NEW, _OLD = "checkpoint.json", ".new", ".old"
 _FORMAT = 1
 _BLOCK = 1 << 24
+_AT_CWD, _RENAME_EXCHANGE = -100, 2
+"""Constants of renameat2(2)."""
 _NAME = re.compile(r"(\d{9,})\.(\d+)(\.new|\.old)?")
 """Names of checkpoints: update, rank, and the suffix of one that is being written or removed."""
 
@@ -64,8 +67,11 @@ def write_checkpoint(root: Path, update: int, rank: int, files: Mapping[str, mem
         meta = {"format": _FORMAT, "update": update, "files": sums}
         _write(new / _META, memoryview(json.dumps(meta | {"checksum": _checksum(meta)}).encode()))
         _sync(new)
-        _remove(target)  # a checkpoint of the same update, from an earlier start of the run
-        new.rename(target)
+        if _exchange(new, target):  # a checkpoint of the same update, from an earlier start of the run
+            shutil.rmtree(new, ignore_errors=True)
+        else:
+            _remove(target)
+            new.rename(target)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
@@ -105,6 +111,18 @@ def keep_best(path: Path) -> None:
     for _, older in list_checkpoints(root):
         if older.suffix == path.suffix and older.name != path.name:
             _remove(older)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange the names of two folders in one step, so that both exist at every moment.
+
+    Returns False if nothing was exchanged: one of them does not exist, or the file system cannot do it.
+    """
+    try:
+        rename = ctypes.CDLL(None).renameat2  # glibc 2.28 and newer
+    except (AttributeError, OSError):
+        return False
+    return bool(rename(_AT_CWD, os.fsencode(one), _AT_CWD, os.fsencode(other), _RENAME_EXCHANGE) == 0)
 
 
 def _remove(path: Path) -> None:

@@ -179,6 +179,23 @@ def test_a_process_killed_at_any_moment_leaves_a_whole_one(tmp_path: Path) -> No
     assert len(list_checkpoints(tmp_path)) <= 3
 
 
+def test_a_checkpoint_that_is_replaced_stays_until_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that was started anew in the same folder, and is killed while it writes the same update."""
+    write(tmp_path, 3)
+
+    def remove_and_end(path: Path, **_: object) -> None:
+        for file in path.iterdir():
+            file.unlink()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cpuft.train.checkpoint.files.shutil.rmtree", remove_and_end)
+    with pytest.raises(KeyboardInterrupt):
+        write(tmp_path, 3)
+    assert read_newest(tmp_path)[0] == 3
+
+
 def test_ranks_that_end_at_once_on_a_shared_disk_take_it_away_together(tmp_path: Path) -> None:
     with ThreadPoolExecutor(4) as pool:
         for number in range(300):
