@@ -208,10 +208,12 @@ def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
     a length that became a constant, is found by running the graph on other batches.
     """
     names = [name for name in _INPUTS if name in batch.inputs]
+    # The exporter gives all modules the mode of the outermost one afterwards: without eval(), dropout would be on.
+    traced = _Logits(model).eval()
     try:
         with _quiet(), torch.no_grad():
             torch.onnx.export(
-                _Logits(model),
+                traced,
                 tuple(batch.inputs[name] for name in names),
                 str(path),
                 input_names=names,

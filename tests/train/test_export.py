@@ -70,7 +70,7 @@ def run_model(folder: Path, texts: list[Any], **options: Any) -> Any:
 
 
 def test_a_model_is_exported_with_its_labels_and_validated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _, evaluation = learn(make_config(tmp_path, "class"), "fp32", tmp_path / "run")
+    _, evaluation = learn(make_config(tmp_path, "class", dropout=0.1), "fp32", tmp_path / "run")
     export(ExportConfig(run="run", validate=True))
     said = capsys.readouterr().out.splitlines()
     folder = tmp_path / "run/onnx"
