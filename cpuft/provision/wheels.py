@@ -443,7 +443,7 @@ def make_own_wheel() -> tuple[str, bytes]:
 
 
 def _read_original_wheel(files: Mapping[str, bytes]) -> tuple[str, bytes] | None:
-    """Return the name and contents of the wheel from which pip has installed this cpuft, if its file has exactly `files`.
+    """Return name and contents of the wheel from which pip has installed this cpuft, if its file has exactly `files`.
 
     pip records the file's address and SHA-256 (PEP 610), unless the wheel came from a package index. Any other file is
     not used, because this machine's cpuft and that of the hosts would differ.
