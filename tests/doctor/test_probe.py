@@ -73,7 +73,9 @@ def test_folders_of_runs_are_left_over_after_a_day(tmp_path: Path) -> None:
 def test_a_long_run_is_not_left_over(tmp_path: Path, name: str) -> None:
     make(tmp_path, (name,))
     environ = dict(os.environ) | {"CPUFT_RUN_DIR": f"{tmp_path}/{name}/run"}
-    with subprocess.Popen(("sh", "-c", "echo; exec sleep 60"), env=environ, stdout=subprocess.PIPE) as process:
+    # It starts no program: while a process does, its environment cannot be read for a moment.
+    command = ("sh", "-c", "echo; read line")
+    with subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.readline()
         found = left(tmp_path)
