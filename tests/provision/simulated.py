@@ -101,7 +101,7 @@ def write_wheels(folder: Path) -> None:
     folder.mkdir()
     for path in (Path(ensurepip.__file__).parent / "_bundled").glob("pip-*.whl"):
         shutil.copy(path, folder)
-    for name in ("click", "paramiko", "PyYAML", "rich"):
+    for name in ("click", "paramiko", "PyYAML", "rich", "tqdm"):
         write_wheel(folder, name, {})
 
 
