@@ -6,6 +6,8 @@ import json
 import os
 import struct
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -112,12 +114,18 @@ def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], 
     arrays = {"meta": np.asarray(json.dumps(meta)), **others}
     for key, tokens in splits.items():
         arrays |= {f"{key}.{name}": value for name, value in vars(tokens).items()}
+    with explain_cache_failures(path.parent), write_atomically(path) as beside, beside.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+@contextmanager
+def explain_cache_failures(folder: Path) -> Iterator[None]:
+    """Raise an OSError of writing prepared data to the cache folder as a CpuftError that says what to do."""
     try:
-        with write_atomically(path) as beside, beside.open("wb") as file:
-            np.savez(file, **arrays)
+        yield
     except OSError as error:
         raise CpuftError(
-            f"the prepared data cannot be written to the cache folder {path.parent} ({error.strerror}): free space "
+            f"the prepared data cannot be written to the cache folder {folder} ({error.strerror}): free space "
             f"there, or set XDG_CACHE_HOME to another folder"
         ) from None
 

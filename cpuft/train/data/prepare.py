@@ -30,7 +30,16 @@ from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
 from cpuft.files import cache_folder, take_secrets, write_atomically
 from cpuft.tasks import TASKS, Task
 from cpuft.trackers import check_trackers
-from cpuft.train.data.archive import EMPTY, UNKNOWN, UNTAGGED, Prepared, Tokens, read_prepared, write_prepared
+from cpuft.train.data.archive import (
+    EMPTY,
+    UNKNOWN,
+    UNTAGGED,
+    Prepared,
+    Tokens,
+    explain_cache_failures,
+    read_prepared,
+    write_prepared,
+)
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.sources import Examples, FileExamples, TaskData, read_data
 from cpuft.train.data.texts import Packer, classify_tokens, pack, scan_texts, split_texts
@@ -194,7 +203,7 @@ def prepare(config: TrainConfig) -> Path:
     check_positions(config)
     tokenizer, trained = choose_tokenizer(config, data.train.list_texts, checksum, data.task.kind == "tags")
     splits = {"train": data.train, **{f"validation{name}": split for name, split in data.validation.items()}}
-    with tempfile.TemporaryDirectory(dir=path.parent, prefix="tokens-") as folder:
+    with explain_cache_failures(path.parent), tempfile.TemporaryDirectory(dir=path.parent, prefix="tokens-") as folder:
         found = {
             key: _tokenize_to_files(split, tokenizer, config.max_length, data.task, Path(folder, key))
             for key, split in splits.items()
