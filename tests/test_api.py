@@ -334,6 +334,7 @@ def test_the_page_has_the_code_of_the_notebook() -> None:
     assert [block.rstrip() for block in re.findall(r"^```py\n(.*?)^```", page, re.DOTALL | re.M)] == read_cells()
 
 
+@pytest.mark.proof
 @needs_cores
 def test_the_notebook_runs_on_two_ranks(tmp_path: Path) -> None:
     import nbformat

@@ -104,6 +104,7 @@ def test_kernels_of_another_compiler_s_openmp_are_refused(tmp_path: Path) -> Non
         compile_target(str(compiler), TARGETS[-1])
 
 
+@pytest.mark.proof
 def test_a_host_without_a_compiler_runs_kernels_from_the_wheel(tmp_path: Path) -> None:
     """As provisioning brings them: installed beside cpuft, with nothing in PATH that compiles.
 

@@ -46,6 +46,7 @@ def test_losing_a_rank_ends_the_run_and_names_it(backend: str, how: str) -> None
     assert {line.split(":")[1] for line in named} == {" rank 0", " rank 2"} or by_launcher, run.stdout
 
 
+@pytest.mark.proof
 @pytest.mark.parametrize("lost", (0, pytest.param(1, marks=pytest.mark.proof)))
 def test_a_stopped_rank_is_named_and_no_other(lost: int) -> None:
     """Also rank 0, which relays the messages of all ranks."""

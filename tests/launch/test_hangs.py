@@ -55,6 +55,7 @@ def test_a_hang_in_torchs_own_gloo_is_diagnosed_during_the_hang_and_at_the_timeo
     )
 
 
+@pytest.mark.proof
 def test_c_code_that_holds_the_gil_is_named_with_its_line() -> None:
     with start("--np", "2", "--", SCRIPT, "gloo", "gil", "1", "4") as launch:
         assert launch.stderr

@@ -109,6 +109,7 @@ print(trainer.world_size, f"{model.layer.weight.sum().item():.9f}")
 """
 
 
+@pytest.mark.proof
 def test_lightnings_plain_trainer_trains_one_model() -> None:
     Path("boring.py").write_text(LIGHTNING)
     done = launch("boring.py", PL_TRAINER_MAX_STEPS="4", PL_TRAINER_LIMIT_VAL_BATCHES="1")

@@ -133,6 +133,7 @@ print("done")
 """
 
 
+@pytest.mark.proof
 def test_a_script_that_exits_during_the_shutdown_of_gloo_ends() -> None:
     script = write_script(LEAVES)
     # Run by Python itself, two of five times it hung.

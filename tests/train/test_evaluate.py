@@ -79,6 +79,7 @@ def train(name: str, *options: str) -> Record:
     return read_record(name)
 
 
+@pytest.mark.proof
 def test_evaluations_change_neither_the_losses_nor_the_last_metrics(tmp_path: Path) -> None:
     plain = train("plain", "--np", "2", "--no-save-model")
     often = train("often", "--np", "2", "--no-save-model", "--eval-every", "8")

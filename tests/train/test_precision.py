@@ -23,7 +23,9 @@ def test_the_kernel_in_onednn_s_words(text: str, kernel: str) -> None:
     assert parse_kernel(text) == kernel
 
 
-@pytest.mark.parametrize("precision", [pytest.param("bf16", marks=pytest.mark.proof), "fp32", "int8"])
+@pytest.mark.parametrize(
+    "precision", [pytest.param("bf16", marks=pytest.mark.proof), "fp32", pytest.param("int8", marks=pytest.mark.proof)]
+)
 def test_products_are_measured_and_nothing_is_printed(precision: str, capfd: pytest.CaptureFixture[str]) -> None:
     found = measure_products(precision)
     print("after")

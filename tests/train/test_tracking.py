@@ -53,6 +53,7 @@ def test_without_trackers_nothing_is_started(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.proof
 def test_tensorboard_follows_a_run_of_two_ranks(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     done = run_cpuft("launch", "--np", "2", *JOB, "--run-dir", "run", "--report-to", "tensorboard")

@@ -94,6 +94,7 @@ def test_the_trainer_s_model_and_optimizer_are_fast(tmp_path: Path) -> None:
     assert said == ["cpuft: --wrap: fast path of BertForSequenceClassification: 1 of 1 layer replaced"]
 
 
+@pytest.mark.proof
 def test_the_trainer_resumes_from_its_own_checkpoint_to_the_bit(tmp_path: Path) -> None:
     done = run(tmp_path, RESUMES)
     assert done.stdout.splitlines()[-1:] == ["6 True True"], done.stderr

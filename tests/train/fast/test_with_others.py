@@ -94,7 +94,7 @@ def _train_as_rank(rank: int, folder: str) -> None:
     flush_and_exit(0)
 
 
-@pytest.mark.parametrize("kernels", [True, False])
+@pytest.mark.parametrize("kernels", [True, pytest.param(False, marks=pytest.mark.proof)])
 def test_two_ranks_agree_and_train_as_one(tmp_path: Path, kernels: bool) -> None:
     """Without kernels, too: a host without a compiler is one of them."""
     ranks = spawn(_ddp_rank, (str(tmp_path), kernels), nprocs=2, join=False, daemon=True)  # type: ignore[no-untyped-call]
