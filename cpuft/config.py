@@ -20,8 +20,10 @@ from cpuft.compressions import COMPRESSIONS, REMOVED_COMPRESSIONS, SHARDED_COMPR
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.hardware import PRECISIONS
 from cpuft.serialization import load, parse_json
-from cpuft.tasks import TASKS
+from cpuft.tasks import EMBEDDING_KINDS, TASKS
 
+POOLINGS = ("mean", "cls", "lasttoken")
+"""How the hidden states of a text's tokens become one vector: their mean, the first one, or the last one."""
 PADDINGS = ("dynamic", "max_length")
 """The values of --padding."""
 LABEL_TYPES = ("auto", "class", "number", "multi")
@@ -119,8 +121,9 @@ class TrainConfig:
 
     task: str = _data(
         "demo",
-        "What to train: a GLUE task; demo, a small built-in task; files, your own labelled examples; or text, masked "
-        "language modelling on your own texts",
+        "What to train: a GLUE task; demo, a small built-in task; files, your own labelled examples; text, masked "
+        "language modelling on your own texts; or an embedding model: pairs, from texts that belong together, such as "
+        "questions and answers, or scored-pairs, from pairs of texts with a score of their similarity",
         choices=tuple(TASKS),
     )
     model: str = _data(
@@ -157,13 +160,15 @@ class TrainConfig:
         "Training data: paths or patterns such as 'data/*.csv', separated by commas. With --task files: CSV, TSV or "
         "JSON lines files, also compressed with gzip, Parquet or Arrow files, folders of datasets.save_to_disk, or "
         "hub:OWNER/NAME/CONFIGURATION:SPLIT@REVISION for a data set of the Hugging Face hub, of which configuration, "
-        "split and revision may be left out. With --task text: text files, JSON lines files or folders of them",
+        "split and revision may be left out; so also with --task pairs and scored-pairs. With --task text: text files, "
+        "JSON lines files or folders of them",
         takes="FILE",
     )
     validation_file: str = _data(
         "",
         "Validation data in the same form as --train-file (default: a part of the training data, see "
-        "--validation-split)",
+        "--validation-split). With --task pairs also a folder in the form of BEIR, with corpus.jsonl, queries.jsonl "
+        "and the folder qrels",
         takes="FILE",
     )
     text_columns: str = _data(
@@ -171,7 +176,9 @@ class TrainConfig:
         "Name of the column of the texts in your files, or two names with a comma between them if an example is a "
         "pair of texts (default: the pair sentence1,sentence2 or another usual pair if the file has it, else the "
         "column sentence, text or another usual name; tokens if an example is a list of words; with --task text, "
-        "the column text). --task text joins the texts of several columns",
+        "the column text). --task text joins the texts of several columns. With --task pairs: the columns of anchor, "
+        "positive and, if there are any, negatives, such as question,answer (default: anchor,positive or another usual "
+        "pair, and all columns whose names begin with negative)",
         takes="NAMES",
     )
     label_column: str = _data(
@@ -205,6 +212,22 @@ class TrainConfig:
         0.15, "Fraction of the tokens that --task text masks for the model to predict", least=0.01, most=0.9
     )
     whole_word_mask: bool = _data(False, "With --task text, mask all tokens of a word together")
+    pooling: str = _data(
+        "auto",
+        "How an embedding model makes one vector of a text's tokens: their mean, the first one (cls) or the last one; "
+        "auto is what the files of sentence-transformers beside the model say, else mean",
+        choices=("auto", *POOLINGS),
+    )
+    query_prompt: str = _data(
+        "auto",
+        "With --task pairs, text that is put in front of each anchor, such as 'query: '; auto takes the prompt named "
+        "query of the model, if it has one",
+    )
+    document_prompt: str = _data(
+        "auto",
+        "With --task pairs, text that is put in front of each positive and negative, such as 'passage: '; auto takes "
+        "the prompt named document, passage or corpus of the model, if it has one",
+    )
     epochs: float = _recipe(3.0, "Number of passes over the training examples, such as 3 or 0.5", least=0.0)
     max_steps: int = _recipe(0, "Number of updates to train, instead of --epochs; 0 trains for --epochs", least=0)
     max_train_samples: int = _recipe(0, "Train on only this many examples, the first ones; 0 uses all", least=0)
@@ -272,6 +295,39 @@ class TrainConfig:
         "the frequency in the training data), or a number for each class with commas between them, in the order in "
         "which the run names the classes (default: all classes count the same)",
         takes="balanced|LIST",
+    )
+    temperature: float = _recipe(
+        -1.0,
+        "With --task pairs, number by which similarities are divided in the loss (default: 0.05 if the model compares "
+        "embeddings by their cosine, 1 if by their dot product)",
+        least=-1.0,
+    )
+    symmetric_loss: bool = _recipe(
+        False, "With --task pairs, also learn to find the anchor of each positive, as the half of the loss"
+    )
+    gather_negatives: bool = _recipe(
+        True,
+        "With --task pairs, the texts of all ranks are negatives of each anchor; --no-gather-negatives uses only those "
+        "of its own rank, as --sync-every above 1 does. scored-pairs compares scores in the same way",
+    )
+    similarity_loss: str = _recipe(
+        "cosent",
+        "Loss of --task scored-pairs: cosent compares the order of all pairs of a batch; mse is the squared difference "
+        "between cosine and score, which must be from -1 to 1",
+        choices=("cosent", "mse"),
+    )
+    matryoshka: str = _recipe(
+        "",
+        "Train embeddings that can be cut to fewer dimensions: numbers of dimensions with commas between them, such as "
+        "384,256,128, whose losses are added (default: all dimensions only)",
+        takes="N,N",
+    )
+    micro_batch: int = _recipe(
+        0,
+        "With --task pairs and scored-pairs, number of examples whose activations are in memory at the same time, at "
+        "most --batch-size (gradient caching): the gradients stay the same, and each example takes a third more time. "
+        "0 keeps the whole batch in memory",
+        least=0,
     )
     max_grad_norm: float = _recipe(
         1.0, "Scale gradients down when their global norm is larger than this; 0 turns clipping off", least=0.0
@@ -829,6 +885,20 @@ def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool)
         )
 
 
+EMBEDDING_OPTIONS = {
+    "pooling": EMBEDDING_KINDS,
+    "query_prompt": ("pairs",),
+    "document_prompt": ("pairs",),
+    "temperature": ("pairs",),
+    "symmetric_loss": ("pairs",),
+    "gather_negatives": EMBEDDING_KINDS,
+    "similarity_loss": ("similarity",),
+    "matryoshka": EMBEDDING_KINDS,
+    "micro_batch": EMBEDDING_KINDS,
+}
+"""Options of embedding models, and the kinds of tasks that have each."""
+
+
 def refuse_conflicts(config: TrainConfig) -> None:
     """Raise CpuftError if two training options exclude each other; the message names both, the reason and the next
     step.
@@ -837,7 +907,8 @@ def refuse_conflicts(config: TrainConfig) -> None:
     without fp32 and gloo, or with the task text; a label type without the task files; int8 with another engine, without
     the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a compression
     that does not work with it; LoRA with from_config; lora_merge without LoRA; what compares evaluations without
-    evaluations; and a warm-up with a constant learning rate. A compression that was removed is refused, too, and so is
+    evaluations; a warm-up with a constant learning rate; and an option of embedding models with another task, or with
+    another engine than torch. A compression that was removed is refused, too, and so is
     a value of eval_every that is none.
     """
     default = TrainConfig()
@@ -894,6 +965,14 @@ def refuse_conflicts(config: TrainConfig) -> None:
         )
     if config.lr_schedule == "constant" and (config.warmup_ratio or config.warmup_steps):
         raise CpuftError("--lr-schedule constant has no warm-up: write constant-with-warmup")
+    kind = TASKS[config.task].kind
+    for name, kinds in EMBEDDING_OPTIONS.items():
+        if kind not in kinds and getattr(config, name) != getattr(default, name):
+            flag = format_flag(name, getattr(config, name))
+            tasks = " and ".join(task.name for task in TASKS.values() if task.kind in kinds)
+            raise CpuftError(f"{flag} is for --task {tasks} only: leave it out")
+    if kind in EMBEDDING_KINDS and config.engine != "torch":
+        raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
     if config.lora_merge and not config.lora_rank:
         raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
 
@@ -951,6 +1030,9 @@ DATA_OPTIONS = (
     "label_type",
     "max_length",
     "validation_split",
+    "pooling",
+    "query_prompt",
+    "document_prompt",
     "max_train_samples",
     "seed",
 )

@@ -32,7 +32,8 @@ class Task:
     """Validation splits: the suffix of their metrics' names, and the stem of the file's name."""
     kind: str = "class"
     """What is predicted: class (one of `labels` for each example), labels (any number of them), tags (one of them for
-    each word), score (a number), masked (the masked tokens of a text)."""
+    each word), score (a number), masked (the masked tokens of a text); and for embeddings, pairs (which text belongs to
+    which) and similarity (how similar two texts are)."""
 
 
 _PAIR = ("sentence1", "sentence2")
@@ -71,7 +72,12 @@ TASKS = {
         Task("demo", _PAIR, "label", _BINARY, ("accuracy", "f1")),
         Task("files", (), "label", (), ("accuracy", "f1")),
         Task("text", ("text",), "", (), ("perplexity", "masked_accuracy"), kind="masked"),
+        Task("pairs", (), "", (), ("ndcg@10", "mrr@10", "map@100", "recall@10", "accuracy@1"), kind="pairs"),
+        Task("scored-pairs", (), "score", (), ("spearman", "pearson"), kind="similarity"),
     )
 }
 """Tasks by name, in the order of the help. Columns and labels are those of the GLUE benchmark's files, metrics those of
 its paper (Wang et al. 2018), table 1."""
+
+EMBEDDING_KINDS = ("pairs", "similarity")
+"""Kinds of tasks that train embedding models."""

@@ -21,10 +21,13 @@ from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import EvaluationLine, StepLine
+from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
 from cpuft.train.evaluate import evaluate, find_best, should_stop_early
+from cpuft.train.joint import JointBatch, make_joint_batches, run_joint_batch
 from cpuft.train.objective.base import Batch
+from cpuft.train.objective.embeddings import EmbeddingObjective
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor
 from cpuft.train.precision import autocast
 from cpuft.train.process_group import gather, prove_equal_parameters
@@ -201,16 +204,15 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         seed_update(config.seed, update, world.rank)
         share = select_for_rank(examples, world.rank, world.size)
         weight = 1.0 if world.rank < len(examples) else 0.0
-        batches = make_micro_batches(setup, share, epoch)
+        passes = plan_passes(setup, examples, epoch)
         terms = max(1.0, objective.count_terms(tokens, examples, epoch))
         own_terms = objective.count_terms(tokens, share, epoch)
         clock.lap("data")
 
         # Forward and backward passes. Gradients already travel in the last backward pass.
         loss_sum = 0.0
-        for batch in batches:
-            with exchange.micro_batch(last=batch is batches[-1]):
-                loss_sum += weight * forward_backward(setup, batch, weight * world.size / terms, clock)
+        for number, run_pass in enumerate(passes.functions, start=1):
+            loss_sum += weight * run_pass(weight * world.size / terms, number == len(passes.functions), clock)
 
         # Exchange of what is left of the gradients.
         waited = exchange.average_gradients(partial(objective.list_token_ids, tokens, examples))
@@ -230,7 +232,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
             loss=loss_sum,
             terms=weight * own_terms,
             examples=weight * len(share),
-            tokens=weight * sum(batch.tokens for batch in batches),
+            tokens=weight * passes.tokens,
             compute_seconds=[clock.compute_seconds - waited],
         )
         sums = own.without_seconds if setup.independent else own.add_up(world)
@@ -261,35 +263,52 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         yield step.make_line()
 
 
-def forward_backward(setup: TrainingSetup, batch: Batch, factor: float, clock: Clock) -> float:
-    """Run one forward and one backward pass; return the sum of the examples' losses, without `factor`.
+@dataclass(frozen=True)
+class Passes:
+    """The forward and backward passes of one rank for one update."""
 
-    The gradient is multiplied by `factor` and added to those that are there. The exchange averages gradients over
-    ranks: with ranks / terms as factor the result is the gradient of the mean over all terms of the update.
+    functions: list[Callable[[float, bool, Clock], float]]
+    """Functions that each run a forward and a backward pass, and return the sum of the examples' losses. They multiply
+    the gradient by the first argument, and add it to the gradients that are there: the exchange averages gradients over
+    ranks, so that ranks / terms makes it the gradient of the mean over all terms of the update. The second argument is
+    whether the pass is the last one of the update, in which gradients are sent; the clock gets the laps of the pass.
+    There are as many functions on every rank."""
+    tokens: int
+    """Number of tokens of this rank's examples, without padding."""
+
+
+def plan_passes(setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
+    """Make the batches of this rank's examples of an update, at most `--batch-size` in each.
+
+    A rank that has no example takes part with the first one; the caller gives it weight 0.
 
     Parameters
     ----------
-    clock: gets the laps `forward` and `backward`.
+    examples: numbers of the update's examples on all ranks, at least one.
+    epoch: of the training, from which masked language modelling draws its masks.
     """
-    with autocast(setup.precision):
-        losses = setup.objective.losses(setup.exchange.forward_model, batch)
-    clock.lap("forward")
-    torch.autograd.backward(losses.sum() * factor)
-    clock.lap("backward")
+    if isinstance(setup.objective, EmbeddingObjective):
+        joint = make_joint_batches(setup, examples, epoch)
+        tokens = sum(part.tokens for batch in joint if batch.counts[batch.place] for part in batch.parts)
+        return Passes([partial(_run_joint_pass, setup, batch) for batch in joint], tokens)
+    share = select_for_rank(examples, setup.world.rank, setup.world.size)
+    parts = [share[start : start + setup.config.batch_size] for start in range(0, len(share), setup.config.batch_size)]
+    batches = [setup.objective.make_batch(setup.prepared.train, part, epoch) for part in parts]
+    return Passes([partial(_run_pass, setup, batch) for batch in batches], sum(batch.tokens for batch in batches))
+
+
+def _run_pass(setup: TrainingSetup, batch: Batch, factor: float, is_last: bool, clock: Clock) -> float:
+    with setup.exchange.micro_batch(last=is_last):
+        with autocast(setup.precision):
+            losses = setup.objective.losses(setup.exchange.forward_model, batch)
+        clock.lap("forward")
+        torch.autograd.backward(losses.sum() * factor)
+        clock.lap("backward")
     return float(losses.detach().sum())
 
 
-def make_micro_batches(setup: TrainingSetup, share: Indices, epoch: int) -> list[Batch]:
-    """Split a rank's share of an update into batches of at most `--batch-size` examples, one for each forward pass.
-
-    Parameters
-    ----------
-    share: numbers of training examples; without any there are no batches.
-    epoch: of the training, from which masked language modelling draws its masks.
-    """
-    size = setup.config.batch_size
-    parts = [share[start : start + size] for start in range(0, len(share), size)]
-    return [setup.objective.make_batch(setup.prepared.train, part, epoch) for part in parts]
+def _run_joint_pass(setup: TrainingSetup, batch: JointBatch, factor: float, is_last: bool, clock: Clock) -> float:
+    return run_joint_batch(setup, batch, factor, lambda ends: setup.exchange.micro_batch(is_last and ends), clock.lap)
 
 
 def seed_update(seed: int, update: int, rank: int) -> None:
@@ -313,7 +332,9 @@ def set_learning_rate(setup: TrainingSetup, update: int) -> float:
 def _plan_all_updates(setup: TrainingSetup) -> Iterator[tuple[int, Indices]]:
     """Yield the epoch and the examples of every update, from the first one on."""
     config, tokens = setup.config, setup.prepared.train
-    return plan_updates(tokens, setup.global_batch, config.seed, setup.updates, config.padding == "dynamic")
+    # Texts of similar length as negatives would change what an embedding model learns.
+    is_grouped = config.padding == "dynamic" and setup.prepared.kind not in EMBEDDING_KINDS
+    return plan_updates(tokens, setup.global_batch, config.seed, setup.updates, is_grouped)
 
 
 def _warm_up(setup: TrainingSetup, done: int) -> None:
@@ -327,9 +348,7 @@ def _warm_up(setup: TrainingSetup, done: int) -> None:
     for _, examples in islice(_plan_all_updates(setup), done, done + 1):
         # DeepSpeed counts every backward pass as a part of an update.
         if setup.config.engine != "deepspeed":
-            batch, *_ = make_micro_batches(setup, select_for_rank(examples, world.rank, world.size), 0)
-            with setup.exchange.micro_batch(last=False):
-                forward_backward(setup, batch, 0.0, Clock())
+            plan_passes(setup, examples, 0).functions[0](0.0, False, Clock())
             setup.exchange.clear_gradients()
         if world.size > 1:
             dist.barrier()  # without it, the first step of fast ranks would include waiting for the slowest one
@@ -349,10 +368,8 @@ def settle_bucket_layout(setup: TrainingSetup) -> None:
     if world.size < 3 or setup.config.sync_every > 1 or compression in COMPRESSIONS_WITH_FEEDBACK:
         return
     examples = np.arange(min(world.size, len(setup.prepared.train)))
-    batch, *_ = make_micro_batches(setup, select_for_rank(examples, world.rank, world.size), 0)
     setup.exchange.forward_model.train()
-    with setup.exchange.micro_batch(last=True):
-        forward_backward(setup, batch, 0.0, Clock())
+    plan_passes(setup, examples, 0).functions[0](0.0, True, Clock())
     setup.exchange.average_gradients(partial(setup.objective.list_token_ids, setup.prepared.train, examples))
     setup.exchange.clear_gradients()
 

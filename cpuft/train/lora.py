@@ -76,11 +76,16 @@ def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> An
     return adapted
 
 
+def get_encoder_prefix(model: Any) -> str:
+    """Return how the names of the encoder's parameters begin, such as `bert.`; empty for an encoder without a head."""
+    return f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix) else ""
+
+
 def find_attention_layers(model: Any) -> list[str]:
     """Return the dotted names of the linear layers in the attention of a model's encoder; empty if there are none."""
     from torch import nn
 
-    encoder = f"{model.base_model_prefix}."
+    encoder = get_encoder_prefix(model)
     linears = [name for name, module in model.named_modules() if type(module) is nn.Linear and name.startswith(encoder)]
     return [name for name in linears if any(part in name.lower() for part in ATTENTION_MODULE_NAMES)]
 
@@ -99,7 +104,10 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
     heads = [
         name
         for name, module in model.named_children()
-        if outputs is None and name != model.base_model_prefix and any(True for _ in module.parameters())
+        if outputs is None
+        and get_encoder_prefix(model)
+        and name != model.base_model_prefix
+        and any(True for _ in module.parameters())
     ]
     modules = dict(model.named_modules())
     others = {name.rpartition(".")[0] for name in new if name.split(".")[0] not in heads}

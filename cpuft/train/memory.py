@@ -25,6 +25,7 @@ from cpuft.config import (
 )
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
+from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
 from cpuft.train.fast.architectures import ARCHITECTURES, ATTENTION_DROPOUT_SETTINGS, SIZE_SETTINGS
@@ -335,7 +336,11 @@ def estimate_rank(
     The parts are those of `estimate_memory`: weights, masters, moments, gradients, activations, checkpoint's copy,
     buffers, process. `prepared` must have validation examples.
     """
-    train = find_largest_batch(prepared.train, config, ranks, prepared.kind in ("tags", "masked"))
+    reads_all_tokens = prepared.kind in ("tags", "masked", *EMBEDDING_KINDS)
+    if prepared.kind in EMBEDDING_KINDS:
+        train = find_largest_text_batch(prepared, config, ranks)
+    else:
+        train = find_largest_batch(prepared.train, config, ranks, reads_all_tokens)
     lengths = np.sort(np.concatenate([tokens.lengths for tokens in prepared.validation.values()]))
     evaluated = lengths[::-1][: config.eval_batch_size * ranks : ranks]
     evaluation = LargestBatch(len(evaluated), int(evaluated[0]), int(evaluated.sum()))
@@ -344,6 +349,20 @@ def estimate_rank(
             replace(batch, masked=round(config.mlm_probability * batch.tokens)) for batch in (train, evaluation)
         )
     return estimate_memory(shape, config, precision, train, evaluation, ranks, writes_checkpoints)
+
+
+def find_largest_text_batch(prepared: Prepared, config: TrainConfig, ranks: int) -> LargestBatch:
+    """Return the largest batch of an embedding model: its examples are the texts, of which an example has several.
+
+    Only --micro-batch examples are in memory at the same time. The batches are those of `find_largest_batch`, in random
+    order.
+    """
+    size, texts = config.micro_batch or config.batch_size, len(prepared.texts)
+    one_batch = replace(config, batch_size=size, gradient_accumulation=1, padding="max_length")
+    found = find_largest_batch(prepared.train, one_batch, ranks, True)
+    longest = int(prepared.train.lengths.max())
+    length = min(config.max_length, longest)
+    return replace(found, examples=found.examples * texts, length=length)
 
 
 def find_largest_batch(tokens: Tokens, config: TrainConfig, ranks: int, reads_all_tokens: bool = False) -> LargestBatch:

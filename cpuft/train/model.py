@@ -14,7 +14,7 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
-from cpuft.train.lora import add_adapters, merge_adapters
+from cpuft.train.lora import add_adapters, get_encoder_prefix, merge_adapters
 from cpuft.train.startup import find_hub_problem
 
 _OFFLINE = "minilm"
@@ -215,7 +215,7 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
             )
         chain.append(base)
     model, info = read(chain.pop(), dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True)
-    encoder = f"{model.base_model_prefix}."
+    encoder = get_encoder_prefix(model)
     mismatched = {str(one[0]) if isinstance(one, (tuple, list)) else str(one) for one in info["mismatched_keys"]}
     wrong = sorted(name for name in mismatched if name.startswith(encoder))
     if wrong:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,14 @@ MODEL_DIR = "model"
 """Name of the folder of the trained model in a run's folder."""
 
 
-def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made: str = "") -> Path:
+def save_model(
+    model: Any,
+    source: str,
+    run_dir: str,
+    merged: bool = False,
+    made: str = "",
+    finish: Callable[[Path, Any], None] = lambda folder, model: None,
+) -> Path:
     """Write the model and its tokenizer to `run_dir`/model and return that path.
 
     A model of peft is saved as its adapters and head. An existing folder of that name is replaced once everything is
@@ -30,6 +38,7 @@ def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made
         for other models.
     made: the JSON of a tokenizer that was made for this run, which is saved in place of that of `source`; "" if there
         is none.
+    finish: writes more files into the folder, before it gets its name.
 
     Raises
     ------
@@ -45,6 +54,7 @@ def save_model(model: Any, source: str, run_dir: str, merged: bool = False, made
     try:
         _write_weights(model, beside, merged)
         (make_tokenizer(made) if made else load_tokenizer(source)).save_pretrained(beside)
+        finish(beside, model)
         shutil.rmtree(target, ignore_errors=True)  # of a run that broke off after saving it, and was resumed
         beside.rename(target)
     except Exception as error:  # safetensors raises a class of its own that is no OSError

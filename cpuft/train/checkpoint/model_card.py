@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import cpuft
 from cpuft.config import TrainConfig, option_names
 from cpuft.errors import counted
 from cpuft.files import hash_text, write_text
 from cpuft.record import EvaluationLine, Footer, Header, format_line
+from cpuft.tasks import EMBEDDING_KINDS, TASKS
 
 _LEFT_OUT = (
     "task",
@@ -47,7 +49,11 @@ def format_model_card(header: Header, evaluation: EvaluationLine, footer: Footer
     they neither end the header nor begin a line of their own.
     """
     base = header.model if not _is_local(header.model) else ""
-    front = {"library_name": "transformers", "tags": ["cpuft"], "metrics": list(evaluation.metrics)}
+    is_embedding = header.task in TASKS and TASKS[header.task].kind in EMBEDDING_KINDS
+    library = "sentence-transformers" if is_embedding else "transformers"
+    front: dict[str, Any] = {"library_name": library, "tags": ["cpuft"], "metrics": list(evaluation.metrics)}
+    if is_embedding:
+        front |= {"pipeline_tag": "sentence-similarity"}
     if base:
         front |= {"base_model": base}
     default = TrainConfig(task=header.task if header.task in ("demo",) else "mrpc")

@@ -35,13 +35,15 @@ class Tokens:
     """Token ids, shape (all tokens,)."""
     types: NDArray[np.int8]
     """Token type ids: 0 in an example's first text, 1 in its second; shape (all tokens,), or (0,) if the model takes
-    none."""
+    none. For embedding models, the number of the text in its example; (0,) if examples have one text."""
     offsets: NDArray[np.int64]
     """Example i is ids[offsets[i] : offsets[i + 1]]; shape (examples + 1,)."""
     labels: NDArray[Any]
     """By the task's kind. class, score: class numbers or scores, fp32, shape (examples,). labels: 1 for each label that
     an example has, else 0, fp32, shape (examples, classes). tags: class numbers of the words' first tokens, else
-    UNTAGGED, int32, shape (all tokens,). masked: shape (0,)."""
+    UNTAGGED, int32, shape (all tokens,). masked: shape (0,). similarity: scores, fp32, shape (examples,). pairs: shape
+    (0,) for training; for validation the judgements of a retrieval set, int32, shape (judgements, 3): query number,
+    document number, relevance."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -76,7 +78,7 @@ class Prepared:
     validation: dict[str, Tokens]
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
     kind: str = "class"
-    """What is predicted: class, labels, tags, score or masked (see `Task.kind`)."""
+    """What is predicted: class, labels, tags, score, masked, pairs or similarity (see `Task.kind`)."""
     mask_id: int = 0
     """Id of the mask token; 0 if the tokenizer has none."""
     token_kinds: NDArray[np.int8] = field(default_factory=lambda: EMPTY)
@@ -168,7 +170,7 @@ _ARRAY_TYPES: dict[str, tuple[tuple[type[np.generic], int], ...]] = {
     "ids": ((np.int32, 1),),
     "types": ((np.int8, 1),),
     "offsets": ((np.int64, 1),),
-    "labels": ((np.float32, 1), (np.float32, 2), (np.int32, 1), (np.int8, 1)),
+    "labels": ((np.float32, 1), (np.float32, 2), (np.int32, 1), (np.int32, 2), (np.int8, 1)),
     "word_kinds": ((np.int8, 1),),
 }
 """Element types and numbers of axes that the arrays of an archive may have, by the last part of their names."""
@@ -179,8 +181,21 @@ def _check_tokens(tokens: Tokens) -> Tokens:
     offsets, size = tokens.offsets, len(tokens.ids)
     if not len(offsets) or offsets[0] or offsets[-1] != size or (np.diff(offsets) < 0).any():
         raise ValueError("the examples' offsets do not fit the token ids")
+    if tokens.labels.dtype == np.int32 and tokens.labels.ndim == 2:
+        return _check_judgements(tokens)
     if len(tokens.types) not in (0, size) or len(tokens.labels) not in (0, size, len(tokens)):
         raise ValueError("token types or labels are not as many as tokens or examples")
+    return tokens
+
+
+def _check_judgements(tokens: Tokens) -> Tokens:
+    """Return the tokens of a retrieval set. Raises ValueError: its judgements name texts that are not there."""
+    judgements = tokens.labels
+    if judgements.shape[1] != 3 or not len(judgements) or judgements.min() < 0:
+        raise ValueError("the judgements of the retrieval set are damaged")
+    queries = int(judgements[:, 0].max()) + 1
+    if queries + int(judgements[:, 1].max()) >= len(tokens):
+        raise ValueError("the judgements of the retrieval set name texts that are not there")
     return tokens
 
 

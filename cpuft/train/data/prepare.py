@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 from cpuft.config import TrainConfig, parse_arguments, split_run_memory
 from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
 from cpuft.files import cache_folder, take_secrets, write_atomically
-from cpuft.tasks import TASKS, Task
+from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
 from cpuft.trackers import check_trackers
 from cpuft.train.data.archive import (
     EMPTY,
@@ -40,8 +41,9 @@ from cpuft.train.data.archive import (
     read_prepared,
     write_prepared,
 )
+from cpuft.train.data.pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
-from cpuft.train.data.sources import Examples, FileExamples, TaskData, read_data
+from cpuft.train.data.sources import SCORE_KINDS, Examples, FileExamples, TaskData, read_data
 from cpuft.train.data.texts import Packer, classify_tokens, pack, scan_texts, split_texts
 from cpuft.train.data.tokenizer import (
     check_tokenizer,
@@ -99,6 +101,8 @@ def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) ->
 
 def _tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> tuple[Tokens, int]:
     """Return what `tokenize` does, and the number of examples that were cut, or UNKNOWN if it is not a fast one."""
+    if task.kind in EMBEDDING_KINDS:
+        return _tokenize_separately(examples, tokenizer, max_length)
     in_words = task.kind == "tags"
     if in_words and not tokenizer.is_fast:
         raise CpuftError("this model's tokenizer does not tell which word a token belongs to: give another --model")
@@ -121,6 +125,36 @@ def _tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, tas
         np.fromiter(chain.from_iterable(types), np.int8, count) if types else EMPTY,
         offsets,
         _label_tokens(examples, encoded) if in_words else _label_examples(examples, task),
+    )
+    return tokens, truncated
+
+
+def _tokenize_separately(examples: Examples, tokenizer: Any, max_length: int) -> tuple[Tokens, int]:
+    """Return what `_tokenize_and_count` does, for embedding models: each text of an example is tokenised by itself.
+
+    The texts of an example stand one after another, each with its own special tokens, and the token types number them.
+    """
+    encoded = [
+        tokenizer(list(column), truncation=True, max_length=max_length, padding=False, return_attention_mask=False)
+        for column in zip(*examples.texts)
+    ]
+    texts = [ids for example in zip(*(column["input_ids"] for column in encoded)) for ids in example]
+    lengths = np.fromiter(map(len, texts), np.int64, len(texts))
+    if not lengths.all():
+        raise CpuftError(
+            "the tokenizer makes no token of some of the texts: correct or remove the rows whose texts hold nothing "
+            "but spaces or characters that cannot be printed"
+        )
+    count = len(encoded)
+    truncated = UNKNOWN
+    if all(column.encodings for column in encoded):
+        cut = (any(part.overflowing for part in parts) for parts in zip(*(column.encodings for column in encoded)))
+        truncated = sum(cut)
+    tokens = Tokens(
+        np.fromiter(chain.from_iterable(texts), np.int32, int(lengths.sum())),
+        np.repeat(np.tile(np.arange(count, dtype=np.int8), len(examples)), lengths) if count > 1 else EMPTY,
+        np.append(0, lengths.reshape(-1, count).sum(1).cumsum()),
+        np.asarray(examples.labels, np.float32) if examples.has_labels else EMPTY,
     )
     return tokens, truncated
 
@@ -194,7 +228,7 @@ def prepare(config: TrainConfig) -> Path:
     check_untrained(config)
     if config.task == "text":
         return _prepare_texts(config)
-    data = read_data(config)
+    data = read_pairs(TASKS[config.task], config) if TASKS[config.task].kind in EMBEDDING_KINDS else read_data(config)
     data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     checksum = checksum_data(data, config)
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
@@ -209,6 +243,9 @@ def prepare(config: TrainConfig) -> Path:
             for key, split in splits.items()
         }
         tokens = {key: tokens for key, (tokens, _) in found.items()}
+        for key, split in splits.items():
+            if isinstance(split, RetrievalExamples):
+                tokens[key] = replace(tokens[key], labels=split.relevant)
         meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens) | {"cut": found["train"][1]}
         write_prepared(path, meta, tokens, {})
     return path
@@ -330,7 +367,9 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     validation = " and ".join(f"{len(tokens):,}" for tokens in prepared.validation.values())
     count = len(prepared.train)
     parts = [f"training on {count:,} example{'s' * (count != 1)}, validating on {validation}"]
-    if prepared.kind == "masked":
+    if prepared.kind == "pairs":
+        parts += ["labels: none, each anchor belongs to its positive", f"columns: {', '.join(prepared.texts)}"]
+    elif prepared.kind == "masked":
         parts.append(f"each example is a piece of text of up to {config.max_length} tokens, no labels are needed")
     else:
         parts += [_describe_labels(prepared, config), f"columns: {', '.join(prepared.texts)} -> {prepared.label}"]
@@ -356,10 +395,13 @@ def warn_of_unknown(prepared: Prepared) -> str:
 def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
     """Say what the model learns to predict for each training example."""
     labels = prepared.train.labels
-    if prepared.kind == "score":
+    if prepared.kind in SCORE_KINDS:
         bounds = f"{float(labels.min()):g} to {float(labels.max()):g}"
         hint = " (--label-type class learns them as classes)" if config.task == "files" else ""
-        return f"labels: numbers from {bounds}, learned by regression{hint}"
+        learned = (
+            "compared with the similarity of embeddings" if prepared.kind == "similarity" else "learned by regression"
+        )
+        return f"labels: numbers from {bounds}, {learned}{hint}"
     if prepared.kind == "labels":
         counts, what = labels.sum(0).astype(int).tolist(), "classes, of which an example may have several"
     else:

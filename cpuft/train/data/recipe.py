@@ -9,9 +9,12 @@ import math
 
 import numpy as np
 
-from cpuft.config import TrainConfig
+from cpuft.config import TrainConfig, is_count
 from cpuft.errors import CpuftError, suggest_names
+from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.data.archive import UNTAGGED, Prepared
+from cpuft.train.memory import find_shape
+from cpuft.train.model import get_model_name
 
 LOWER_IS_BETTER = ("perplexity",)
 """Metrics of which the smallest value is the best."""
@@ -23,7 +26,8 @@ def check_recipe(config: TrainConfig, prepared: Prepared) -> None:
     """Raise CpuftError if an option of the recipe does not fit the data.
 
     These are label smoothing and class weights for data without classes, class weights that are no list of a positive
-    number for each class, and a --best-metric that the task does not have.
+    number for each class, a --best-metric that the task does not have, and for embedding models more dimensions of
+    --matryoshka than the model has, and scores beyond -1 and 1 with --similarity-loss mse.
     """
     for flag, value in (("--label-smoothing", config.label_smoothing), ("--class-weights", config.class_weights)):
         if value and prepared.kind not in _HAVE_CLASSES:
@@ -33,6 +37,38 @@ def check_recipe(config: TrainConfig, prepared: Prepared) -> None:
             )
     find_class_weights(config.class_weights, prepared)
     find_best_metric(config, prepared)
+    if prepared.kind in EMBEDDING_KINDS:
+        _check_embedding_recipe(config, prepared)
+
+
+def _check_embedding_recipe(config: TrainConfig, prepared: Prepared) -> None:
+    hidden = find_shape(config, prepared.vocab_size).hidden
+    largest = max(parse_dimensions(config.matryoshka), default=0)
+    if hidden and largest > hidden:
+        raise CpuftError(
+            f"--matryoshka {config.matryoshka}: the embeddings of {get_model_name(config)} have {hidden} dimensions, "
+            f"fewer than {largest}: give at most {hidden}"
+        )
+    scores = prepared.train.labels
+    if prepared.kind == "similarity" and config.similarity_loss == "mse" and np.abs(scores).max() > 1:
+        raise CpuftError(
+            f"--similarity-loss mse compares scores with cosines, and the scores go from {scores.min():g} to "
+            f"{scores.max():g}: divide them by {np.abs(scores).max():g}, or use --similarity-loss cosent"
+        )
+
+
+def parse_dimensions(text: str) -> tuple[int, ...]:
+    """Return the numbers of --matryoshka, such as 384,256,128; () for an empty text.
+
+    Raises CpuftError: the text is no list of different whole numbers, 1 or more.
+    """
+    parts = text.split(",") if text else []
+    if not all(map(is_count, parts)) or len(set(parts)) < len(parts):
+        raise CpuftError(
+            f"--matryoshka {text!r:.60} is not valid: give different numbers of dimensions with commas between them, "
+            f"such as 384,256,128"
+        )
+    return tuple(map(int, parts))
 
 
 def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.tasks import TASKS, Task
+from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
 from cpuft.train.data.columnar import Cell
 from cpuft.train.data.tables import Row, Table, find_column, read_tables, read_text, split_table
 from cpuft.train.startup import find_hub_problem
@@ -128,7 +128,7 @@ class TaskData:
 
 
 def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the training and validation examples of `config.task`, which must not be text.
+    """Read the training and validation examples of `config.task`: a GLUE task, demo or files.
 
     Examples come from --train-file and --validation-file (files), a generator (demo: 1600 and 400 pairs), or, for
     GLUE's tasks, from --data-dir or without it from the Hugging Face hub.
@@ -289,6 +289,8 @@ def refuse_empty(rows: Sequence[object], source: str) -> None:
         raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
 
 
+SCORE_KINDS = ("score", "similarity")
+"""Kinds of tasks whose labels are numbers."""
 _MAX_SCORE = 3e38
 """Larger scores are infinite in fp32, in which models compute."""
 
@@ -296,7 +298,7 @@ _MAX_SCORE = 3e38
 def parse_label(text: str, task: Task, where: str) -> float:
     """Return the class number of a label, or the score for a task of the kind score.
 
-    Spaces around the text are ignored.
+    Spaces around the text are ignored. The kinds of SCORE_KINDS have scores.
 
     Parameters
     ----------
@@ -305,7 +307,7 @@ def parse_label(text: str, task: Task, where: str) -> float:
     Raises CpuftError: the label is not one of `task.labels`, or the score is no number, not finite, or 3e38 or more.
     """
     text = text.strip()
-    if task.kind == "score":
+    if task.kind in SCORE_KINDS:
         with suppress(ValueError):
             if abs(float(text)) < _MAX_SCORE:
                 return float(text)
@@ -354,7 +356,7 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
             find_column(table.columns, name, table.source, _NAME_TEXTS)
         find_column(table.columns, task.label, table.source, _NAME_LABEL)
     task = replace(task, kind=_choose_kind(train, validation, task, config.label_type))
-    scans = [_scan(table, task) for table in (train, validation)]
+    scans = [scan_rows(table, task) for table in (train, validation)]
     task = _number_labels(task, scans, train.source, check_labels)
     found, found_validation = (
         FileExamples(table, task, scan.count, scan.checksum) for table, scan in zip((train, validation), scans)
@@ -473,8 +475,8 @@ def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> st
 def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Row]:
     """Yield all rows, after each was checked to fit the task and the others; without `has_labels`, all but the labels.
 
-    Texts may be empty, and so may the cell of several labels; words, tags and single labels must not. Whether a label
-    is one of the task's is not checked.
+    Texts may be empty, and so may the cell of several labels; words, tags, single labels and the texts of embedding
+    models must not. Whether a label is one of the task's is not checked.
 
     Raises CpuftError, which names the line: a row lacks a column or its cell is empty, has a list in place of a text or
     the other way round, or has not one tag for each word. Also raised if there are no rows, or for words in two
@@ -483,7 +485,7 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
     if task.kind == "tags" and len(task.texts) > 1:
         raise CpuftError(f"{table.source} has lists of words, which need exactly one column: give it by --text-columns")
     needs_list = dict.fromkeys(task.texts, task.kind == "tags")
-    if has_labels:
+    if has_labels and task.label:
         several = task.kind == "labels" and any(isinstance(row.get(task.label), list) for _, row in table.rows)
         needs_list[task.label] = several or task.kind == "tags"
     checks = [(name, is_list, _must_not_be_empty(name, task)) for name, is_list in needs_list.items()]
@@ -506,8 +508,8 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
 
 
 def _must_not_be_empty(name: str, task: Task) -> bool:
-    """A text may be empty, and so may a cell of several labels; words, tags and single labels must not."""
-    return task.kind == "tags" or (task.kind != "labels" and name == task.label)
+    """Texts of embedding models, words, tags and single labels must not be empty; other texts may."""
+    return task.kind in ("tags", *EMBEDDING_KINDS) or (task.kind != "labels" and name == task.label)
 
 
 def _has_text(cell: Cell) -> bool:
@@ -522,7 +524,7 @@ def _split_label(cell: Cell, task: Task) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Scan:
+class Scan:
     """What one pass over all rows of a table found."""
 
     count: int
@@ -533,19 +535,19 @@ class _Scan:
     """Checksum of the cells of texts and labels, 64 hexadecimal digits."""
 
 
-def _scan(table: Table, task: Task) -> _Scan:
+def scan_rows(table: Table, task: Task) -> Scan:
     """Check all rows of a table, and collect their labels.
 
     Raises CpuftError: as `check_rows`; a score is no number; or there are more than 100,000 different labels.
     """
     digest, count, labels = hashlib.sha256(), 0, dict[str, str]()
-    names = (*task.texts, task.label)
+    names = (*task.texts, *([task.label] if task.label else []))
     rows = check_rows(table, task)
     while batch := list(islice(rows, _EXAMPLES_AT_ONCE)):
         count += len(batch)
         digest.update(json.dumps([[row[name] for name in names] for _, row in batch]).encode())
-        for where, row in batch:
-            if task.kind == "score":
+        for where, row in batch if task.label else ():
+            if task.kind in SCORE_KINDS:
                 parse_label(str(row[task.label]), task, where)
             else:
                 for label in _split_label(row[task.label], task):
@@ -555,10 +557,10 @@ def _scan(table: Table, task: Task) -> _Scan:
                 f"{table.source} has more than {_MAX_CLASSES:,} different labels in {task.label!r}: name another "
                 f"column with --label-column, or learn numbers by regression with --label-type number"
             )
-    return _Scan(count, labels, digest.hexdigest())
+    return Scan(count, labels, digest.hexdigest())
 
 
-def _number_labels(task: Task, scans: Sequence[_Scan], source: str, check_labels: bool) -> Task:
+def _number_labels(task: Task, scans: Sequence[Scan], source: str, check_labels: bool) -> Task:
     """Return the task with the labels of the training examples, in alphabetical order, and with its metrics.
 
     Without `check_labels`, labels that only validation examples have follow those of the training examples.
@@ -614,10 +616,12 @@ def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True) -> E
     """Make examples of rows that `check_rows` has yielded, in their order.
 
     Labels are class numbers (floats) or scores; for the kinds labels and tags, tuples of class numbers (int). Without
-    `has_labels`, cells of labels are not read: each label is 0.0, or () for the kinds labels and tags.
+    `has_labels`, and for a task without labels, cells of labels are not read: each label is 0.0, or () for the kinds
+    labels and tags.
 
     Raises CpuftError, which names the line: a label is not one of `task.labels`, or a score is no finite number.
     """
+    has_labels = has_labels and bool(task.label)
     examples = Examples([], [], has_labels)
     several = task.kind in ("labels", "tags")
     numbers_by_label = {label: float(number) for number, label in enumerate(task.labels)}

@@ -129,7 +129,8 @@ def _measure_compute(
     model.train()
     updates = plan_updates(prepared.train, config.batch_size * world.size, config.seed, 1, config.padding == "dynamic")
     _, examples = next(iter(updates))
-    batch = objective.make_batch(prepared.train, select_for_rank(examples, world.rank, world.size))
+    own = select_for_rank(examples, world.rank, world.size)
+    batch = objective.make_batch(prepared.train, own[: config.micro_batch or len(own)])
     seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()
@@ -138,7 +139,7 @@ def _measure_compute(
         torch.autograd.backward(losses.sum())
         seconds = time.perf_counter() - start
         model.zero_grad()
-    return seconds * config.gradient_accumulation
+    return seconds * config.gradient_accumulation * len(own) / len(batch.labels)
 
 
 def count_sent_numbers(

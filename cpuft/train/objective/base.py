@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -118,6 +119,12 @@ class Objective:
         Raises CpuftError: the model cannot be found or read, or its architecture has no such head.
         """
         return load_model(config, self.model_class, self.head_settings(), self.vocab_size, self.pad_id)
+
+    def finish_folder(self, folder: Path, model: Any) -> None:
+        """Write more files into the folder of the saved model, if programs need them to load it. Here there are none.
+
+        Raises OSError: a file cannot be written.
+        """
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
         """Return the batch of the examples with these numbers, padded to `padded_length`, or to its longest example.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import Prepared
-from cpuft.train.data.recipe import find_class_weights
+from cpuft.train.data.recipe import find_class_weights, parse_dimensions
+from cpuft.train.embedding_form import choose_form
 from cpuft.train.objective.base import Objective
+from cpuft.train.objective.embeddings import Pairs, ScoredPairs
 from cpuft.train.objective.labels import (
     Classification,
     ClassObjective,
@@ -21,6 +25,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "labels": MultiLabelClassification,
     "tags": TokenClassification,
     "masked": MaskedLanguageModelling,
+    "pairs": Pairs,
+    "similarity": ScoredPairs,
 }
 """Objectives by `Prepared.kind`."""
 
@@ -35,6 +41,22 @@ def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
     shared = (prepared.labels, prepared.metrics, prepared.pad_id, padded_length, prepared.vocab_size)
     if objective is MaskedLanguageModelling:
         return objective(*shared, kinds=prepared.token_kinds, mask_id=prepared.mask_id, config=config)
+    if objective is Pairs:
+        form = choose_form(config)
+        usual = 0.05 if form.similarity == "cosine" else 1.0
+        return replace(
+            Pairs(*shared),
+            form=form,
+            texts=len(prepared.texts),
+            matryoshka=parse_dimensions(config.matryoshka),
+            temperature=config.temperature if config.temperature > 0 else usual,
+            symmetric=config.symmetric_loss,
+        )
+    if objective is ScoredPairs:
+        dimensions = parse_dimensions(config.matryoshka)
+        return replace(
+            ScoredPairs(*shared), form=choose_form(config), matryoshka=dimensions, loss=config.similarity_loss
+        )
     if issubclass(objective, ClassObjective):
         weights = find_class_weights(config.class_weights, prepared)
         return objective(*shared, label_smoothing=config.label_smoothing, class_weights=weights)

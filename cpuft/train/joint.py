@@ -1,0 +1,165 @@
+"""Passes of embedding models, whose loss compares the examples of all ranks.
+
+Each rank sends what the loss needs of its examples (embeddings or cosines) to all others, and computes the losses of
+all examples. The gradient goes to its own examples only: added up over the ranks, that is the gradient of the whole
+batch, the same as on one rank, and nothing has to be sent back.
+
+With gradient caching (Gao and others 2021, arXiv:2101.06983) a rank first computes its examples without gradients,
+`--micro-batch` at a time, then the gradient of the loss with respect to them, and then runs each micro-batch again to
+take that gradient through the model. So the batch of the loss may be larger than memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cpuft.train.data.order import Indices
+from cpuft.train.objective.base import Batch
+from cpuft.train.objective.embeddings import EmbeddingObjective
+from cpuft.train.precision import autocast
+from cpuft.train.setup import TrainingSetup
+
+
+@dataclass(frozen=True)
+class JointBatch:
+    """The examples that one loss compares, on all ranks, as one rank needs them."""
+
+    parts: list[Batch]
+    """This rank's examples, at most --micro-batch in each."""
+    labels: torch.Tensor
+    """Labels of the examples of all ranks that are compared, rank by rank."""
+    counts: list[int]
+    """Number of examples of each of these ranks."""
+    place: int
+    """This rank's index in `counts`."""
+
+    @property
+    def own(self) -> slice:
+        """Where this rank's examples are among those of all ranks."""
+        start = sum(self.counts[: self.place])
+        return slice(start, start + self.counts[self.place])
+
+
+def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> list[JointBatch]:
+    """Return the batches of an update: as many on every rank, each of at most --batch-size examples of each rank.
+
+    Parameters
+    ----------
+    examples: all examples of the update, at least one; this rank has every n-th.
+    """
+    objective, config, world, tokens = _get_objective(setup), setup.config, setup.world, setup.prepared.train
+    size, batches = config.batch_size * world.size, []
+    for start in range(0, len(examples), size):
+        group = examples[start : start + size]
+        # By length, so that all ranks have as many tokens, and a micro-batch has examples of similar length.
+        group = group[np.argsort(-tokens.lengths[group], kind="stable")]
+        shares = [group[rank :: world.size] for rank in range(world.size)]
+        own = shares[world.rank]
+        members, place = (shares, world.rank) if compares_ranks(setup) else ([own], 0)
+        # A rank without an example takes the first one, as every rank has to run a pass; its gradient is 0.
+        own, part_size = own if len(own) else group[:1], config.micro_batch or config.batch_size
+        parts = [own[first : first + part_size] for first in range(0, len(own), part_size)]
+        compared = np.concatenate(members)
+        labels = objective.make_labels(tokens, compared, np.zeros(0, bool)) if len(compared) else torch.zeros(0)
+        made = [objective.make_batch(tokens, part, epoch) for part in parts]
+        batches.append(JointBatch(made, labels, [len(member) for member in members], place))
+    return batches
+
+
+def compares_ranks(setup: TrainingSetup) -> bool:
+    """Return whether the loss compares the examples of all ranks, not only those of this one."""
+    config = setup.config
+    return setup.world.size > 1 and not setup.independent and config.gather_negatives and config.sync_every == 1
+
+
+def run_joint_batch(
+    setup: TrainingSetup,
+    batch: JointBatch,
+    factor: float,
+    enter_pass: Callable[[bool], AbstractContextManager[object]],
+    lap: Callable[[str], None],
+) -> float:
+    """Run the forward and backward passes of a batch; return the sum of the losses of this rank's examples. Collective.
+
+    The gradient of the sum of all ranks' losses with respect to this rank's examples is multiplied by `factor`, and
+    added to the gradients that are there. It is 0 for a rank without examples.
+
+    Parameters
+    ----------
+    enter_pass: returns the context of a forward and a backward pass of the model; its argument is whether the pass is
+        the last one of this batch.
+    lap: called with `forward`, `communication` and `backward` when such a phase has ended.
+    """
+    objective, is_cached = _get_objective(setup), len(batch.parts) > 1
+    model, states = setup.exchange.forward_model, list[torch.Tensor]()
+    if is_cached:
+        with torch.no_grad():
+            found = [_represent(setup, setup.model, part, states) for part in batch.parts]
+        own = torch.cat(found).requires_grad_()
+        lap("forward")
+        loss = _backward_to_examples(objective, batch, own, factor, lap)
+        assert own.grad is not None
+        gradients = torch.split(own.grad, [len(one) for one in found])
+        # The micro-batches are run again with the same dropout masks.
+        for number, (part, state, gradient) in enumerate(zip(batch.parts, states, gradients), start=1):
+            with enter_pass(number == len(batch.parts)):
+                torch.set_rng_state(state)
+                represented = _represent(setup, model, part, [])
+                lap("forward")
+                torch.autograd.backward(represented, gradient)
+                lap("backward")
+        return loss
+    with enter_pass(True):
+        own = _represent(setup, model, batch.parts[0], states)
+        lap("forward")
+        return _backward_to_examples(objective, batch, own, factor, lap)
+
+
+def _get_objective(setup: TrainingSetup) -> EmbeddingObjective:
+    assert isinstance(setup.objective, EmbeddingObjective)
+    return setup.objective
+
+
+def _represent(setup: TrainingSetup, model: torch.nn.Module, part: Batch, states: list[torch.Tensor]) -> torch.Tensor:
+    """Run a forward pass; append the state of the random generator before it to `states`."""
+    states.append(torch.get_rng_state())
+    with autocast(setup.precision):
+        return _get_objective(setup).represent(model, part)
+
+
+def _backward_to_examples(
+    objective: EmbeddingObjective, batch: JointBatch, own: torch.Tensor, factor: float, lap: Callable[[str], None]
+) -> float:
+    """Exchange what the loss needs, and run the backward pass from the losses of all examples to this rank's."""
+    count = batch.counts[batch.place]
+    compared = exchange_examples(own[:count], batch.counts, batch.place) if len(batch.counts) > 1 else own[:count]
+    lap("communication")
+    losses = objective.joint_losses(compared, batch.labels) if len(compared) else own.sum() * 0
+    # A rank without examples of its own has no part in the losses, but its pass must have a gradient.
+    torch.autograd.backward(losses.sum() * factor + own.sum() * 0)
+    lap("backward")
+    return float(losses.detach()[batch.own].sum()) if count else 0.0
+
+
+def exchange_examples(own: torch.Tensor, counts: list[int], rank: int) -> torch.Tensor:
+    """Return the rows of all ranks, rank by rank; gradients go to this rank's own rows only. Collective.
+
+    Parameters
+    ----------
+    own: this rank's rows, fp32, shape (counts[rank], numbers).
+    counts: number of rows of each rank, the same on all ranks.
+    """
+    largest = max(counts)
+    # All ranks have to send equally many rows.
+    sent = own.new_zeros(largest, own.shape[1])
+    sent[: counts[rank]] = own.detach()
+    received = own.new_empty(len(counts) * largest, own.shape[1])
+    dist.all_gather_into_tensor(received, sent)
+    rows = [part[:count] for part, count in zip(torch.split(received, largest), counts)]
+    return torch.cat([*rows[:rank], own, *rows[rank + 1 :]])

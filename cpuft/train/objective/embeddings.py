@@ -1,0 +1,264 @@
+"""Objectives of embedding models: contrastive learning from pairs, and learning from scores of similarity."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cpuft.config import TrainConfig
+from cpuft.train.data.archive import Tokens
+from cpuft.train.data.order import Indices
+from cpuft.train.embedding import normalize, pool
+from cpuft.train.embedding_form import EmbeddingForm, write_form
+from cpuft.train.model import load_model
+from cpuft.train.objective.base import Batch, Objective, Predictions
+from cpuft.train.objective.labels import compute_label_metrics
+from cpuft.train.retrieval_metrics import compute_retrieval_metrics
+
+COSENT_SCALE = 20.0
+"""By which CoSENT multiplies cosines (Su 2022, https://kexue.fm/archives/8847; sentence-transformers' default)."""
+_KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+"""2**64 divided by the golden ratio: an odd number whose powers spread over all bits (Knuth, TAOCP 3, section 6.4)."""
+
+
+@dataclass(frozen=True)
+class EmbeddingObjective(Objective):
+    """What objectives of embedding models have in common: they compare the texts of all examples of a batch.
+
+    The loss of an example depends on the other examples, and so on those of other ranks. So it is computed in two
+    steps: `represent` returns what the loss needs of each example, which ranks can exchange, and `joint_losses` returns
+    the losses of all of them.
+    """
+
+    form: EmbeddingForm = field(default_factory=EmbeddingForm)
+    """How the model makes embeddings."""
+    texts: int = 2
+    """Number of texts of a training example."""
+    matryoshka: tuple[int, ...] = ()
+    """Numbers of dimensions whose losses are added; empty: all dimensions only."""
+
+    model_class = "AutoModel"
+    label_type = torch.float32
+
+    def represent(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Run a forward pass; return what the loss needs of each example, fp32, shape (examples, numbers)."""
+        raise NotImplementedError
+
+    def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each example, fp32, shape (examples,).
+
+        Parameters
+        ----------
+        represented: what `represent` has returned for the examples of all batches that are compared.
+        labels: what `make_labels` returns for the same examples.
+        """
+        raise NotImplementedError
+
+    def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Run a forward pass; return the losses of the examples, compared with each other only."""
+        return self.joint_losses(self.represent(model, batch), batch.labels)
+
+    def head_settings(self) -> dict[str, Any]:
+        """Return no settings: an embedding model has no head."""
+        return {}
+
+    def load_model(self, config: TrainConfig) -> Any:
+        """Load the encoder, in fp32 on the CPU; with --lora-rank, with adapters.
+
+        Its pooler, which no embedding reads, is frozen. Raises CpuftError: the model cannot be found or read.
+        """
+        model = load_model(config, self.model_class, {}, self.vocab_size, self.pad_id)
+        for name, parameter in model.named_parameters():
+            if "pooler" in name.split("."):
+                parameter.requires_grad_(False)
+        return model
+
+    def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
+        """Return the batch of the examples with these numbers; each text is a row of it.
+
+        The first texts of all examples come first, then all second texts, and so on. Rows are padded to the longest
+        text, or to `padded_length`.
+        """
+        lengths, places, order = self._find_texts(tokens, examples)
+        mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
+        ids = np.full(mask.shape, self.pad_id, np.int64)
+        ids[mask] = tokens.ids[places]
+        inputs = {
+            "input_ids": torch.from_numpy(ids[order]),
+            "attention_mask": torch.from_numpy(mask[order].astype(np.int64)),
+        }
+        return Batch(inputs, self.make_labels(tokens, examples, mask), int(lengths.sum()))
+
+    def _find_texts(self, tokens: Tokens, examples: Indices) -> tuple[Indices, Indices, Indices]:
+        """Return the lengths of all texts of examples, the indices of their tokens, and the order of rows in a batch.
+
+        Lengths and tokens are example by example; the order is text by text.
+        """
+        places, count = tokens.positions(examples), self.texts if len(tokens.types) else 1
+        example = np.repeat(np.arange(len(examples)), tokens.lengths[examples])
+        number = tokens.types[places].astype(np.int64) if count > 1 else 0
+        lengths = np.bincount(example * count + number, minlength=len(examples) * count)
+        order = np.arange(len(lengths)).reshape(len(examples), count).T.ravel()
+        return lengths, places, order
+
+    def embed(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Run a forward pass; return the embeddings of all texts, fp32, shape (texts of an example, examples, hidden).
+
+        They are not normalised yet.
+        """
+        hidden = model(**batch.inputs).last_hidden_state
+        pooled = pool(self.form.pooling, hidden, batch.inputs["attention_mask"])
+        return pooled.view(-1, len(batch.labels) if len(batch.labels) else len(pooled), pooled.shape[1])
+
+    def cut(self, embeddings: torch.Tensor) -> list[torch.Tensor]:
+        """Return the embeddings with each of the `matryoshka` numbers of dimensions, or as they are without any."""
+        return [embeddings[..., :dimensions] for dimensions in self.matryoshka] or [embeddings]
+
+    def finish_embeddings(self, pooled: torch.Tensor) -> torch.Tensor:
+        """Return the embeddings as the saved model makes them: normalised if its form says so."""
+        return normalize(pooled) if self.form.normalize else pooled
+
+    def finish_folder(self, folder: Path, model: Any) -> None:
+        """Write the files beside a saved model by which sentence-transformers loads it."""
+        write_form(folder, self.form, int(model.config.hidden_size))
+
+
+@dataclass(frozen=True)
+class Pairs(EmbeddingObjective):
+    """Contrastive learning: each anchor has to find its positive among the texts of all examples (InfoNCE).
+
+    van den Oord and others 2018, arXiv:1807.03748; MultipleNegativesRankingLoss of sentence-transformers. Texts that
+    equal the anchor's own positive are no negatives, nor are positives of examples with the same anchor.
+    """
+
+    temperature: float = 0.05
+    """By which similarities are divided."""
+    symmetric: bool = False
+    """Whether each positive has to find its anchor, too."""
+
+    label_type = torch.int64
+
+    def represent(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Run a forward pass; return the embeddings of each example's texts side by side.
+
+        The shape is (examples, texts * hidden size), fp32.
+        """
+        return self.embed(model, batch).transpose(0, 1).flatten(1)
+
+    def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
+        """Return a key of each text, by which equal texts are found; int64, shape (examples, texts).
+
+        Equal keys mean equal tokens (the keys of different texts are the same by chance in one of 2**64 cases). `mask`
+        has no effect.
+        """
+        lengths, places, _ = self._find_texts(tokens, examples)
+        ends = lengths.cumsum()
+        place_in_text = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        factors = np.full(int(lengths.max()), _KEY_FACTOR, np.uint64).cumprod()[place_in_text]
+        products = (tokens.ids[places].astype(np.uint64) + np.uint64(1)) * factors
+        keys = np.add.reduceat(products, ends - lengths)
+        return torch.from_numpy(keys.view(np.int64).reshape(len(examples), -1))
+
+    def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the cross entropy of each anchor's search for its positive, fp32, shape (examples,).
+
+        With `symmetric`, the mean of that and of the positive's search for its anchor.
+
+        Parameters
+        ----------
+        represented: the embeddings of each example's texts, shape (examples, texts * hidden size).
+        labels: keys of the texts, shape (examples, texts).
+        """
+        count, texts = labels.shape
+        same_anchor = labels[:, :1] == labels[:, 0]
+        own = torch.eye(count, dtype=torch.bool)
+        # Candidates are all positives, then all first negatives, and so on.
+        hidden = labels[:, 1:2] == labels[:, 1:].T.reshape(1, -1)
+        hidden[:, :count] |= same_anchor
+        hidden[:, :count] &= ~own
+        hidden_anchors = (same_anchor | (labels[:, 1:2] == labels[:, 1])) & ~own
+        wanted, losses = torch.arange(count), represented.new_zeros(count)
+        for embeddings in self.cut(represented.view(count, texts, -1)):
+            compared = normalize(embeddings) if self.form.similarity == "cosine" else embeddings
+            anchors, candidates = compared[:, 0], compared[:, 1:].transpose(0, 1).flatten(0, 1)
+            scores = (anchors @ candidates.T / self.temperature).masked_fill(hidden, -torch.inf)
+            found = torch.nn.functional.cross_entropy(scores, wanted, reduction="none")
+            if self.symmetric:
+                scores = (candidates[:count] @ anchors.T / self.temperature).masked_fill(hidden_anchors, -torch.inf)
+                found = (found + torch.nn.functional.cross_entropy(scores, wanted, reduction="none")) / 2
+            losses = losses + found
+        return losses
+
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
+        """Run a forward pass; return the embedding of each text of a retrieval set, fp32, shape (texts, dimensions)."""
+        embeddings: Predictions = self.finish_embeddings(self.embed(model, batch)[0]).numpy()
+        return embeddings
+
+    def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
+        """Return each of `metrics` by name: how well the queries of a retrieval set find their documents.
+
+        Parameters
+        ----------
+        predictions: embeddings of all queries, then of all documents, shape (texts, dimensions).
+        tokens: the retrieval set, whose labels are its judgements.
+        """
+        queries = int(tokens.labels[:, 0].max()) + 1
+        return compute_retrieval_metrics(
+            self.metrics, predictions[:queries], predictions[queries:], tokens.labels, self.form.similarity
+        )
+
+
+@dataclass(frozen=True)
+class ScoredPairs(EmbeddingObjective):
+    """Learning from scores of similarity: the cosine of two texts has to follow their score."""
+
+    loss: str = "cosent"
+    """cosent (Su 2022, https://kexue.fm/archives/8847) or mse."""
+
+    def represent(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Run a forward pass; return the cosine of each example, fp32, shape (examples, 1).
+
+        With `matryoshka`, the cosines of embeddings of each number of dimensions, shape (examples, numbers).
+        """
+        parts = [normalize(one) for one in self.cut(self.embed(model, batch))]
+        return torch.stack([(first * second).sum(-1) for first, second in parts], 1)
+
+    def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """Return the loss of each example, fp32, shape (examples,). Of cosent, it is the same for all examples.
+
+        Parameters
+        ----------
+        represented: cosines, shape (examples, numbers of dimensions).
+        labels: scores, shape (examples,).
+        """
+        function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _cosent if self.loss == "cosent" else _squares
+        return torch.stack([function(cosines, labels) for cosines in represented.T]).sum(0)
+
+    def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
+        """Run a forward pass; return the cosine of each example with all dimensions, fp32, shape (examples, 1)."""
+        first, second = normalize(self.embed(model, batch))
+        cosines: Predictions = (first * second).sum(-1, keepdim=True).numpy()
+        return cosines
+
+    def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
+        """Return each of `metrics` by name: the correlations of cosines, shape (examples, 1), with the scores."""
+        return compute_label_metrics(self.metrics, predictions[:, 0], tokens.labels)
+
+
+def _cosent(cosines: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return log(1 + sum of exp(20 * (cosine - other cosine))), over all pairs whose other one has a higher score."""
+    differences = COSENT_SCALE * (cosines[:, None] - cosines[None, :])
+    wrong = differences[labels[:, None] < labels[None, :]]
+    # Without pairs of different scores, the loss is 0, but it needs a gradient.
+    total = torch.logsumexp(torch.cat([cosines[:1] * 0, wrong]), 0)
+    return total.expand(len(labels))
+
+
+def _squares(cosines: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return (cosines - labels) ** 2
