@@ -64,6 +64,7 @@ from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.retrieval import read_beir
 from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict
 from cpuft.train.data.tables import parse_hub_name, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
@@ -95,6 +96,12 @@ _JSON_ROWS = [
     '{"text": "a", "label": ["x", "y"]}\n{"text": "b", "label": []}\n',
     '{"tokens": ["a", "b"], "tags": ["B-X", "O"]}\n{"tokens": ["c"], "tags": ["O"]}\n',
 ]
+_BEIR = {
+    "corpus.jsonl": '{"_id": "d1", "title": "a", "text": "b"}\n{"_id": "d2", "text": "c"}\n',
+    "queries.jsonl": '{"_id": "q1", "text": "a"}\n{"_id": "q2", "text": "b"}\n',
+    "qrels/test.tsv": "query-id\tcorpus-id\tscore\nq1\td1\t1\nq2\td2\t2\nq2\td1\t0\n",
+}
+"""Files of a folder in BEIR's form."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +165,20 @@ def _read_archive(text: str) -> object:
 
 def _read_rows(path: Path) -> object:
     return list(read_table(path).rows)
+
+
+def _read_beir(name: str) -> Callable[[str], object]:
+    """A function of a file's text, for the file `name` of a folder in BEIR's form whose other files are good."""
+
+    def call(text: str) -> object:
+        folder = Path("beir").absolute()
+        for file, good in _BEIR.items():
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(values.as_bytes(text if file == name else good))
+        return read_beir(str(folder), "--validation-file")
+
+    return call
 
 
 def _read_bytes_as_rows(name: str) -> Callable[[str], object]:
@@ -364,6 +385,9 @@ PARSERS: dict[str, Parser] = {
     "read_file_to_predict of JSON": Parser(_from_file("rows.jsonl", _read_asked), _ROWS),
     "scan_texts": Parser(_from_file("texts.txt", _read_texts), _ROWS),
     "scan_texts of JSON": Parser(_from_file("texts.jsonl", _read_texts), _ROWS),
+    "read_beir of a corpus": Parser(_read_beir("corpus.jsonl"), values.damaged([_BEIR["corpus.jsonl"]])),
+    "read_beir of queries": Parser(_read_beir("queries.jsonl"), values.damaged([_BEIR["queries.jsonl"]])),
+    "read_beir of judgements": Parser(_read_beir("qrels/test.tsv"), values.damaged([_BEIR["qrels/test.tsv"]])),
     "read_data": Parser(_from_file("rows.csv", _read_files), _ROWS),
     "read_data of JSON": Parser(_from_file("rows.jsonl", _read_files), _ROWS),
     "read_data of tabs": Parser(_from_file("rows.tsv", _read_files), _ROWS),
