@@ -79,5 +79,7 @@ TASKS = {
 """Tasks by name, in the order of the help. Columns and labels are those of the GLUE benchmark's files, metrics those of
 its paper (Wang et al. 2018), table 1."""
 
+FILE_TASKS = tuple(task.name for task in TASKS.values() if not task.folder and task.name != "demo")
+"""Tasks whose examples come from the user's files."""
 EMBEDDING_KINDS = ("pairs", "similarity")
 """Kinds of tasks that train embedding models."""

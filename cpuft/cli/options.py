@@ -286,7 +286,7 @@ class Verb(CheckedCommand):
         for pair in ALTERNATIVES:
             if all(name in ctx.params and ctx.get_parameter_source(name) in _GIVEN for name in pair):
                 one, other = map(format_flag, pair)
-                raise click.UsageError(f"{one} and {other} both name the model to train: leave out one of them", ctx)
+                raise click.UsageError(f"{one} and {other} exclude each other: leave out one of them", ctx)
         return rest
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

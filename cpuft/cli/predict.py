@@ -12,13 +12,13 @@ from cpuft.cli.common import compute_settings, find_model_folder
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
 from cpuft.config import PredictConfig, format_arguments
 from cpuft.errors import CpuftError, suggest_names
-from cpuft.tasks import TASKS
+from cpuft.tasks import FILE_TASKS, TASKS
 
 if TYPE_CHECKING:
     from cpuft.plan import Setting, Step
     from cpuft.record import Header
 
-_NOT_GLUE = ("demo", "files", "text")
+_NOT_GLUE = ("demo", *FILE_TASKS)
 _SPLITS = ("validation", "test")
 
 

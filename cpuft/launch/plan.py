@@ -49,6 +49,7 @@ from cpuft.launch.supervise import LEASE_RENEWAL_SECONDS
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
 from cpuft.rank.interruption import NOTICE_VARIABLE
+from cpuft.tasks import FILE_TASKS
 
 LEAST_FREE_BYTES = 256 << 20
 """Free bytes that the disk of a new run folder must have: 256 MiB. Records and logs are small; a trained encoder takes
@@ -300,20 +301,24 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
 def refuse_unused_data_options(train: TrainConfig) -> None:
     """Raise CpuftError if an option about data differs from its default and has no effect with `train.task`.
 
-    --train-file, --validation-file, --validation-split and --text-columns need the task "files" or "text";
+    --train-file, --validation-file, --validation-split and --text-columns need a task of FILE_TASKS, such as "files";
     --mlm-probability and --whole-word-mask need "text"; --data-dir needs a GLUE task such as "mrpc". An ignored option
     would mean to train on other data than the user believes.
     """
     default, text = TrainConfig(), ("mlm_probability", "whole_word_mask")
     files = ("train_file", "validation_file", "validation_split", "text_columns")
-    own = {"files": (), "text": ()}.get(train.task, files)
+    own = () if train.task in FILE_TASKS else files
     task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
     for name in (*own, *(text if train.task != "text" else ())):
         if getattr(train, name) != getattr(default, name):
             corpus = "--task text for plain texts without labels"
-            fits = corpus if name in text else f"--task files for texts with labels, or {corpus}"
+            fits = (
+                corpus
+                if name in text
+                else f"--task files for texts with labels, --task pairs for texts that belong together, or {corpus}"
+            )
             raise CpuftError(f"--{name.replace('_', '-')} has no effect with {task}: give {fits}")
-    if train.data_dir and train.task in ("demo", "files", "text"):
+    if train.data_dir and train.task in ("demo", *FILE_TASKS):
         raise CpuftError(
             f"--data-dir has no effect with {task}: the option names a folder with the data of a GLUE task, so name "
             "that task as well, for example --task mrpc"

@@ -89,7 +89,7 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
             normalize = True
         elif name != "Transformer":
             raise CpuftError(
-                f"the embedding model {source} has a module {name or module!r:.60} ({_MODULES}), which cpuft cannot "
+                f"the embedding model {source} has a module {name or str(module)[:60]} ({_MODULES}), which cpuft cannot "
                 f"train: give a model of a transformer, a pooling and a normalisation only"
             )
     settings = _read(source, _MODEL_SETTINGS, dict[str, Any]) or {}
@@ -119,10 +119,9 @@ def _read_pooling(source: str, folder: str) -> str:
     else:
         names = {key: name for name, key in _POOLING_KEYS.items()}
         modes = [names.get(key, key) for key, value in settings.items() if key.startswith("pooling_mode_") and value]
-    if len(modes) != 1 or modes[0] not in POOLINGS or not settings.get("include_prompt", True):
-        what = (
-            "leaves prompts out" if modes and modes[0] in POOLINGS else f"is {' and '.join(map(str, modes)) or 'none'}"
-        )
+    is_known = len(modes) == 1 and modes[0] in POOLINGS
+    if not is_known or not settings.get("include_prompt", True):
+        what = "leaves prompts out" if is_known else f"is {' and '.join(map(str, modes)) or 'none'}"
         raise CpuftError(
             f"the pooling of the embedding model {source} {what} ({folder}/config.json): cpuft trains models with one "
             f"of the poolings {', '.join(POOLINGS)} over all tokens; name it with --pooling to replace the model's own"

@@ -44,7 +44,8 @@ class TrainingSetup:
     Raises
     ------
     CpuftError
-        The model cannot compute a batch, or --gradient-checkpointing finds no layers in it.
+        The model cannot compute a batch, --gradient-checkpointing finds no layers in it, or a batch of contrastive
+        training has one text only.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class TrainingSetup:
         """Number of updates between two evaluations while training; 0: there are none."""
         self.best_metric = find_best_metric(config, prepared)
         """Name of the metric that compares evaluations."""
+        check_negatives(config, prepared, 1 if independent else world.size)
         try_model(model, objective, config, prepared, precision)
         optimizer = make_optimizer(model, config, precision)
         self.compression, self.compression_reason = "", ""
@@ -80,6 +82,21 @@ class TrainingSetup:
         exchange = choose_exchange(config, 1 if independent else world.size)
         self.exchange = exchange(model, optimizer, config, precision)
         self.optimizer = self.exchange.optimizer
+
+
+def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None:
+    """Raise CpuftError if a batch of contrastive training has one example without negatives: its loss is always 0.
+
+    Parameters
+    ----------
+    ranks: number of ranks that train together.
+    """
+    compared = config.batch_size * (ranks if config.gather_negatives and config.sync_every == 1 else 1)
+    if prepared.kind == "pairs" and compared == 1 and len(prepared.texts) == 2:
+        raise CpuftError(
+            "--batch-size 1 leaves an anchor no text to tell its positive from: give a larger --batch-size, or a "
+            "--train-file with a column of negatives"
+        )
 
 
 def find_evaluation_interval(config: TrainConfig, examples: int, global_batch: int) -> int:

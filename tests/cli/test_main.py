@@ -61,7 +61,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--whole-word-mask"], "--whole-word-mask has no effect with --task demo, which is the default"),
         (
             ["launch", "--task", "text", "--model", "minilm", "--from-config", "bert-base"],
-            "--model and --from-config both name the model to train: leave out one of them (see cpuft launch --help)",
+            "--model and --from-config exclude each other: leave out one of them (see cpuft launch --help)",
         ),
         (["launch", "--mlm-probability", "0.95"], "--mlm-probability '0.95' is not valid: give a number from 0.01 to 0.9"),
         (["launch", "--data-dir", "glue"], "--data-dir has no effect with --task demo, which is"),

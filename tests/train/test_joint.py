@@ -1,0 +1,206 @@
+"""Losses that compare the examples of all ranks: on two ranks as on one, and with gradient caching as without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.losses import (
+    CoSENTLoss,
+    CosineSimilarityLoss,
+    MatryoshkaLoss,
+    MultipleNegativesRankingLoss,
+)
+from torch._C._distributed_c10d import HashStore
+
+from cpuft.config import TrainConfig, format_arguments
+from cpuft.rank.world import World
+from cpuft.record import Record, read_record
+from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.order import plan_updates
+from cpuft.train.data.prepare import prepare
+from cpuft.train.embedding import Embedder
+from cpuft.train.joint import make_joint_batches
+from cpuft.train.loop import train
+from cpuft.train.objective.table import make_objective
+from cpuft.train.setup import TrainingSetup
+from tests.conftest import run_cpuft
+from tests.train.pairs import make_config
+
+ALONE = World(0, 1, 0, 1)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_setup(config: TrainConfig, world: World = ALONE, independent: bool = True) -> TrainingSetup:
+    prepared = read_prepared(str(prepare(config)))
+    objective = make_objective(config, prepared)
+    torch.manual_seed(0)
+    model = objective.load_model(config)
+    return TrainingSetup(model, objective, config, prepared, "fp32", world, independent)
+
+
+def learn(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
+    setup = make_setup(config)
+    lines = list(train(setup))
+    return [line.loss for line in lines], setup.model.state_dict()
+
+
+WAYS: list[dict[str, Any]] = [
+    {"task": "pairs", "negatives": 1},
+    {"task": "pairs", "symmetric_loss": True, "matryoshka": "32,8"},
+    {"task": "scored-pairs"},
+    {"task": "scored-pairs", "similarity_loss": "mse"},
+]
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("way", WAYS)
+def test_gradient_caching_changes_no_gradient(way: dict[str, Any], tmp_path: Path) -> None:
+    # With dropout: the second pass must draw the masks of the first one.
+    config = make_config(tmp_path, **way, max_grad_norm=0.0)
+    config = replace(config, dropout=0.1, max_steps=3)
+    losses, weights = learn(config)
+    cached_losses, cached = learn(replace(config, micro_batch=8))
+    assert cached_losses == losses
+    small = [learn(replace(config, dropout=0.0, micro_batch=size)) for size in (0, 3, 1)]
+    for found, parameters in small[1:]:
+        assert found == pytest.approx(small[0][0], rel=1e-5)
+        for name, value in parameters.items():
+            torch.testing.assert_close(value, small[0][1][name], rtol=1e-3, atol=2e-5)
+    for name, value in cached.items():
+        torch.testing.assert_close(value, weights[name])
+
+
+@pytest.mark.usefixtures("alone")
+def test_with_gradient_caching_both_passes_draw_the_same_dropout_masks(tmp_path: Path) -> None:
+    setup = make_setup(make_config(tmp_path, dropout=0.3, micro_batch=4, learning_rate=0.0))
+    seen: list[torch.Tensor] = []
+    objective: Any = setup.objective
+    represent = type(objective).represent
+
+    def note(self: Any, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        found: torch.Tensor = represent(self, model, batch)
+        seen.append(found.detach())
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(objective), "represent", note)
+        next(iter(train(setup)))
+    # Two micro-batches of the warm-up and of the update, each of them twice.
+    assert len(seen) == 8
+    for first, second in ((0, 2), (1, 3), (4, 6), (5, 7)):
+        torch.testing.assert_close(seen[first], seen[second])
+    assert not torch.equal(seen[0], seen[4])
+
+
+def launch(config: TrainConfig, ranks: int, run: str, *options: str) -> tuple[Record, dict[str, torch.Tensor]]:
+    usual = format_arguments(TrainConfig(task=config.task))
+    changed = [one for one in format_arguments(config) if one not in usual]
+    flags = {"--symmetric-loss=True": "--symmetric-loss", "--gather-negatives=False": "--no-gather-negatives"}
+    arguments = [f"--task={config.task}", *(flags.get(one, one) for one in changed)]
+    done = run_cpuft("launch", *arguments, "--np", str(ranks), "--run-dir", run, "--no-check", *options)
+    assert done.returncode == 0, done.stderr
+    return read_record(run), load_file(f"{run}/model/model.safetensors")
+
+
+TWO_RANKS = [
+    {"task": "pairs", "negatives": 1, "symmetric_loss": True},
+    *(pytest.param(way, marks=pytest.mark.proof) for way in (*WAYS, {"task": "pairs", "micro_batch": 3})),
+]
+
+
+@pytest.mark.parametrize("way", TWO_RANKS)
+def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(way: dict[str, Any], tmp_path: Path) -> None:
+    # 40 examples in batches of 16: the third update has 8. Without clipping, a gradient that is too small shows.
+    config = make_config(tmp_path, **way, backend="gloo", max_steps=4, max_grad_norm=0.0, grad_compression="none")
+    two, weights_of_two = launch(config, 2, "two")
+    one, weights_of_one = launch(replace(config, batch_size=16), 1, "one")
+    assert [line.loss for line in two.steps] == pytest.approx([line.loss for line in one.steps], rel=1e-4)
+    assert two.metrics == pytest.approx(one.metrics, abs=1e-3)
+    for name, value in weights_of_one.items():
+        torch.testing.assert_close(weights_of_two[name], value, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.proof
+def test_negatives_of_the_own_rank_only_make_another_loss(tmp_path: Path) -> None:
+    config = make_config(tmp_path, backend="gloo", max_steps=2)
+    gathered, _ = launch(config, 2, "gathered")
+    alone, _ = launch(replace(config, gather_negatives=False), 2, "alone")
+    assert alone.steps[0].loss < gathered.steps[0].loss - 0.1
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_rank_has_as_many_batches_and_a_rank_without_examples_takes_part(tmp_path: Path) -> None:
+    config = make_config(tmp_path, batch_size=2, sync_every=1)
+    setup = make_setup(config, World(0, 1, 0, 1))
+    examples = np.arange(7)
+    found = []
+    for rank in range(3):
+        setup.world, setup.independent = World(rank, 3, rank, 3), False
+        found.append(make_joint_batches(setup, examples, 0))
+    assert [[batch.counts for batch in batches] for batches in found] == [[[2, 2, 2], [1, 0, 0]]] * 3
+    assert [len(batches[1].parts) for batches in found] == [1, 1, 1]
+    for first, second in zip(found[0], found[1]):
+        assert torch.equal(first.labels, second.labels)
+    own = [batch.labels[batch.own] for batches in found for batch in batches]
+    assert torch.equal(torch.cat([own[0], own[2], own[4]]), found[0][0].labels)
+
+
+THEIRS: dict[str, Any] = {
+    "pairs": MultipleNegativesRankingLoss,
+    "cosent": CoSENTLoss,
+    "mse": CosineSimilarityLoss,
+}
+
+
+@pytest.mark.proof
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("way", [*WAYS[:1], {"task": "pairs", "matryoshka": "384,64"}, *WAYS[2:]])
+def test_the_loss_curve_is_that_of_sentence_transformers(way: dict[str, Any], tmp_path: Path) -> None:
+    config = make_config(tmp_path, **way, max_steps=20, learning_rate=2e-5, max_grad_norm=0.0)
+    config = replace(config, model="minilm", lr_schedule="constant")
+    setup = make_setup(config)
+    own = [line.loss for line in train(setup)]
+
+    model = SentenceTransformer(Embedder("minilm").source, device="cpu")
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    kind = "pairs" if config.task == "pairs" else config.similarity_loss
+    loss = THEIRS[kind](model)
+    if config.matryoshka:
+        loss = MatryoshkaLoss(model, loss, [384, 64])
+    decayed = [p for n, p in model.named_parameters() if "pooler" not in n]
+    optimizer = torch.optim.AdamW(decayed, lr=2e-5, weight_decay=0.0)
+    model.train()
+    theirs = []
+    tokens = setup.prepared.train
+    for _, examples in plan_updates(tokens, config.batch_size, config.seed, 20, False):
+        batch = setup.objective.make_batch(tokens, examples)
+        count, texts = len(examples), len(setup.prepared.texts)
+        features = [
+            {name: value[text * count : (text + 1) * count] for name, value in batch.inputs.items()}
+            for text in range(texts)
+        ]
+        labels = torch.zeros(count) if kind == "pairs" else torch.from_numpy(tokens.labels[examples])
+        found = loss(features, labels)
+        theirs.append(float(found.detach()))
+        optimizer.zero_grad()
+        found.backward()
+        optimizer.step()
+    assert own == pytest.approx(theirs, abs=1e-4)
+    assert max(theirs) - min(theirs) > 1e-3
