@@ -89,8 +89,8 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
             normalize = True
         elif name != "Transformer":
             raise CpuftError(
-                f"the embedding model {source} has a module {name or str(module)[:60]} ({_MODULES}), which cpuft cannot "
-                f"train: give a model of a transformer, a pooling and a normalisation only"
+                f"the embedding model {source} has a module {name or str(module)[:60]} ({_MODULES}), which cpuft "
+                f"cannot train: give a model of a transformer, a pooling and a normalisation only"
             )
     settings = _read(source, _MODEL_SETTINGS, dict[str, Any]) or {}
     lengths = _read(source, _TRANSFORMER_SETTINGS, dict[str, Any]) or {}

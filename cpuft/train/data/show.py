@@ -16,10 +16,11 @@ from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig, parse_arguments
 from cpuft.errors import counted
-from cpuft.tasks import TASKS, Task
+from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
 from cpuft.train.data.archive import UNTAGGED, Tokens, read_prepared
+from cpuft.train.data.pairs import read_pairs
 from cpuft.train.data.prepare import MAX_UNKNOWN_SHARE, checksum_data, find_unknown_share, prepare, tokenize
-from cpuft.train.data.sources import Examples, TaskData, read_data
+from cpuft.train.data.sources import SCORE_KINDS, Examples, TaskData, read_data
 from cpuft.train.data.texts import Corpus, scan_texts, split_texts
 from cpuft.train.data.tokenizer import choose_tokenizer, get_tokenizer_name
 from cpuft.train.model import check_positions, check_untrained, get_model_name
@@ -81,7 +82,7 @@ class Split:
     """Share of the tokens that the tokenizer does not know, special tokens not counted."""
     duplicates: int
     """Of the training split: examples whose texts an earlier example has. Of others: examples whose texts a training
-    example has."""
+    example has. For embedding models, single texts are counted."""
     contradictions: int
     """Duplicates whose label the other example does not have."""
 
@@ -92,7 +93,7 @@ class DataSummary:
 
     task: str
     kind: str
-    """What is predicted (`Task.kind`): class, labels, tags, score, masked."""
+    """What is predicted (`Task.kind`): class, labels, tags, score, masked, pairs, similarity."""
     model: str
     tokenizer: str
     """Name of the tokenizer, or empty if one was made from these texts."""
@@ -116,7 +117,8 @@ def summarize(config: TrainConfig) -> DataSummary:
     check_untrained(config)
     if config.task == "text":
         return _summarize_texts(config)
-    data = read_data(config, check_labels=False)
+    task = TASKS[config.task]
+    data = read_pairs(task, config) if task.kind in EMBEDDING_KINDS else read_data(config, check_labels=False)
     data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     check_positions(config)
     in_words = data.task.kind == "tags"
@@ -137,12 +139,17 @@ def summarize_split(
     name: training for the training split, whose examples are added to `known`.
     known: the texts of the training examples, with their labels.
     """
+    scores = np.asarray(examples.labels, np.float64) if task.kind in SCORE_KINDS else np.zeros(0)
+    count = len(examples)
+    if task.kind in EMBEDDING_KINDS:
+        # An embedding model reads each text by itself.
+        examples = Examples([(text,) for text in examples.list_texts()], [], False)
+        examples = replace(examples, labels=[0.0] * len(examples))
     tokens = tokenize(examples, tokenizer, config.max_length, task)
     duplicates, contradictions = count_duplicates(examples, known, name == "training")
-    scores = np.asarray(examples.labels, np.float64) if task.kind == "score" else np.zeros(0)
     return Split(
         name,
-        len(examples.texts),
+        count,
         count_labels(examples, tokens, task),
         [float(scores.min()), float(scores.mean()), float(scores.max())] if len(scores) else [],
         summarize_lengths(measure_lengths(examples, tokens, tokenizer, config.max_length, task), config.max_length),
@@ -153,11 +160,11 @@ def summarize_split(
 
 
 def count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, int]:
-    """Return the number of examples with each label, in the order of the task's labels; empty for scores.
+    """Return the number of examples with each label, in the order of the task's labels; empty without labels.
 
     Of tags, it is the number of words that --max-length leaves, which `tokens` tell.
     """
-    if task.kind == "score":
+    if not task.labels:
         return {}
     numbers: Counter[int]
     if task.kind == "tags":
@@ -291,7 +298,7 @@ def find_problems(summary: DataSummary) -> list[str]:
     train, *others = summary.splits
     problems = []
     learned = [label for label, count in train.labels.items() if count]
-    if summary.kind not in ("score", "masked") and len(learned) < 2:
+    if summary.kind not in (*SCORE_KINDS, *EMBEDDING_KINDS, "masked") and len(learned) < 2:
         which = f"only the class {_show(learned[0])}" if learned else "no class"
         problems.append(f"the training examples have {which}: give examples of at least two classes")
     if summary.unknown_labels:
@@ -301,7 +308,8 @@ def find_problems(summary: DataSummary) -> list[str]:
             f"examples with the label"
         )
     for split in others:
-        if split.duplicates:
+        # A document that is searched for may well be one that the model has learned.
+        if split.duplicates and summary.kind not in EMBEDDING_KINDS:
             share = _percent(split.duplicates, split.examples) if summary.kind != "masked" else "some"
             problems.append(
                 f"{share} of the {split.name} examples are training examples, too, so that the metric is better than "
@@ -331,6 +339,8 @@ _KINDS = {
     "tags": "a class for each word",
     "score": "a number per example (regression)",
     "masked": "masked tokens of texts",
+    "pairs": "which texts belong together (embeddings)",
+    "similarity": "how similar two texts are (embeddings)",
 }
 """What is predicted, by the kind of the task."""
 
@@ -364,13 +374,14 @@ def format_summary(summary: DataSummary) -> list[str]:
     rows.append(["tokens: 95 % up to", *(f"{split.lengths.percentile_95:,.0f}" for split in summary.splits)])
     rows.append(["tokens: longest", *(f"{split.lengths.longest:,}" for split in summary.splits)])
     if summary.kind != "masked":
-        cut = [_count(split.lengths.cut, split.examples) for split in summary.splits]
+        counts = [sum(one.examples for one in split.lengths.histogram) for split in summary.splits]
+        cut = [_count(split.lengths.cut, count) for split, count in zip(summary.splits, counts)]
         rows.append([f"cut at --max-length {summary.max_length}", *cut])
     unknown = [f"{100 * split.unknown_share:.2f} %" for split in summary.splits]
     rows.append(["unknown tokens", *unknown])
     repeats = "duplicate lines" if summary.kind == "masked" else "duplicates"
     rows.append([f"{repeats} of training", *(f"{split.duplicates:,}" for split in summary.splits)])
-    if summary.kind != "masked":
+    if summary.kind not in ("masked", *EMBEDDING_KINDS):
         rows.append(["  with another label", *(f"{split.contradictions:,}" for split in summary.splits)])
     lines += _align(rows)
     lines += ["", "lengths of the training examples in tokens", *_draw(train.lengths.histogram)]
