@@ -104,7 +104,8 @@ def option(
     choices: the only texts that are accepted; empty for any text.
     least, most: the smallest and the largest number that is accepted; None for no limit. A `least` of -1 stands for a
         default that depends on other options: messages call 0 the smallest number.
-    takes: placeholder for the value in the help; shells complete FILE and FOLDER.
+    takes: placeholder for the value in the help; shells complete FILE and FOLDER. TEXT stands for the choices, if there
+        are any, and for N if the value is a number.
     """
     metadata = {"help": help, "section": section, "choices": choices, "least": least, "most": most, "takes": takes}
     return dataclasses.field(default=default, metadata=metadata)
@@ -121,10 +122,12 @@ class TrainConfig:
 
     task: str = _data(
         "demo",
-        "What to train: a GLUE task; demo, a small built-in task; files, your own labelled examples; text, masked "
-        "language modelling on your own texts; or an embedding model: pairs, from texts that belong together, such as "
-        "questions and answers, or scored-pairs, from pairs of texts with a score of their similarity",
+        "What to train: a GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli); demo, a small built-in "
+        "task; files, your own labelled examples; text, masked language modelling on your own texts; or an embedding "
+        "model: pairs, from texts that belong together, such as questions and answers, or scored-pairs, from pairs of "
+        "texts with a score of their similarity",
         choices=tuple(TASKS),
+        takes="TASK",
     )
     model: str = _data(
         "minilm",

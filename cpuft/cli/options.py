@@ -150,7 +150,9 @@ def make_options(config: type, *without: str) -> list[FieldOption]:
 
 def _make_option(field: dataclasses.Field[Any], kind: type) -> FieldOption:
     metadata, flag = field.metadata, format_flag(field.name)
-    takes = "|".join(metadata["choices"]) or ("N" if kind in (int, float) else metadata["takes"])
+    takes = metadata["takes"]
+    if takes == "TEXT":
+        takes = "|".join(metadata["choices"]) or ("N" if kind in (int, float) else takes)
     names = [f"{flag}/{format_flag(field.name, False)}" if kind is bool else flag, field.name]
     kind_of_value = bool if kind is bool else _FieldType(field, kind)
     return FieldOption(

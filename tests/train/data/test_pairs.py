@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from cpuft.train.data.pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.sources import TaskData
-from cpuft.train.embedding_form import EmbeddingForm, read_form, write_form
+from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.setup import check_negatives
 from tests.train.pairs import write_pairs
 from tests.train.tiny import save_tiny
@@ -150,48 +149,3 @@ def test_a_batch_of_one_without_negatives_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CpuftError, match="--batch-size 1 leaves an anchor no text"):
         check_negatives(TrainConfig(task="pairs", batch_size=1, gather_negatives=False), prepared, 4)
     check_negatives(TrainConfig(task="pairs", batch_size=1), prepared, 2)
-
-
-FILES: dict[str, Any] = {
-    "modules.json": [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-    ],
-    "1_Pooling/config.json": {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
-    "config_sentence_transformers.json": {"prompts": {"query": "q: "}, "similarity_fn_name": "dot"},
-    "sentence_bert_config.json": {"max_seq_length": 77},
-}
-
-
-def write_files(folder: Path, **changes: Any) -> str:
-    for name, value in (FILES | changes).items():
-        (folder / name).parent.mkdir(exist_ok=True)
-        (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
-    return str(folder)
-
-
-def test_the_form_of_a_model_is_read_and_written(tmp_path: Path) -> None:
-    form = read_form(write_files(tmp_path))
-    assert form == EmbeddingForm("cls", False, "dot", {"query": "q: "}, 77)
-    (tmp_path / "plain").mkdir()
-    assert read_form(str(tmp_path / "plain")) == EmbeddingForm()
-    other = EmbeddingForm("lasttoken", True, "cosine", {"query": "a", "document": "b"}, 99, 64)
-    write_form(tmp_path, other, 128)
-    assert read_form(str(tmp_path)) == other
-    assert read_form(str(tmp_path), "mean").pooling == "mean"
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"1_Pooling/config.json": {"pooling_mode": ["cls", "mean"]}}, "pooling .* is cls and mean"),
-        ({"1_Pooling/config.json": {"pooling_mode_max_tokens": True}}, "one of the poolings mean, cls, lasttoken"),
-        ({"1_Pooling/config.json": {"pooling_mode": "mean", "include_prompt": False}}, "leaves prompts out"),
-        ({"modules.json": [{"type": "sentence_transformers.models.Dense"}]}, "has a module Dense"),
-        ({"modules.json": "["}, "cannot be read"),
-        ({"config_sentence_transformers.json": {"similarity_fn_name": "manhattan"}}, "compares embeddings by"),
-    ],
-)
-def test_a_form_that_cannot_be_trained_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(CpuftError, match=message):
-        read_form(write_files(tmp_path, **changes))
