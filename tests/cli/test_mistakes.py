@@ -109,7 +109,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "launch --train-file train.csv",
         {},
-        "--train-file has no effect with --task demo, which is the default task: give --task files for texts with labels, or --task text for plain texts without labels",
+        "--train-file has no effect with --task demo, which is the default task: give --task files for texts with labels, --task pairs for texts that belong together, or --task text for plain texts without labels",
     ),
     (
         "launch --data-dir glue",

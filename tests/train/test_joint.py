@@ -117,8 +117,8 @@ def launch(config: TrainConfig, ranks: int, run: str, *options: str) -> tuple[Re
     return read_record(run), load_file(f"{run}/model/model.safetensors")
 
 
-TWO_RANKS = [
-    {"task": "pairs", "negatives": 1, "symmetric_loss": True},
+TWO_RANKS: list[Any] = [
+    {"task": "pairs", "negatives": 1, "symmetric_loss": True, "query_prompt": "query: "},
     *(pytest.param(way, marks=pytest.mark.proof) for way in (*WAYS, {"task": "pairs", "micro_batch": 3})),
 ]
 
@@ -133,6 +133,14 @@ def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(way: dict[str
     assert two.metrics == pytest.approx(one.metrics, abs=1e-3)
     for name, value in weights_of_one.items():
         torch.testing.assert_close(weights_of_two[name], value, rtol=1e-3, atol=1e-4)
+    if not way.get("query_prompt"):
+        return
+    # sentence-transformers loads the folder, and makes the same embeddings.
+    texts = ["where is the red cat", "x", "the green door that is far away from here " * 9]
+    theirs = SentenceTransformer("two/model", device="cpu")
+    own = Embedder("two").embed(texts, "query: ")
+    assert theirs.encode(texts, prompt_name="query") == pytest.approx(own, abs=1e-5)
+    assert theirs.max_seq_length == 32
 
 
 @pytest.mark.proof
