@@ -24,10 +24,8 @@ def test_pairs_have_different_lengths_and_are_always_the_same(tmp_path: Path) ->
 def test_both_programs_tell_their_speed_and_metrics(tmp_path: Path) -> None:
     rows = "sentence1,sentence2,score\n" + "".join(f"cat {n},dog {n % 3},{n / 40}\n" for n in range(40))
     Path("rows.csv").write_text(rows)
-    options = parse_arguments(
-        ["--task", "scored-pairs", "--train-file", "rows.csv", "--validation-file", "rows.csv", "--steps", "8"]
-        + ["--batch-size", "4"]
-    )
+    files = ["--train-file", "rows.csv", "--validation-file", "rows.csv"]
+    options = parse_arguments(["--task", "scored-pairs", *files, "--steps", "8", "--batch-size", "4"])
     own = run_cpuft(options, 0, tmp_path)
     theirs = run_peer(options, 0, tmp_path, Embedder("minilm").source)
     for found in (own, theirs):
