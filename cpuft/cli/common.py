@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ from cpuft.errors import CpuftError
 if TYPE_CHECKING:
     from cpuft.config import LaunchConfig
     from cpuft.hosts.cluster import Cluster
-    from cpuft.plan import RunPlan, Setting
+    from cpuft.plan import RunPlan, Setting, Step
 
 MODEL = "model"
 """Folder of the trained model in the folder of a run."""
@@ -37,6 +38,19 @@ def print_plans(plans: Sequence[RunPlan]) -> None:
     stages = tuple(stage for plan in plans for stage in plan.full_plan.stages)
     command_prefixes = {host: way for plan in plans for host, way in plan.command_prefixes.items()}
     click.echo(format_plan(Plan(stages, plans[0].notes, command_prefixes), os.getcwd()), nl=False)
+
+
+def run_or_print(step: Step, dry_run: bool) -> None:
+    """Run a step on this machine and exit with its exit code, 128 + N if signal N ended it.
+
+    With `dry_run`, print the step as a bash script on standard output and return; nothing runs.
+    """
+    from cpuft.execute import run_step
+    from cpuft.plan import Plan, format_plan
+
+    if not dry_run:
+        sys.exit(run_step(step, os.environ, None, lambda: None))
+    click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
 
 
 def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from cpuft.cli.common import compute_settings
+from cpuft.cli.common import compute_settings, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
 from cpuft.config import DATA_OPTIONS, TrainConfig, format_arguments, option_names
 
@@ -39,14 +39,9 @@ def show(dry_run: bool, as_json: bool, **values: Any) -> None:
     end.
     """
     from cpuft.argv import module_command
-    from cpuft.execute import run_step
-    from cpuft.plan import Plan, Step, format_plan
+    from cpuft.plan import Step
 
     config = pick(TrainConfig, values)
     form = "json" if as_json else "text"
     command = (*module_command(sys.executable, "cpuft.train.data.show"), form, *format_arguments(config))
-    step = Step(f"read the data of --task {config.task}", command, compute_settings(os.environ))
-    if dry_run:
-        click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
-        return
-    sys.exit(run_step(step, os.environ, None, lambda: None))
+    run_or_print(Step(f"read the data of --task {config.task}", command, compute_settings(os.environ)), dry_run)

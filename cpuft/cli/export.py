@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cpuft.cli.common import compute_settings, find_model_folder
+from cpuft.cli.common import compute_settings, find_model_folder, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
 from cpuft.config import ExportConfig, format_arguments
 from cpuft.errors import CpuftError
@@ -35,17 +35,11 @@ def export(dry_run: bool, **values: Any) -> None:
     folder gets its name. With --validate, a table shows metrics and speed of both on the validation examples of the
     run; it is also written to validation.json in the new folder.
     """
-    from cpuft.execute import run_step
-    from cpuft.plan import Plan, format_plan
     from cpuft.record import read_record
 
     asked = pick(ExportConfig, values)
     check_export(asked, read_record(asked.run).header)
-    step = plan_export(asked, compute_settings(os.environ))
-    if dry_run:
-        click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
-        return
-    sys.exit(run_step(step, os.environ, None, lambda: None))
+    run_or_print(plan_export(asked, compute_settings(os.environ)), dry_run)
 
 
 def check_export(asked: ExportConfig, header: Header) -> None:

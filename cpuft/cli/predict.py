@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cpuft.cli.common import compute_settings, find_model_folder
+from cpuft.cli.common import compute_settings, find_model_folder, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
 from cpuft.config import PredictConfig, format_arguments
 from cpuft.errors import CpuftError, suggest_names
@@ -39,17 +39,11 @@ def predict(dry_run: bool, **values: Any) -> None:
     are printed as well. A text that begins with =, +, - or @ is written with an apostrophe in front, so that no
     spreadsheet runs it as a formula.
     """
-    from cpuft.execute import run_step
-    from cpuft.plan import Plan, format_plan
     from cpuft.record import read_record
 
     asked = pick(PredictConfig, values)
     check_request(asked, read_record(asked.run).header)
-    step = plan_prediction(asked, compute_settings(os.environ))
-    if dry_run:
-        click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
-        return
-    sys.exit(run_step(step, os.environ, None, lambda: None))
+    run_or_print(plan_prediction(asked, compute_settings(os.environ)), dry_run)
 
 
 def check_request(asked: PredictConfig, header: Header) -> None:
