@@ -20,6 +20,22 @@ _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 SECRETS_PREFIX = "CPUFT_SENT"
 """Environment variable with the path prefix of the files that pass secret variables to this host's processes."""
 
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "spm.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+)
+"""Names of the files that transformers saves a tokenizer in.
+
+Their content is part of the data's checksum, in this order, and they are what `cpuft push` uploads of a tokenizer."""
 _SPECIAL = {
     stat.S_IFDIR: "folder",
     stat.S_IFCHR: "device",

@@ -12,6 +12,7 @@ import click
 from cpuft.cli.common import find_model_folder, say
 from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs
 from cpuft.errors import CpuftError, counted, install_command
+from cpuft.files import TOKENIZER_FILES
 from cpuft.serialization import load, parse_json
 
 _FILES = (
@@ -23,18 +24,8 @@ _FILES = (
     "model.safetensors.index.json",
     "adapter_config.json",
     "adapter_model.safetensors",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
     "chat_template.jinja",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "spm.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
+    *TOKENIZER_FILES,
 )
 """Patterns of the names of all files that are ever uploaded: the model card, the model and its tokenizer."""
 _SECONDS = 60.0

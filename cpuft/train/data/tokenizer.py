@@ -10,26 +10,12 @@ from typing import Any
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.files import cache_folder, hash_text, write_text
+from cpuft.files import TOKENIZER_FILES, cache_folder, hash_text, write_text
 from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
 from cpuft.train.model import describe_load_failure, find_model, get_model_name, load_config
 from cpuft.train.startup import find_hub_problem
 
-_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "spm.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-)
-"""Files of a tokenizer, whose content is part of the data's checksum."""
 _VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
 """Patterns of the files that hold a tokenizer's vocabulary. Other files, such as tokenizer_config.json, hold none."""
 _SPECIAL_TOKENS = {
@@ -71,7 +57,7 @@ def digest_tokenizer(config: TrainConfig) -> bytes:
     if not name:
         return repr((config.from_config, config.vocab_size)).encode()
     folder = Path(find_model(name))
-    files = [(folder / file).read_bytes() if (folder / file).exists() else b"-" for file in _FILES]
+    files = [(folder / file).read_bytes() if (folder / file).exists() else b"-" for file in TOKENIZER_FILES]
     return b"".join([name.encode() if not folder.is_dir() else b"", *files, _digest_model_config(config)])
 
 
