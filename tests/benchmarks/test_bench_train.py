@@ -92,9 +92,11 @@ def test_a_whole_run(tmp_path: Path) -> None:
     assert "its products alone" in done.stdout
 
 
-def test_a_record_names_no_folder_of_this_machine() -> None:
+def test_a_record_names_no_folder_of_this_machine_also_with_torch_2_8(monkeypatch: pytest.MonkeyPatch) -> None:
     options = argparse.Namespace(data=Path("/somewhere/of/mine/MRPC"), model="org/name", rounds=3, isa="")
     assert header(options)["options"] == {"data": "MRPC", "model": "org/name", "rounds": "3", "isa": ""}
+    monkeypatch.delattr("torch.cpu.get_capabilities", raising=False)
+    assert header(options)["capabilities"] == []
 
 
 def test_bad_names_are_one_line(tmp_path: Path) -> None:
