@@ -76,10 +76,14 @@ def plan_updates(
 
     Parameters
     ----------
-    tokens: the training split, with at least one example, or this never ends.
+    tokens: the training split.
     global_batch: number of examples of an update; one update of an epoch may have fewer.
     grouped: whether examples of similar length are in one update; else their order is random.
+
+    Raises ValueError: the split has no examples, so that no number of epochs would be enough.
     """
+    if not len(tokens.lengths):
+        raise ValueError("there are no examples to plan updates of")
     epoch, done = 0, 0
     while done < updates:
         for examples in plan_epoch(tokens.lengths, global_batch, seed, epoch, grouped)[: updates - done]:

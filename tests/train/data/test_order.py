@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import count_updates, plan_epoch, plan_updates, select_for_rank
 from tests.train.tokens import make_tokens
 
@@ -61,3 +62,10 @@ def test_updates_of_a_run(rows: int, batch: int, epochs: float, steps: int, upda
 def test_epochs_follow_each_other() -> None:
     found = list(plan_updates(make_tokens([3, 4, 5]), 2, 0, 5, grouped=False))
     assert [epoch for epoch, _ in found] == [0, 0, 1, 1, 2]
+
+
+@pytest.mark.timeout(10)
+def test_an_empty_split_has_no_updates() -> None:
+    empty = Tokens(np.zeros(0, np.int32), np.zeros(0, np.int8), np.zeros(1, np.int64), np.zeros(0, np.float32))
+    with pytest.raises(ValueError, match=r"^there are no examples to plan updates of$"):
+        next(plan_updates(empty, 2, 0, 5, grouped=False))
