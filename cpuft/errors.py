@@ -25,6 +25,15 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Package index with PyTorch for CPUs; PyPI's x86 packages install several GB of CUDA libraries."""
 
 
+def escape_controls(text: str, kept: str = "") -> str:
+    """Return the text in one line without characters that move a terminal's cursor or change its colours.
+
+    Each character that Python does not call printable is written as in a Python string, such as \\x1b or \\n; those in
+    `kept` stay.
+    """
+    return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
+
+
 class CpuftError(Exception):
     """An error that the user can do something about: one line that ends with the next step.
 
@@ -38,8 +47,7 @@ class CpuftError(Exception):
     """Exit code of the command line for this error."""
 
     def __str__(self) -> str:
-        # One line, without characters that move a terminal's cursor.
-        return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in super().__str__())
+        return escape_controls(super().__str__())
 
 
 class DiskFullError(CpuftError):

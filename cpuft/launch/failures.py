@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.config import LaunchConfig, ScriptConfig, option_names
-from cpuft.errors import RESUMABLE, CpuftError
+from cpuft.errors import RESUMABLE, CpuftError, escape_controls
 from cpuft.launch.resume import read_resumed_run
 from cpuft.rank.process import (
     FOREIGN_STORE_ENTRY,
@@ -251,8 +251,9 @@ def is_for_users(line: str) -> bool:
 
 
 def _last_lines(text: str) -> str:
+    """Return the last lines for users. A program on a host must not control the terminal, so escape what could."""
     lines = [line for line in text.rstrip().splitlines() if line.strip() and is_for_users(line)]
-    return os.linesep.join(lines[-_TRACE_LINES:])
+    return os.linesep.join(escape_controls(line, kept="\t") for line in lines[-_TRACE_LINES:])
 
 
 def describe_end(

@@ -78,6 +78,14 @@ def test_harmless_warnings_are_only_in_the_log(tmp_path: Path) -> None:
     assert "c10d" not in describe_failures(failures, "")
 
 
+def test_the_output_of_a_rank_does_not_control_the_terminal() -> None:
+    planted = RAISED.replace("odd data", "\x1b]0;odd\x07 data\x1b[2J\x9b1A\tü")
+    failures = find_failures([error_log(planted, 0, 1)], ("node1",))
+    last = describe_failures(failures, "").splitlines()[-2]
+    assert last == r"ValueError: \x1b]0;odd\x07 data\x1b[2J\x9b1A" + "\tü"
+    assert describe_failures([], "\x1b[31mmpirun: lost\n").splitlines()[-1] == r"\x1b[31mmpirun: lost"
+
+
 @pytest.mark.parametrize(
     "name, errors",
     [
