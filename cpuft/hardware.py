@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,18 +21,24 @@ CLASSES = {
 """Classes of CPUs, the fastest first: the flag that marks the class, and its description."""
 _OLD = ("amx_", "avx512")
 _HIDDEN: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("SSE41", "AVX", "AVX2", "AVX2_VNNI"), _OLD),
+    "SSE41": ("amx_", "avx", "f16c", "fma"),
+    "AVX": (*_OLD, "avx2", "avx_", "f16c", "fma"),
+    **dict.fromkeys(("AVX2", "AVX2_VNNI"), _OLD),
     "AVX512_CORE": ("amx_", "avx512_bf16", "avx512_vnni"),
     "AVX512_CORE_VNNI": ("amx_", "avx512_bf16"),
     "AVX512_CORE_BF16": ("amx_",),
 }
 """Value of ONEDNN_MAX_CPU_ISA -> prefixes of the CPU flags that oneDNN then does not use."""
 _TARGETS = {
-    "AVX2": "haswell",
-    "AVX512_CORE": "skylake-avx512",
-    "AVX512_CORE_VNNI": "cascadelake",
-    "AVX512_CORE_BF16": "cooperlake",
+    "SSE41": ("x86-64", "sse2"),
+    "AVX": ("sandybridge", "avx"),
+    "AVX2": ("haswell", "avx2"),
+    "AVX2_VNNI": ("haswell", "avx2"),
+    "AVX512_CORE": ("skylake-avx512", "avx512vl"),
+    "AVX512_CORE_VNNI": ("cascadelake", "avx512_vnni"),
+    "AVX512_CORE_BF16": ("cooperlake", "avx512_bf16"),
 }
+"""Value of ONEDNN_MAX_CPU_ISA -> value of -march within this limit, and the flag of CPUs that run such code."""
 _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's name for its own
 
 
@@ -56,22 +63,29 @@ def parse_cpuinfo(text: str, machine: str) -> Cpu:
 def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
     """Return the CPU flags that oneDNN uses if ONEDNN_MAX_CPU_ISA is `max_isa`, in the same order.
 
-    AVX2 and lower limits hide all flags that begin with amx_ or avx512; AVX512_CORE hides AMX, bf16 and VNNI;
-    AVX512_CORE_VNNI hides AMX and bf16; AVX512_CORE_BF16 hides AMX. Any other value, such as "", hides nothing. Upper
-    and lower case are the same.
+    SSE41 and AVX hide AMX and all of AVX that is newer, with f16c and fma; AVX2 and AVX2_VNNI hide all flags that begin
+    with amx_ or avx512; AVX512_CORE hides AMX, bf16 and VNNI; AVX512_CORE_VNNI hides AMX and bf16; AVX512_CORE_BF16
+    hides AMX. Any other value, such as "", hides nothing. Upper and lower case are the same.
 
     Source: oneDNN's documentation, "CPU dispatcher control".
     """
     return tuple(flag for flag in flags if not flag.startswith(_HIDDEN.get(max_isa.upper(), ())))
 
 
-def compiler_target(max_isa: str) -> str:
-    """Return the -march value for a compiler whose code must obey the limit ONEDNN_MAX_CPU_ISA as well.
+def compiler_target(max_isa: str, flags: Collection[str]) -> str:
+    """Return the -march value for a compiler whose code must obey the limit ONEDNN_MAX_CPU_ISA and run on this CPU.
 
-    haswell for AVX2, skylake-avx512 for AVX512_CORE, cascadelake for AVX512_CORE_VNNI, cooperlake for AVX512_CORE_BF16;
-    any other value, also "", SSE41 or AVX, is native. Upper and lower case are the same.
+    x86-64 for SSE41, sandybridge for AVX, haswell for AVX2 and AVX2_VNNI, skylake-avx512 for AVX512_CORE, cascadelake
+    for AVX512_CORE_VNNI, cooperlake for AVX512_CORE_BF16. It is native for any other limit, such as "", and for a limit
+    above what the CPU has. Upper and lower case are the same.
+
+    Parameters
+    ----------
+    max_isa: value of ONEDNN_MAX_CPU_ISA.
+    flags: of the CPU, as in /proc/cpuinfo, for example avx2.
     """
-    return _TARGETS.get(max_isa.upper(), "native")
+    target, needed = _TARGETS.get(max_isa.upper(), ("native", ""))
+    return target if needed in flags else "native"
 
 
 def cpu_class(flags: tuple[str, ...]) -> str:

@@ -50,6 +50,8 @@ def test_bf16_hardware(flags: tuple[str, ...], limit: str, hardware: str) -> Non
     "limit, name, target",
     [
         ("", "amx_bf16", "native"),
+        ("SSE41", "", "x86-64"),
+        ("AVX", "", "sandybridge"),
         ("AVX512_CORE_BF16", "avx512_bf16", "cooperlake"),
         ("AVX512_CORE_VNNI", "avx512_vnni", "cascadelake"),
         ("avx2", "avx2", "haswell"),
@@ -57,9 +59,16 @@ def test_bf16_hardware(flags: tuple[str, ...], limit: str, hardware: str) -> Non
     ],
 )
 def test_classes_of_cpus(limit: str, name: str, target: str) -> None:
-    flags = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
-    assert (cpu_class(effective_flags(flags, limit)), compiler_target(limit)) == (name, target)
+    flags = ("sse2", "avx", "avx2", "avx512f", "avx512vl", "avx512_vnni", "avx512_bf16", "amx_bf16", "amx_int8")
+    assert (cpu_class(effective_flags(flags, limit)), compiler_target(limit, flags)) == (name, target)
     assert cpu_class(("asimd", "bf16")) == ""
+
+
+@pytest.mark.parametrize("limit", ["AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16", "AVX512_CORE_AMX"])
+def test_no_code_is_compiled_that_the_cpu_cannot_run(limit: str) -> None:
+    """A limit above what the CPU has limits nothing; its own code would end ranks with SIGILL."""
+    assert compiler_target(limit, ("sse2", "avx", "avx2")) == "native"
+    assert compiler_target(limit, ("asimd", "bf16")) == "native"
 
 
 @pytest.mark.parametrize(

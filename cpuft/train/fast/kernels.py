@@ -139,7 +139,8 @@ def _load_own() -> tuple[Kernels | None, str]:
     if compiler is None:
         return None, "off: no C++ compiler; install one (Debian: apt-get install g++)"
     try:
-        return Kernels(build(compiler, compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", "")))), "on"
+        target = compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", ""), read_cpu_flags(os.environ))
+        return Kernels(build(compiler, target)), "on"
     except CpuftError as error:
         return None, f"off: {error}"
     except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
