@@ -228,16 +228,20 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     ----------
     root: folder that holds the runs' directories.
     """
-    ranks, mentioned = [], ""
+    found, mentioned = [], ""
     for path in filter(_is_own, glob.glob("/proc/[0-9]*")):
         argv, pid = _read(f"{path}/cmdline").split("\0"), path.split("/")[2]
         mentioned += f"{argv} {_read(f'{path}/environ')}"
         is_rank = any(argument in RUN_MODULES for argument in argv)
         if is_rank and _read_field(f"{path}/status", "PPid") == "1":
-            ranks.append(f"pid {pid}: {' '.join(argv)[:80]}")
+            found.append(f"pid {pid}: {' '.join(argv)[:80]}")
     folders = [path for path in glob.glob(f"{root}/cpuft-*") + glob.glob(f"{root}/cpuft-*/*") if _is_own(path)]
     runs = [path for path in folders if re.fullmatch(RUN_FOLDER, path.removeprefix(root)) and path not in mentioned]
-    return ranks + [path for path in runs if os.lstat(path).st_mtime < time.time() - 24 * 3600]
+    for path in runs:
+        with contextlib.suppress(FileNotFoundError):  # a run that has just ended removes its folder
+            if os.lstat(path).st_mtime < time.time() - 24 * 3600:
+                found.append(path)
+    return found
 
 
 def find_listening() -> dict[str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -82,6 +83,19 @@ def test_a_long_run_is_not_left_over(tmp_path: Path, name: str) -> None:
         process.kill()
     assert found == []
     assert left(tmp_path) == [f"{tmp_path}/{name}"]
+
+
+def test_a_folder_that_a_run_removes_meanwhile_is_not_left_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def remove(path: str) -> bool:
+        if path.startswith(str(tmp_path)):
+            shutil.rmtree(path)
+        return path.startswith(str(tmp_path))
+
+    make(tmp_path, RUNS[:1])
+    monkeypatch.setattr(probe, "_is_own", remove)
+    assert left(tmp_path) == []
 
 
 @needs_root
