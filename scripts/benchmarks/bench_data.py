@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=5_000_000)
     parser.add_argument("--repeats", type=int, default=1, help="number of runs of each program, in turn [1]")
     parser.add_argument("--max-length", type=int, default=128)
+    parser.add_argument("--programs", default="cpuft,datasets.map", help="which of them to run, in this order")
     options = parser.parse_args()
     length = str(options.max_length)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -96,11 +97,15 @@ def main() -> None:
         path, few = Path(folder, "rows.csv"), Path(folder, "few.csv")
         write_csv(path, options.rows)
         write_csv(few, 100)
+        commands = {
+            "cpuft": (_PREPARE, str(path), str(few), length),
+            "datasets.map": (_MAP, str(path), find_model("minilm"), length),
+        }
         results = []
         for _ in range(options.repeats):
-            results.append(("cpuft", run(_PREPARE, str(path), str(few), length)))
-            results.append(("datasets.map", run(_MAP, str(path), find_model("minilm"), length)))
-            for name, (seconds, used, memory, disk) in results[-2:]:
+            for name in options.programs.split(","):
+                results.append((name, run(*commands[name])))
+                seconds, used, memory, disk = results[-1][1]
                 print(f"{name}: {seconds:.0f} s, {used:.0f} CPU s, {memory:.2f} GB, {disk:.2f} GB on disk", flush=True)
     table = [
         (name, f"{seconds:.0f}", f"{used:.0f}", f"{options.rows / used:,.0f}", f"{memory:.2f}", f"{disk:.2f}")
