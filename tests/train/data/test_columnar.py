@@ -15,9 +15,11 @@ from pyarrow import feather, parquet
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.record import read_record
 from cpuft.train.data.prepare import prepare
 from cpuft.train.data.sources import read_data
 from cpuft.train.data.tables import parse_hub_name, read_table, read_tables, split_table
+from tests.conftest import run_cpuft
 from tests.train.data.test_sources import lines, read_all
 
 ROWS: dict[str, list[Any]] = {
@@ -67,6 +69,28 @@ def test_all_formats_give_the_same_tokens(written: Path, own_cache: None) -> Non
         prepare(TrainConfig(task="files", train_file=name, validation_file="x.csv")).name for name in (*names, "x")
     }
     assert len(paths) == 1
+
+
+@pytest.mark.proof
+def test_all_formats_train_with_the_same_losses(tmp_path: Path) -> None:
+    """Each has a cache folder of its own, so that each is tokenised anew."""
+    data = read_data(TrainConfig(task="demo")).train.load()
+    texts, labels = data.texts[:160], [str(int(label)) for label in data.labels[:160]]
+    table = pyarrow.table(
+        {"first": [text[0] for text in texts], "second": [text[1] for text in texts], "label": labels}
+    )
+    tokens, losses = set(), []
+    for name in ("x.csv", "x.parquet", "x.arrow", "x"):
+        WRITERS[name](table, name)
+        words = ("--task", "files", "--train-file", name, "--validation-split", "0.2", "--text-columns", "first,second")
+        options = (*words, "--max-steps", "5", "--run-dir", f"run-{name}", "--batch-size", "16", "--no-save-model")
+        done = run_cpuft("launch", *options, settings={"XDG_CACHE_HOME": str(tmp_path / f"cache-{name}")})
+        assert done.returncode == 0, done.stderr
+        tokens |= {(path.name, path.read_bytes()) for path in tmp_path.glob(f"cache-{name}/cpuft/files-*.npz")}
+        losses.append([line.loss for line in read_record(f"run-{name}").steps])
+    assert len(tokens) == 1
+    assert len(losses[0]) == 5
+    assert losses == [losses[0]] * 4
 
 
 def test_numbers_of_classes_become_their_names() -> None:
