@@ -9,15 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
-_END_SECONDS = 1.0
-"""Longest time that a run waits for its trackers at its end."""
+_END_SECONDS = 0.7
+"""Longest time that a run waits for its trackers at its end: with starting and ending them, less than a second."""
 _LOG = "trackers.err"
 
 
 class TrackerProcess:
     """Runs `cpuft.trackers` beside the training, on the first rank. It is a context manager.
 
-    At the end of the context, this waits one second at most until the trackers have the whole record, and shows a
+    At the end of the context, this waits less than a second until the trackers have the whole record, and shows a
     warning if they do not. It never raises an error because of a tracker.
 
     Parameters

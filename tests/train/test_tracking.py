@@ -28,23 +28,25 @@ def follow(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> tuple
     return time.monotonic() - start, warnings
 
 
-def test_a_tracker_that_hangs_costs_a_second_and_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tracker_that_hangs_costs_less_than_a_second_and_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seconds, warnings = follow(tmp_path, "exec sleep 60", monkeypatch)
-    assert 0.9 < seconds < 1.3
+    assert 0.7 < seconds < 1.0
     assert [f"send it with cpuft report {tmp_path.name} --to wandb" in line for line in warnings] == [True]
     assert "do not have the whole record" in warnings[0]
 
 
 def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, warnings = follow(tmp_path, "echo no server >&2; exit 1", monkeypatch)
-    assert seconds < 0.9
+    assert seconds < 0.6
     assert ["have failed" in line for line in warnings] == [True]
     assert (tmp_path / "logs/trackers.err").read_text() == "no server\n"
 
 
 def test_a_tracker_that_has_everything_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, warnings = follow(tmp_path, "exit 0", monkeypatch)
-    assert (warnings, seconds < 0.9) == ([], True)
+    assert (warnings, seconds < 0.6) == ([], True)
 
 
 def test_without_trackers_nothing_is_started(tmp_path: Path) -> None:
