@@ -200,7 +200,7 @@ def offline_model() -> str:
 def header(options: argparse.Namespace) -> dict[str, Any]:
     """Return the machine, the versions and the options."""
     cpu, limited = read_cpu(), f" limited to {options.isa}" if options.isa else ""
-    found = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.8 does not have this function
+    found: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # torch 2.8 does not have this function
     capabilities = {name: value for name, value in found.items() if value is True}
     return {
         **FORMAT,
