@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from cpuft.cli.common import MODEL, compute_settings
-from cpuft.cli.predict import check_request, plan_prediction
+from cpuft.cli.predict import check_request, is_embedding_task, plan_prediction
 from cpuft.config import (
     ALTERNATIVES,
     LAUNCH_ONLY,
@@ -136,8 +136,10 @@ class Run:
         model, _ = load_weights(read, str(folder))
         return model.eval()
 
-    def predict(self, rows: Sequence[Any], **options: Any) -> list[dict[str, Any]]:
+    def predict(self, rows: Sequence[Any], **options: Any) -> Any:
         """Predict examples with the trained model, as `cpuft predict --file` does, and return a result for each.
+
+        A run that has trained an embedding model returns an array of embeddings, fp32, shape (rows, dimensions).
 
         Parameters
         ----------
@@ -158,20 +160,27 @@ class Run:
             return []
         _check_thread()
         with _raise_for_python(), tempfile.TemporaryDirectory(prefix="cpuft-") as folder:
-            file, output = Path(folder, "rows.jsonl"), Path(folder, "predictions.csv")
+            task = self.record.header.task
+            is_embedding = is_embedding_task(task)
+            file = Path(folder, "rows.jsonl")
+            output = Path(folder, "embeddings.npy" if is_embedding else "predictions.csv")
             columns = write_rows(rows, file)
             fixed = {"run": str(self.folder), "file": str(file), "output": str(output)}
             _refuse_options(dict.fromkeys((*fixed, "split"), "is what predict itself chooses"), options)
             given = parse_options({"text_columns": ",".join(columns)} | options, PredictConfig) | fixed
             request = PredictConfig(**given)
             check_request(request, self.record.header)
-            step = plan_prediction(request, compute_settings(os.environ))
+            step = plan_prediction(request, compute_settings(os.environ), task)
             with open_memory_file() as said:
                 code = run_step(step, os.environ, said, lambda: None)
                 said.seek(0)
                 lines = said.read().decode(errors="replace").strip().splitlines()
             if code:
                 raise CpuftError((lines or ["the prediction failed"])[-1].removeprefix("cpuft: error: "))
+            if is_embedding:
+                import numpy
+
+                return numpy.load(output)
             return read_predictions(output, len(rows))
 
     def plot(self) -> Any:

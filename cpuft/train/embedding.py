@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import copy
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from cpuft.errors import CpuftError
 from cpuft.hardware import choose_precision
-from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.tokenizer import load_tokenizer
-from cpuft.train.embedding_form import read_form
+from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.fast.acceleration import patch_model
-from cpuft.train.model import find_model, load_weights
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
+from cpuft.train.model import describe_load_failure, load_weights
 from cpuft.train.precision import autocast, read_cpu
 
 Embeddings = NDArray[np.float32]
 """Embeddings of texts, fp32, shape (texts, dimensions)."""
+
+_BATCH_TOKENS, _LEAST_TOKENS = 1024, 128
+"""Most tokens of a forward pass of one thread, and the fewest to which a small job is divided. With 1024, the products
+are as fast as with more, and the activations stay in the cache."""
 
 
 def pool(pooling: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -50,6 +57,30 @@ def normalize(embeddings: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.normalize(embeddings, dim=-1)
 
 
+def plan_batches(lengths: NDArray[np.int64], threads: int, batch_size: int = 0) -> list[NDArray[np.int64]]:
+    """Return the numbers of the texts of each forward pass: texts of similar length together, the longest first.
+
+    Texts without tokens are in no batch.
+
+    Parameters
+    ----------
+    lengths: number of tokens of each text.
+    threads: number of threads that compute batches; each gets several, so that all end at about the same time.
+    batch_size: number of texts of a batch; 0: as many as have 1024 tokens together, or fewer for a small job.
+    """
+    order = np.argsort(-lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    if batch_size:
+        return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    limit = min(_BATCH_TOKENS, max(_LEAST_TOKENS, int(lengths.sum()) // (4 * threads)))
+    batches, start = list[NDArray[np.int64]](), 0
+    while start < len(order):
+        count = max(1, limit // int(lengths[order[start]]))
+        batches.append(order[start : start + count])
+        start += count
+    return batches
+
+
 class Embedder:
     """An embedding model that computes embeddings of texts, with the layers of the fast path.
 
@@ -67,54 +98,136 @@ class Embedder:
     def __init__(self, name: str, precision: str = "auto", max_length: int = 0, pooling: str = "") -> None:
         import transformers
 
-        is_run = Path(name, MODEL_DIR, "config.json").exists()
-        self.source = str(Path(name, MODEL_DIR)) if is_run else find_model(name)
+        self.source = find_embedding_model(name)
         self.form = read_form(self.source, pooling)
         transformers.logging.set_verbosity_error()
         transformers.utils.logging.disable_progress_bar()
         self.tokenizer = load_tokenizer(self.source)
-        settings = transformers.AutoConfig.from_pretrained(self.source)
-        read = partial(transformers.AutoModel.from_pretrained, config=settings, attn_implementation="eager")
-        self.model, _ = load_weights(read, self.source)
-        self.model.eval()
+        self.model, settings = load_encoder(self.source)
         positions = getattr(settings, "max_position_embeddings", 0) or 0
         self.max_length = max_length or self.form.max_length or positions or 512
         self.precision = choose_precision(precision, False, read_cpu().flags).name
+        # Otherwise the fast layers would compute what only a backward pass needs.
+        self.model.requires_grad_(False)
         patch_model(self.model, self.precision, first_token=False)
+        self._models = [self.model]
 
-    def embed(self, texts: Sequence[str], prompt: str = "", batch_size: int = 64) -> Embeddings:
+    @property
+    def dimensions(self) -> int:
+        """Number of dimensions of the embeddings."""
+        return self.form.dimensions or int(self.model.config.hidden_size)
+
+    def embed(self, texts: Sequence[str], prompt: str = "", batch_size: int = 0) -> Embeddings:
         """Return the embeddings of texts in their order, fp32, shape (texts, dimensions).
+
+        A text without any token, also no special one, has zeros.
 
         Parameters
         ----------
         prompt: put in front of each text.
-        batch_size: number of texts of a forward pass; texts of similar length are computed together.
+        batch_size: number of texts of a forward pass; 0: as many as have 1024 tokens together. Texts of similar length
+            are computed together.
         """
-        encoded = self.tokenizer([prompt + text for text in texts], truncation=True, max_length=self.max_length)[
-            "input_ids"
-        ]
-        lengths = np.asarray([len(ids) for ids in encoded])
-        found = np.zeros((len(texts), self.form.dimensions or self.model.config.hidden_size), np.float32)
-        order = np.argsort(-lengths, kind="stable")
-        for start in range(0, len(order), batch_size):
-            part = order[start : start + batch_size]
-            mask = np.arange(lengths[part].max()) < lengths[part, None]
-            ids = np.full(mask.shape, self.tokenizer.pad_token_id or 0, np.int64)
-            ids[mask] = np.concatenate([encoded[place] for place in part])
-            found[part] = self.embed_tokens(torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))).numpy()
+        return self.embed_encoded(self.encode(texts, prompt), batch_size)
+
+    def encode(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
+        """Return the ids of the tokens of each text, cut at `max_length`. No two threads may call it at the same time.
+
+        Parameters
+        ----------
+        prompt: put in front of each text.
+        """
+        if not texts:
+            return []
+        found = self.tokenizer([prompt + text for text in texts], truncation=True, max_length=self.max_length)
+        ids: list[list[int]] = found["input_ids"]
+        return ids
+
+    def embed_encoded(self, encoded: Sequence[Sequence[int]], batch_size: int = 0) -> Embeddings:
+        """Return the embeddings of texts from the ids of their tokens, as `embed` does."""
+        lengths = np.asarray([len(ids) for ids in encoded], np.int64)
+        found = np.zeros((len(encoded), self.dimensions), np.float32)
+        threads = torch.get_num_threads()
+        batches = plan_batches(lengths, threads, batch_size)
+        waiting = iter(batches)
+
+        def compute(model: torch.nn.Module) -> None:
+            for part in waiting:
+                mask = np.arange(lengths[part[0]]) < lengths[part, None]
+                ids = np.full(mask.shape, self.tokenizer.pad_token_id or 0, np.int64)
+                ids[mask] = np.concatenate([encoded[place] for place in part])
+                inputs = torch.from_numpy(ids), torch.from_numpy(mask.astype(np.int64))
+                found[part] = self.embed_tokens(*inputs, model).numpy()
+
+        if threads == 1 or len(batches) < 2 * threads:
+            compute(self.model)
+        else:
+            self._compute_on_threads(compute, threads)
         return found
 
-    def embed_tokens(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    def _compute_on_threads(self, compute: Callable[[torch.nn.Module], None], threads: int) -> None:
+        """Call a function on several threads at once, each with a model of its own that shares the weights.
+
+        Each computes on one core. Threads of torch inside of an operator would wait for each other at each end.
+        """
+        while len(self._models) < threads:
+            self._models.append(_copy_with_same_weights(self.model))
+
+        def compute_on_one_core(model: torch.nn.Module) -> None:
+            torch.set_num_threads(1)
+            compute(model)
+
+        try:
+            with ThreadPoolExecutor(threads) as pool:
+                for _ in pool.map(compute_on_one_core, self._models[:threads]):
+                    pass
+        finally:
+            torch.set_num_threads(threads)
+
+    def embed_tokens(self, ids: torch.Tensor, mask: torch.Tensor, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Return the embeddings of tokenised texts, fp32, shape (texts, dimensions).
 
         Parameters
         ----------
         ids: int64, shape (texts, length), padded at the end.
         mask: 1 for tokens and 0 for padding, of the same shape.
+        model: the model that computes, such as a copy of this object's; None: this object's own.
         """
         with torch.inference_mode(), autocast(self.precision):
-            hidden = self.model(input_ids=ids, attention_mask=mask).last_hidden_state
-        embeddings = pool(self.form.pooling, hidden, mask)
-        if self.form.dimensions:
-            embeddings = embeddings[:, : self.form.dimensions]
-        return normalize(embeddings) if self.form.normalize else embeddings
+            hidden = (model or self.model)(input_ids=ids, attention_mask=mask).last_hidden_state
+        return finish_embeddings(self.form, pool(self.form.pooling, hidden, mask))
+
+
+def finish_embeddings(form: EmbeddingForm, pooled: torch.Tensor) -> torch.Tensor:
+    """Return embeddings as a form has them: cut to its dimensions, and scaled to length 1 if it says so."""
+    cut = pooled[:, : form.dimensions] if form.dimensions else pooled
+    return normalize(cut) if form.normalize else cut
+
+
+def load_encoder(source: str) -> tuple[Any, Any]:
+    """Return the encoder of an embedding model, in fp32 and evaluation mode without the fast path, and its settings.
+
+    Parameters
+    ----------
+    source: a folder or a hub name, as `find_model` returns it.
+
+    Raises CpuftError: the model cannot be read.
+    """
+    import transformers
+
+    try:
+        settings = transformers.AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise CpuftError(describe_load_failure(source, error)) from None
+    read = partial(transformers.AutoModel.from_pretrained, config=settings, attn_implementation="eager")
+    model, _ = load_weights(read, source)
+    return model.eval(), settings
+
+
+def _copy_with_same_weights(model: torch.nn.Module) -> torch.nn.Module:
+    """Return a model with modules and hooks of its own, but the same parameters and buffers.
+
+    While it runs, the fast encoder stores the layout of the batch, so that two threads cannot use the same one.
+    """
+    tensors: list[Any] = [*model.parameters(), *model.buffers(), getattr(model, MASTERS_ATTRIBUTE, None)]
+    return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

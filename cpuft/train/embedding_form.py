@@ -14,6 +14,7 @@ from typing import Any
 from cpuft.config import POOLINGS, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
+from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.model import find_model
 from cpuft.train.startup import find_hub_problem
 
@@ -62,6 +63,19 @@ class EmbeddingForm:
     def document_prompt(self) -> str:
         """Text that is put in front of documents; empty if there is none."""
         return next((self.prompts[name] for name in DOCUMENT_PROMPTS if name in self.prompts), "")
+
+
+def find_embedding_model(name: str) -> str:
+    """Return the folder of an embedding model, or its hub name as it is.
+
+    Parameters
+    ----------
+    name: a folder or hub name, or minilm, as in `find_model`; also the folder of a finished run.
+
+    Raises CpuftError: as `find_model`.
+    """
+    is_run = Path(name, MODEL_DIR, "config.json").exists()
+    return str(Path(name, MODEL_DIR)) if is_run else find_model(name)
 
 
 def read_form(source: str, pooling: str = "") -> EmbeddingForm:

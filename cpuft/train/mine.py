@@ -21,8 +21,8 @@ from cpuft.errors import CpuftError, counted
 if TYPE_CHECKING:
     from cpuft.train.embedding import Embedder, Embeddings
 
-_ANCHORS_AT_ONCE, _DOCUMENTS_AT_ONCE = 512, 16384
-"""Size of a block of scores: 32 MB in fp32."""
+_ANCHORS_AT_ONCE, _DOCUMENTS_AT_ONCE = 2048, 8192
+"""Size of a block of scores: 64 MB in fp32."""
 _GROUP = 32
 """Number of neighbouring scores of which only the maximum is compared first."""
 
@@ -236,7 +236,7 @@ def find_largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 
 def _load_normalized(embeddings: Embeddings, rows: slice | NDArray[np.int64]) -> torch.Tensor:
     """Return some embeddings, scaled to length 1."""
-    found = torch.from_numpy(np.ascontiguousarray(embeddings[rows], np.float32))
+    found = torch.from_numpy(np.array(embeddings[rows], np.float32))
     return torch.nn.functional.normalize(found, dim=-1)
 
 

@@ -1,0 +1,73 @@
+"""`cpuft mine`: hard negatives for the training of embedding models and rerankers. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cpuft.cli.common import compute_settings
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
+from cpuft.config import MINED_ENDINGS, MineConfig, format_arguments
+from cpuft.errors import CpuftError
+
+if TYPE_CHECKING:
+    from cpuft.plan import Setting, Step
+
+
+@click.command(cls=Verb, params=[*make_options(MineConfig), DRY_RUN, CONFIG_FILE])
+def mine(dry_run: bool, **values: Any) -> None:
+    """Find hard negatives: for each anchor, similar documents that do not belong to it.
+
+    The rows of --file have an anchor, such as a question, and its positive, such as the answer. An embedding model
+    compares each anchor with all positives of the file, and with the documents of --corpus. The most similar documents
+    that the limits allow become the negatives of the anchor. Positives of an equal anchor, and the anchor itself, never
+    do. The search is exact. --task pairs and --task rerank train on the result.
+    """
+    from cpuft.execute import run_step
+    from cpuft.plan import Plan, format_plan
+
+    asked = pick(MineConfig, values)
+    check_mining(asked)
+    step = plan_mining(asked, compute_settings(os.environ))
+    if dry_run:
+        click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
+        return
+    sys.exit(run_step(step, os.environ, None, lambda: None))
+
+
+def check_mining(asked: MineConfig) -> None:
+    """Check what `cpuft mine` is asked for.
+
+    Raises CpuftError: --model, --file or --output is missing, --corpus-column is given without --corpus, or
+    --search-depth is smaller than what --skip-top and --negatives need.
+    """
+    if not asked.model:
+        raise CpuftError("there is no --model: name the embedding model that compares the texts, such as minilm")
+    if not asked.file:
+        raise CpuftError("there is no --file: give a file with rows of an anchor and a positive")
+    if not asked.output:
+        raise CpuftError(f"there is no --output: give a file that ends in {', '.join(MINED_ENDINGS)}")
+    if asked.corpus_column and not asked.corpus:
+        raise CpuftError("--corpus-column names a column of --corpus: add --corpus, or leave it out")
+    if 0 < asked.search_depth < asked.skip_top + asked.negatives:
+        raise CpuftError(
+            f"--search-depth {asked.search_depth} leaves fewer than {asked.negatives} documents after --skip-top "
+            f"{asked.skip_top}: raise --search-depth, or lower the others"
+        )
+
+
+def plan_mining(asked: MineConfig, settings: tuple[Setting, ...]) -> Step:
+    """Return the step that mines, in a Python process of its own on this machine. Nothing runs yet.
+
+    Parameters
+    ----------
+    settings: environment variables of the process.
+    """
+    from cpuft.argv import module_command
+    from cpuft.plan import Step
+
+    command = (*module_command(sys.executable, "cpuft.train.write_negatives"), *format_arguments(asked))
+    return Step(f"mine hard negatives for {asked.file}", command, settings)

@@ -1,0 +1,246 @@
+"""Hard negatives of the rows of a file: `python -m cpuft.train.write_negatives --file=...`, started by `cpuft mine`.
+
+The texts are in memory, because equal texts have to be found. Their embeddings are in files, which are mapped into
+memory. Importing this module imports no torch (see `cpuft.train.write_embeddings`).
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import numpy as np
+
+from cpuft.config import MINED_ENDINGS, MineConfig, parse_arguments
+from cpuft.errors import CpuftError, counted, install_command
+from cpuft.files import refuse_special, write_atomically
+from cpuft.train.data.pairs import choose_pair_columns
+from cpuft.train.data.tables import find_column, read_tables
+from cpuft.train.embedding_form import find_embedding_model, read_form
+from cpuft.train.startup import run_as_process
+from cpuft.train.write_embeddings import (
+    Computer,
+    EmbeddingModel,
+    NpyWriter,
+    Window,
+    choose_column,
+    read_windows,
+    start_computing,
+    write_all,
+)
+
+if TYPE_CHECKING:
+    from cpuft.train.embedding import Embeddings
+    from cpuft.train.mine import MiningRules, MiningTask, Negatives
+
+_COLUMNS = ("anchor", "positive")
+"""Names of the first columns that are written, by which --task pairs finds them."""
+_ROWS_AT_ONCE = 4096
+_PROGRESS_SECONDS = 10.0
+
+
+def name_output(request: MineConfig) -> Path:
+    """Return the file to write.
+
+    Raises CpuftError: --output is missing or has an ending that cannot be written, something is there that may not be
+    replaced, or pyarrow is not installed.
+    """
+    path = Path(request.output)
+    if path.suffix not in MINED_ENDINGS:
+        raise CpuftError(
+            f"--output {request.output!r:.80} has none of the endings {', '.join(MINED_ENDINGS)}: give a file with one "
+            f"of them"
+        )
+    if path.suffix == ".parquet":
+        try:
+            import pyarrow
+        except ImportError:
+            raise CpuftError(f"writing {path} needs pyarrow: {install_command('train')}") from None
+        del pyarrow
+    refuse_special(path)
+    if path.exists() and not request.overwrite:
+        raise CpuftError(f"{path} exists: give another --output, or replace the file with --overwrite")
+    return path
+
+
+def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
+    """Return the anchors and the positives of the rows of --file.
+
+    Raises CpuftError: the file cannot be read, has no such columns or no rows, or a text is empty.
+    """
+    table = read_tables(request.file, "--file")
+    columns = choose_pair_columns(table, request.text_columns, True)[:2]
+    for name in columns:
+        find_column(table.columns, name, table.source)
+    anchors, positives = list[str](), list[str]()
+    for where, cells in table.rows:
+        for name, texts in zip(columns, (anchors, positives)):
+            text = cells.get(name)
+            if not isinstance(text, str) or not text.strip():
+                raise CpuftError(f"{where} has no text in the column {name!r}: correct that row, or leave it out")
+            texts.append(text)
+    if not anchors:
+        raise CpuftError(f"{table.source} has no rows: give a file with pairs of texts")
+    return anchors, positives
+
+
+def read_corpus(request: MineConfig) -> list[str] | None:
+    """Return the documents of --corpus; None without it. Raises CpuftError: the file cannot be read or is empty."""
+    if not request.corpus:
+        return None
+    table = read_tables(request.corpus, "--corpus")
+    column = choose_column(table, request.corpus_column, "--corpus-column")
+    return [text for window in read_windows(table, column) for text in window.texts if text.strip()]
+
+
+def make_rules(request: MineConfig) -> MiningRules:
+    """Return the rules that the options state."""
+    from cpuft.train.mine import MiningRules  # imports torch
+
+    return MiningRules(
+        request.skip_top,
+        request.search_depth,
+        request.max_score if request.max_score < 1.0 else None,
+        request.min_score if request.min_score > -1.0 else None,
+        request.absolute_margin if request.absolute_margin > -1.0 else None,
+        request.relative_margin if request.relative_margin > -1.0 else None,
+    )
+
+
+def embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, compute: Computer) -> Embeddings:
+    """Write the embeddings of texts, with a prompt in front, to a .npy file, and return it mapped into memory."""
+    path.touch()
+    writer = NpyWriter(path, dimensions)
+    try:
+        write_all(writer, compute(_split(texts, prompt)))
+    finally:
+        writer.close()
+    embeddings: Embeddings = np.load(path, mmap_mode="r")
+    return embeddings
+
+
+def _split(texts: Sequence[str], prompt: str) -> Iterator[Window]:
+    for start in range(0, len(texts), _ROWS_AT_ONCE):
+        yield Window([prompt + text for text in texts[start : start + _ROWS_AT_ONCE]], [])
+
+
+def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
+    """Yield rows of an anchor, a positive and all negatives, for the anchors that have as many as were asked for."""
+    for place in np.flatnonzero(found.complete):
+        negatives = [task.documents[number] for number in found.numbers[place]]
+        for positive in task.positives[place]:
+            yield (task.anchors[place], task.documents[positive], *negatives)
+
+
+def write_rows(path: Path, columns: Sequence[str], rows: Iterator[tuple[str, ...]], ending: str) -> int:
+    """Write rows of texts as CSV, JSON lines or Parquet, by the ending; return their number."""
+    if ending == ".parquet":
+        return _write_parquet(path, columns, rows)
+    count = 0
+    with path.open("w", encoding="utf-8", newline="") as file:
+        write = csv.writer(file, lineterminator="\n").writerow if ending == ".csv" else None
+        if write:
+            write(columns)
+        for row in rows:
+            count += 1
+            if write:
+                write(row)
+            else:
+                _write_json(file, dict(zip(columns, row)))
+    return count
+
+
+def _write_json(file: IO[str], row: dict[str, str]) -> None:
+    file.write(json.dumps(row, ensure_ascii=False) + "\n")
+
+
+def _write_parquet(path: Path, columns: Sequence[str], rows: Iterator[tuple[str, ...]]) -> int:
+    import pyarrow
+    from pyarrow import parquet
+
+    schema, count = pyarrow.schema([(name, pyarrow.string()) for name in columns]), 0
+    with parquet.ParquetWriter(path, schema) as writer:
+        block: list[tuple[str, ...]] = []
+
+        def write_block() -> None:
+            values: Any = list(zip(*block))
+            writer.write_table(pyarrow.Table.from_arrays([pyarrow.array(one) for one in values], schema=schema))
+            block.clear()
+
+        for row in rows:
+            count += 1
+            block.append(row)
+            if len(block) == _ROWS_AT_ONCE:
+                write_block()
+        if block:
+            write_block()
+    return count
+
+
+def write_negatives(request: MineConfig) -> None:
+    """Write the rows of a file with their negatives, and print the name of the file that was written.
+
+    Raises
+    ------
+    CpuftError
+        The files, the model or the options do not allow it, or no anchor has enough negatives. Nothing is written.
+    OSError
+        A file cannot be written, for example because the disk is full.
+    """
+    path = name_output(request)
+    anchors, positives = read_anchors(request)
+    corpus = read_corpus(request)
+    form = read_form(find_embedding_model(request.model))
+    model = EmbeddingModel(request.model, request.precision, request.batch_size)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as name,
+        start_computing(model, request.np) as (dimensions, compute),
+    ):
+        from cpuft.train.mine import check_rules, make_mining_task, search_negatives  # imports torch
+
+        task, rules, folder = make_mining_task(anchors, positives, corpus), make_rules(request), Path(name)
+        check_rules(task, request.negatives, rules)
+        queries = embed_into(folder / "anchors.npy", task.anchors, form.query_prompt, dimensions, compute)
+        documents = embed_into(folder / "documents.npy", task.documents, form.document_prompt, dimensions, compute)
+        found = search_negatives(queries, documents, task, request.negatives, rules, _make_progress(len(task.anchors)))
+    left_out = len(found.complete) - int(found.complete.sum())
+    why = (
+        f"{counted(left_out, 'anchor')} of {len(task.anchors)} left out, with fewer than {request.negatives} negatives"
+    )
+    if left_out == len(task.anchors):
+        raise CpuftError(f"{why}: loosen --max-score, --min-score or the margins, or lower --negatives")
+    columns = [*_COLUMNS, *(f"negative_{number}" for number in range(1, request.negatives + 1))]
+    with write_atomically(path) as beside:
+        rows = write_rows(beside, columns, list_rows(task, found), path.suffix)
+    print(f"negatives: {path} ({counted(rows, 'row')} of {counted(request.negatives, 'negative')}; {why})")
+
+
+def _make_progress(total: int) -> Any:
+    """Return a function that tells on standard error, every 10 s and at the end, how many anchors are done."""
+    start = said = time.perf_counter()
+
+    def tell(done: int) -> None:
+        nonlocal said
+        now = time.perf_counter()
+        if now - said > _PROGRESS_SECONDS or done == total:
+            said = now
+            line = f"negatives of {done} of {counted(total, 'anchor')} searched, {done / (now - start):.1f} anchors/s"
+            print(line, file=sys.stderr, flush=True)
+
+    return tell
+
+
+def main() -> None:
+    """Mine as the command line says; the exit code is that of `run_as_process`."""
+    run_as_process(lambda: write_negatives(parse_arguments(MineConfig, sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()
