@@ -43,7 +43,7 @@ def pool(pooling: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
     if pooling == "cls":
         return hidden[:, 0].float()
     if pooling == "lasttoken":
-        return hidden[torch.arange(len(hidden)), mask.sum(1) - 1].float()
+        return hidden[torch.arange(hidden.shape[0]), mask.sum(1) - 1].float()
     if pooling != "mean":
         raise KeyError(pooling)
     weights = mask.to(hidden.dtype).unsqueeze(1)

@@ -18,10 +18,12 @@ from numpy.typing import NDArray
 from cpuft.config import ExportConfig, PredictConfig, parse_arguments
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_filled, write_folder_atomically, write_text
-from cpuft.tasks import Task
-from cpuft.train.data.archive import Prepared
+from cpuft.tasks import EMBEDDING_KINDS, Task
+from cpuft.train.data.archive import Prepared, read_prepared
+from cpuft.train.data.prepare import prepare
 from cpuft.train.data.sources import Examples
 from cpuft.train.data.tokenizer import load_tokenizer
+from cpuft.train.embedding_form import read_form
 from cpuft.train.predict import (
     FinishedRun,
     Outputs,
@@ -102,23 +104,27 @@ def export(request: ExportConfig) -> None:
     refuse_filled(target)
     # Imported here because it imports torch, for which an error about bad input should not wait.
     wanted = PredictConfig(run=request.run, split="validation", data_dir=request.data_dir)
-    found = read_examples(wanted, run) if request.validate else None
-    from cpuft.train.graphs import GRAPHS, check_packages, write_graph
+    is_embedding = run.task.kind in EMBEDDING_KINDS
+    found = read_examples(wanted, run) if request.validate and not is_embedding else None
+    from cpuft.train.graphs import GRAPHS, SentenceEncoder, check_packages, write_graph
 
     check_packages(request.format)
     with write_folder_atomically(target) as folder:
         sample = tokenize_splits(run, run.task, make_sample(run.task))
         objective, model = make_run_model(run, sample)
         resume_garbage_collection()
+        if is_embedding:
+            model = SentenceEncoder(model, read_form(str(run.model)))
         write_graph(model, make_batch(objective, sample, "traced"), folder, request.format, request.precision)
-        model.config.save_pretrained(folder)
+        (model.encoder if is_embedding else model).config.save_pretrained(folder)
         load_tokenizer(str(run.model), run.task.kind == "tags").save_pretrained(folder)
         graph = GRAPHS[request.format](folder)
         check_graph(request, model, graph, objective, sample)
         size = sum(path.stat().st_size for path in folder.iterdir())
         lines = [f"exported to {target}: {request.format}, {request.precision}, {size / 1e6:.1f} MB"]
-        if found:
-            validation = validate(request, run, model, graph, *found)
+        if request.validate:
+            prepared = tokenize_splits(run, *found) if found else prepare_embedding_examples(run)
+            validation = validate(request, run, model, graph, prepared)
             write_text(folder / VALIDATION_FILE, json.dumps(asdict(validation), indent=2) + "\n")
             lines += format_validation(validation)
     print("\n".join(lines))
@@ -173,24 +179,33 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
             )
 
 
-def validate(
-    request: ExportConfig, run: FinishedRun, model: Any, graph: Graph, task: Task, splits: dict[str, Examples]
-) -> Validation:
+def prepare_embedding_examples(run: FinishedRun) -> Prepared:
+    """Return the validation examples of a run that has trained an embedding model, tokenised.
+
+    Raises CpuftError: the files of the training cannot be found or read, or its tokens cannot be stored.
+    """
+    return read_prepared(str(prepare(run.train)))
+
+
+def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, prepared: Prepared) -> Validation:
     """Compare the exported model with the run's own on its validation examples.
 
     Parameters
     ----------
     model: of the run, in fp32. It gets the layers of the fast path, as in `cpuft predict`.
-    splits: the validation examples with their labels, by the suffixes of the metrics' names.
+    prepared: the validation examples with their labels.
     """
     import torch
 
+    from cpuft.train.graphs import EmbeddingsAsStates, SentenceEncoder
     from cpuft.train.objective.table import make_objective
     from cpuft.train.precision import read_cpu
 
-    prepared = tokenize_splits(run, task, splits)
     objective, precision = make_objective(run.train, prepared), choose_run_precision(run, "auto").name
+    kind = type(graph)
     use_fast_path(run, model, precision)
+    if isinstance(model, SentenceEncoder):
+        model, graph = EmbeddingsAsStates(model), EmbeddingsAsStates(graph)
     size = request.batch_size or run.train.eval_batch_size
     both = {"run": (model, precision), request.format: (graph, request.precision)}
     outputs: dict[str, dict[str, Outputs]] = {}
@@ -215,7 +230,7 @@ def validate(
         largest_difference(outputs["run"][suffix], outputs[request.format][suffix], tokens.lengths)
         for suffix, tokens in prepared.validation.items()
     )
-    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", *type(graph).packages)}
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", *kind.packages)}
     return Validation(
         own, exported, examples, size, torch.get_num_threads(), read_cpu().model, difference, MAX_LOSS, versions
     )

@@ -15,17 +15,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
 
 from cpuft.errors import CpuftError, install_command
+from cpuft.train.embedding import finish_embeddings, pool
+from cpuft.train.embedding_form import EmbeddingForm
 from cpuft.train.objective.base import Batch
 
 _INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 """All inputs that a batch may have, in the order of a graph's inputs."""
 _BYTES_IN_ONE_FILE = 1 << 31
 """A larger model has its weights in files of their own: a file of ONNX cannot be larger."""
+EMBEDDING_OUTPUT = "sentence_embedding"
+"""Name of the output of an embedding model's graph; that of other models is logits."""
 _OPSET = 17
 """Version of ONNX's operators: the first that has layer normalisation."""
 
@@ -107,7 +112,7 @@ class OnnxGraph(Graph):
 
     def forward(self, **inputs: torch.Tensor) -> GraphOutput:
         """See `Graph`."""
-        (logits,) = self._session.run(["logits"], {name: inputs[name].numpy() for name in self._names})
+        (logits,) = self._session.run(None, {name: inputs[name].numpy() for name in self._names})
         return GraphOutput(torch.from_numpy(logits))
 
 
@@ -143,11 +148,41 @@ class OpenVinoGraph(Graph):
     def forward(self, **inputs: torch.Tensor) -> GraphOutput:
         """See `Graph`."""
         found = self._compiled({name: inputs[name].numpy() for name in self._names})
-        return GraphOutput(torch.from_numpy(found["logits"].copy()))
+        return GraphOutput(torch.from_numpy(found[0].copy()))
 
 
 GRAPHS: dict[str, type[Graph]] = {"onnx": OnnxGraph, "openvino": OpenVinoGraph}
 """Kinds of graphs by the values of --format."""
+
+
+class SentenceEncoder(torch.nn.Module):
+    """An embedding model whose output is the embedding of each text, as `GraphOutput.logits`."""
+
+    def __init__(self, encoder: torch.nn.Module, form: EmbeddingForm) -> None:
+        """`encoder`: returns `last_hidden_state`. `form`: how embeddings are made of it."""
+        super().__init__()
+        self.encoder, self.form = encoder, form
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> GraphOutput:
+        """Return the embeddings, fp32, shape (texts, dimensions)."""
+        hidden = self.encoder(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+        return GraphOutput(finish_embeddings(self.form, pool(self.form.pooling, hidden, attention_mask)))
+
+
+class EmbeddingsAsStates(torch.nn.Module):
+    """A `SentenceEncoder`, or its graph, in the place of an encoder, for an objective of embeddings.
+
+    The hidden state of each token is the embedding of the text, so that any pooling returns the embedding.
+    """
+
+    def __init__(self, embeds: torch.nn.Module) -> None:
+        super().__init__()
+        self.embeds = embeds
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> Any:
+        """Return an object whose `last_hidden_state` has the shape (texts, length, dimensions)."""
+        embeddings = self.embeds(input_ids=input_ids, attention_mask=attention_mask).logits
+        return SimpleNamespace(last_hidden_state=embeddings[:, None].expand(-1, input_ids.shape[1], -1))
 
 
 class _Logits(torch.nn.Module):
@@ -210,6 +245,7 @@ def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
     names = [name for name in _INPUTS if name in batch.inputs]
     # The exporter gives all modules the mode of the outermost one afterwards: without eval(), dropout would be on.
     traced = _Logits(model).eval()
+    output = EMBEDDING_OUTPUT if isinstance(model, SentenceEncoder) else "logits"
     try:
         with _quiet(), torch.no_grad():
             torch.onnx.export(
@@ -217,8 +253,8 @@ def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
                 tuple(batch.inputs[name] for name in names),
                 str(path),
                 input_names=names,
-                output_names=["logits"],
-                dynamic_axes={**{name: {0: "batch", 1: "length"} for name in names}, "logits": {0: "batch"}},
+                output_names=[output],
+                dynamic_axes={**{name: {0: "batch", 1: "length"} for name in names}, output: {0: "batch"}},
                 opset_version=_OPSET,
                 dynamo=False,
             )

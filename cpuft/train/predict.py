@@ -19,7 +19,7 @@ from cpuft.files import refuse_special, write_atomically
 from cpuft.hardware import Precision, choose_precision
 from cpuft.record import format_metrics, read_record
 from cpuft.serialization import load, parse_json
-from cpuft.tasks import TASKS, Task
+from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.prepare import tokenize
@@ -267,6 +267,11 @@ def read_finished_run(run: str) -> FinishedRun:
         (architecture,) = load(list[str], settings.get("architectures"))
     except (OSError, ValueError, KeyError) as error:
         raise CpuftError(f"{run} holds no model that was trained here ({error}): give a finished run") from None
+    last = record.resumptions[-1] if record.resumptions else header
+    if header.task in TASKS and TASKS[header.task].kind in EMBEDDING_KINDS:
+        # How the model makes embeddings is in the files beside it, whatever the options of the training were.
+        own = replace(train, model=str(model), pooling="auto", query_prompt="auto", document_prompt="auto")
+        return FinishedRun(model, own, last.precision, last.world_size, TASKS[header.task])
     kind = (
         "tags"
         if architecture.endswith("ForTokenClassification")
@@ -280,7 +285,6 @@ def read_finished_run(run: str) -> FinishedRun:
     if not task.folder:
         labels = () if kind == "score" else labels
         task = replace(task, labels=labels, kind=kind, metrics=choose_metrics(kind, labels))
-    last = record.resumptions[-1] if record.resumptions else header
     return FinishedRun(model, train, last.precision, last.world_size, task)
 
 

@@ -43,6 +43,18 @@ def make_run(folder: Path, task: str = "mrpc") -> PredictConfig:
         ("mrpc", {"split": "tset"}, "'tset' is not a value of --split: did you mean test?"),
         ("demo", {"split": "test"}, "--task demo has no test examples: give a file with --file"),
         ("files", {"split": "test"}, "--task files has no test examples: give a file with --file"),
+        ("mrpc", {"file": "x", "np": 2}, "--np is for embeddings; other predictions use all cores of this host anyway"),
+        (
+            "mrpc",
+            {"file": "x", "normalize": True},
+            "--normalize is for embeddings, and --task mrpc trains no embedding",
+        ),
+        ("pairs", {"split": "validation"}, "an embedding model needs --file, without --split: give a file of texts"),
+        (
+            "pairs",
+            {"file": "x", "with_input": True},
+            "--with-input is for predictions, and this model computes embeddi",
+        ),
         (
             "files",
             {"split": "validation", "data_dir": "glue"},
@@ -74,6 +86,14 @@ def test_good_requests(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
+        (
+            ("--file", "x.csv"),
+            "there is neither RUN nor --model: give the folder of a run, or name an embedding model",
+        ),
+        (
+            ("run", "--model", "minilm", "--file", "x.csv"),
+            "RUN and --model both name the model: leave out one of them",
+        ),
         (
             ("none", "--split", "test"),
             "there is no folder none: give the folder of an earlier run, for example runs/mrpc-np2",

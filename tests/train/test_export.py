@@ -18,6 +18,8 @@ from torch._C._distributed_c10d import HashStore
 
 from cpuft.config import ExportConfig
 from cpuft.errors import CpuftError
+from cpuft.train.embedding import Embedder
+from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.export import (
     MAX_DIFFERENCE,
     Contestant,
@@ -33,6 +35,7 @@ from cpuft.train.export import (
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.graphs import Graph, GraphOutput, OnnxGraph
 from cpuft.train.predict import make_run_model, read_finished_run, tokenize_splits
+from tests.train.pairs import make_config as make_pairs_config
 from tests.train.tiny import learn, make_config
 
 
@@ -239,3 +242,35 @@ def test_folders_are_named_after_format_and_precision() -> None:
     assert str(name_output(ExportConfig(run="r"))) == "r/onnx"
     assert str(name_output(ExportConfig(run="r", format="openvino", precision="int8"))) == "r/openvino-int8"
     assert str(name_output(ExportConfig(run="r", output="x"))) == "x"
+
+
+@pytest.mark.parametrize("pooling, format", [("mean", "onnx"), ("lasttoken", "openvino")])
+def test_an_embedding_model_is_exported_with_pooling_and_normalisation(
+    pooling: str, format: str, tmp_path: Path
+) -> None:
+    config = make_pairs_config(tmp_path, max_steps=2, pooling=pooling)
+    _, evaluation = learn(config, "fp32", tmp_path / "run")
+    write_form(tmp_path / "run/model", EmbeddingForm(pooling, True, dimensions=16, max_length=32), 32)
+    export(ExportConfig(run="run", format=format, validate=True, output="served"))
+    kept = json.loads(Path("served/validation.json").read_text())
+    assert kept["run"]["metrics"] == pytest.approx(kept["export"]["metrics"])
+    assert set(kept["run"]["metrics"]) == set(evaluation.metrics)
+    assert kept["largest_difference"] <= MAX_DIFFERENCE
+    texts = ["where is the red cat", "a dog", "the old boat " * 4]
+    wanted = Embedder("run", "fp32").embed(texts)
+    from transformers import AutoTokenizer
+
+    inputs = AutoTokenizer.from_pretrained("served")(texts, padding=True, return_tensors="np")
+    inputs = {name: inputs[name] for name in ("input_ids", "attention_mask")}
+    found: Any
+    if format == "onnx":
+        import onnxruntime
+
+        found = onnxruntime.InferenceSession("served/model.onnx").run(["sentence_embedding"], inputs)[0]
+    else:
+        import openvino
+
+        compiled = openvino.Core().compile_model("served/openvino_model.xml", "CPU")
+        found = compiled(inputs)["sentence_embedding"]
+    assert found.shape == (3, 16)
+    assert np.abs(found - wanted).max() <= MAX_DIFFERENCE

@@ -120,6 +120,10 @@ class EmbeddingObjective(Objective):
         """Return the embeddings with each of the `matryoshka` numbers of dimensions, or as they are without any."""
         return [embeddings[..., :dimensions] for dimensions in self.matryoshka] or [embeddings]
 
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> Predictions:
+        """Return what `predict` does: an embedding model has no head with other outputs."""
+        return self.predict(model, batch)
+
     def finish_embeddings(self, pooled: torch.Tensor) -> torch.Tensor:
         """Return the embeddings as the saved model makes them: normalised if its form says so."""
         return normalize(pooled) if self.form.normalize else pooled

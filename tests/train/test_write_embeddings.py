@@ -1,0 +1,151 @@
+"""Files of embeddings: formats, order, windows, several processes, and input that is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+
+import cpuft.train.write_embeddings
+from cpuft.config import PredictConfig
+from cpuft.errors import CpuftError
+from cpuft.train.embedding import Embedder
+from cpuft.train.embedding_form import EmbeddingForm, write_form
+from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.write_embeddings import (
+    EmbeddingModel,
+    NpyWriter,
+    Window,
+    choose_prompt,
+    list_cores,
+    make_npy_header,
+    start_computing,
+    write_embeddings,
+)
+from tests.train.tiny import save_tiny
+
+TEXTS = [f"a cat number {number} " * (number % 5) for number in range(20)]
+
+
+@pytest.fixture(autouse=True)
+def _alone(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("CPUFT_KERNELS", "0")  # of processes that are started
+    with plain_torch():  # nothing is to be compiled
+        yield
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> PredictConfig:
+    """Of a tiny model with prompts, and a file of texts."""
+    save_tiny(tmp_path / "tiny")
+    form = EmbeddingForm("mean", True, prompts={"query": "ask: ", "passage": "say: "}, max_length=40)
+    write_form(tmp_path / "tiny", form, 32)
+    (tmp_path / "texts.csv").write_text("name,text\n" + "".join(f"n{n},{text}\n" for n, text in enumerate(TEXTS)))
+    return PredictConfig(model="tiny", file="texts.csv", output="out/vectors.npy", precision="fp32")
+
+
+def test_rows_are_in_the_order_of_the_file_whatever_the_windows(
+    request_: PredictConfig, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cpuft.train.write_embeddings, "_WINDOW_TEXTS", 7)
+    write_embeddings(request_)
+    said = capsys.readouterr()
+    assert said.out == "embeddings: out/vectors.npy (20 texts, 32 dimensions)\n"
+    assert said.err.startswith("20 texts embedded, ")
+    found = np.load("out/vectors.npy")
+    assert found.dtype == np.float32
+    assert np.abs(found - Embedder("tiny", "fp32").embed(TEXTS)).max() < 1e-6
+    with pytest.raises(CpuftError, match=r"vectors.npy exists: give another --output, or replace the file with --over"):
+        write_embeddings(request_)
+    write_embeddings(replace(request_, overwrite=True, prompt="document", dimensions=8))
+    cut = np.load("out/vectors.npy")
+    assert np.abs(np.linalg.norm(cut, axis=1) - 1).max() < 1e-6
+    wanted = Embedder("tiny", "fp32").embed(TEXTS, "say: ")[:, :8]
+    assert np.abs(cut - wanted / np.linalg.norm(wanted, axis=1, keepdims=True)).max() < 1e-6
+    assert os.listdir("out") == ["vectors.npy"]
+
+
+def test_parquet_has_ids(request_: PredictConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpuft.train.write_embeddings, "_WINDOW_TEXTS", 7)
+    wanted = Embedder("tiny", "fp32").embed(TEXTS)
+    for id_column, ids in (("name", [f"n{n}" for n in range(20)]), ("", list(range(20)))):
+        write_embeddings(replace(request_, output="v.parquet", id_column=id_column, overwrite=True))
+        table = parquet.read_table("v.parquet")
+        assert table["id"].to_pylist() == ids
+        assert np.abs(np.stack(table["embedding"].to_numpy()) - wanted).max() < 1e-6
+
+
+def test_processes_return_the_windows_in_their_order(request_: PredictConfig) -> None:
+    """More windows than processes, each with one text."""
+    processes = min(2, len(list_cores()))
+    windows = [Window([text], [text]) for text in TEXTS[:5]]
+    with start_computing(EmbeddingModel("tiny", "fp32"), processes) as (dimensions, compute):
+        found = list(compute(iter(windows)))
+    assert dimensions == 32
+    assert [window.texts for window, _ in found] == [window.texts for window in windows]
+    wanted = Embedder("tiny", "fp32").embed(TEXTS[:5])
+    assert np.abs(np.concatenate([embeddings for _, embeddings in found]) - wanted).max() < 1e-6
+    with (
+        pytest.raises(CpuftError, match="--dimensions 33: the embeddings of tiny have 32 dimensions; give as many or"),
+        start_computing(EmbeddingModel("tiny", "fp32", dimensions=33), processes),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"output": "x.txt"}, "x.txt has the ending '.txt': give an --output that ends in .npy or .parquet"),
+        ({"output": ""}, "--model needs --output: name a file for the embeddings that ends in .npy or .parquet"),
+        ({"id_column": "name"}, "vectors.npy has no room for the ids of --id-column: give an --output that ends in .p"),
+        ({"output": "texts.npy"}, "texts.npy exists and holds no embeddings: give another --output"),
+        ({"dimensions": 33}, "--dimensions 33: the embeddings of tiny have 32 dimensions; give as many or fewer"),
+        ({"prompt": "querry"}, "tiny has no prompt 'querry': did you mean query?"),
+        ({"text_columns": "name,text"}, "--text-columns 'name,text': name one column, as each text has an embedding"),
+        ({"text_columns": "txt"}, "texts.csv has no column 'txt': did you mean text?"),
+        ({"file": "none.csv"}, "there is no file none.csv: check --file"),
+        ({"file": "empty.csv"}, "empty.csv has no rows: give a file with texts"),
+        ({"file": "other.csv"}, "other.csv has the columns a, b: name the one of the texts with --text-columns"),
+        (
+            {"model": "other"},
+            "the pooling of the embedding model other is pooling_mode_max_tokens (1_Pooling/config.json): cpuft trains",
+        ),
+        ({"np": 4096}, "--np 4096: this host gives cpuft "),
+    ],
+)
+def test_wrong_input_is_refused(request_: PredictConfig, options: dict[str, object], message: str) -> None:
+    Path("empty.csv").write_text("text\n")
+    Path("other.csv").write_text("a,b\n1,2\n")
+    Path("texts.npy").write_text("my notes")
+    write_form(Path(save_tiny(Path("other"))), EmbeddingForm(), 32)
+    Path("other/1_Pooling/config.json").write_text('{"pooling_mode_max_tokens": true}')
+    with pytest.raises(CpuftError) as error:
+        write_embeddings(replace(request_, **options))  # type: ignore[arg-type]
+    assert message in str(error.value)
+    assert not Path("out").exists() or not os.listdir("out")
+
+
+def test_prompts_are_names_or_texts() -> None:
+    form = EmbeddingForm(prompts={"query": "q: ", "corpus": "d: ", "sts": "s: "})
+    assert [choose_prompt(form, name, "m") for name in ("", "query", "document", "sts", "say this: ")] == [
+        *("", "q: ", "d: ", "s: ", "say this: ")
+    ]
+    with pytest.raises(CpuftError, match="m has no prompt 'query': leave --prompt out, or give the text of the prompt"):
+        choose_prompt(EmbeddingForm(), "query", "m")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 10**15])
+def test_the_header_is_numpy_s(rows: int, tmp_path: Path) -> None:
+    header = make_npy_header(rows, 384)
+    assert len(header) == 128
+    if rows < 10:
+        (tmp_path / "x.npy").touch()
+        writer = NpyWriter(tmp_path / "x.npy", 384)
+        writer.write(np.ones((rows, 384), np.float32), [])
+        writer.close()
+        assert np.load(tmp_path / "x.npy", mmap_mode="r").shape == (rows, 384)

@@ -1,0 +1,110 @@
+"""Files of mined negatives: formats, what is left out, and input that is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.config import MineConfig
+from cpuft.errors import CpuftError
+from cpuft.train.data.pairs import choose_pair_columns
+from cpuft.train.data.tables import read_table
+from cpuft.train.embedding import Embedder
+from cpuft.train.embedding_form import EmbeddingForm, write_form
+from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.mine import MiningRules, mine_negatives
+from cpuft.train.write_negatives import make_rules, write_negatives
+from tests.train.pairs import write_pairs
+from tests.train.tiny import save_tiny
+
+
+@pytest.fixture(autouse=True)
+def _alone(own_cache: None) -> Iterator[None]:
+    with plain_torch():  # nothing is to be compiled
+        yield
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> MineConfig:
+    """Of a tiny model with prompts, and a file of 30 pairs."""
+    save_tiny(tmp_path / "tiny")
+    write_form(tmp_path / "tiny", EmbeddingForm(prompts={"query": "ask: "}), 32)
+    write_pairs(tmp_path / "pairs.csv", 30)
+    (tmp_path / "corpus.jsonl").write_text("".join(f'{{"text": "the red hat {n}"}}\n' for n in range(9)))
+    return MineConfig(model="tiny", file="pairs.csv", output="out.csv", negatives=2, precision="fp32")
+
+
+@pytest.mark.parametrize("output, corpus", [("out.csv", "corpus.jsonl"), ("out.jsonl", ""), ("out.parquet", "")])
+def test_the_file_has_the_negatives_and_can_be_trained_on(
+    request_: MineConfig, output: str, corpus: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_negatives(replace(request_, output=output, corpus=corpus))
+    assert capsys.readouterr().out == (
+        f"negatives: {output} (30 rows of 2 negatives; 0 anchors of 30 left out, with fewer than 2 negatives)\n"
+    )
+    pairs = [cells for _, cells in read_table(Path("pairs.csv")).rows]
+    found = read_table(Path(output))
+    assert choose_pair_columns(found, "", True) == ("anchor", "positive", "negative_1", "negative_2")
+    texts: list[Any] = [[cells[name] for cells in pairs] for name in ("anchor", "positive")]
+    documents = [f"the red hat {n}" for n in range(9)] if corpus else None
+    wanted = mine_negatives(Embedder("tiny", "fp32"), *texts, documents, 2)
+    rows = [[cells[name] for name in ("anchor", "positive", "negative_1", "negative_2")] for _, cells in found.rows]
+    assert rows == [[anchor, positive, *wanted[anchor]] for anchor, positive in zip(*texts)]
+    assert sorted(path for path in os.listdir() if path.startswith((".out", "out"))) == [output]
+
+
+def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsys: pytest.CaptureFixture[str]) -> None:
+    """An own positive decides for each anchor how many are below it by the margin."""
+    write_negatives(replace(request_, relative_margin=0.0, negatives=15))
+    said = capsys.readouterr().out
+    rows = len(list(read_table(Path("out.csv")).rows))
+    assert 0 < rows < 30
+    assert said == (
+        f"negatives: out.csv ({rows} rows of 15 negatives; {30 - rows} anchors of 30 left out, with fewer than 15 "
+        f"negatives)\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"output": "out.txt"}, "--output 'out.txt' has none of the endings .csv, .jsonl, .parquet: give a file with"),
+        ({"output": "pairs.csv"}, "pairs.csv exists: give another --output, or replace the file with --overwrite"),
+        ({"text_columns": "anchor,answer"}, "pairs.csv has no column 'answer': "),
+        (
+            {"file": "blank.csv"},
+            "blank.csv, line 3 has no text in the column 'positive': correct that row, or leave it",
+        ),
+        ({"file": "bare.csv"}, "bare.csv has no rows: give a file with pairs of texts"),
+        (
+            {"corpus": "bare.csv"},
+            "bare.csv has the columns anchor, positive: name the one of the texts with --corpus-co",
+        ),
+        (
+            {"negatives": 30},
+            "there are 30 different documents, and no anchor has more than 29 that are not its positiv",
+        ),
+        (
+            {"max_score": -0.99},
+            "30 anchors of 30 left out, with fewer than 2 negatives: loosen --max-score, --min-scor",
+        ),
+    ],
+)
+def test_wrong_input_is_refused(request_: MineConfig, options: dict[str, object], message: str) -> None:
+    Path("blank.csv").write_text("anchor,positive\na,b\nc, \n")
+    Path("bare.csv").write_text("anchor,positive\n")
+    with pytest.raises(CpuftError) as error:
+        write_negatives(replace(request_, **options))  # type: ignore[arg-type]
+    assert message in str(error.value)
+    assert not Path("out.csv").exists()
+
+
+def test_limits_are_off_by_default() -> None:
+    assert make_rules(MineConfig()) == MiningRules()
+    asked = MineConfig(skip_top=1, search_depth=9, max_score=0.9, min_score=0.0, absolute_margin=0.0)
+    assert make_rules(asked) == MiningRules(1, 9, 0.9, 0.0, 0.0, None)
