@@ -53,7 +53,7 @@ SERVERS = {command for command in COMMANDS if "--hosts" in command}
 """They need servers called so: scripts/check-clusters does the same to real ones."""
 RENTED = {command for command in COMMANDS if re.search(r"provision (aws|image|extend)", command)}
 """They need an account: tests/provision/aws/test_readme.py runs them against a simulated region."""
-DRY = {"launch", "compare", "bench", "predict", "data", "export"}
+DRY = {"launch", "compare", "bench", "predict", "data", "export", "mine"}
 """Verbs that are not to do it."""
 
 

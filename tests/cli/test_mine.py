@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,10 +25,10 @@ GOOD = MineConfig(model="minilm", file="my pairs.csv", output="out.csv", negativ
         ({"search_depth": 3, "skip_top": 2}, "--search-depth 3 leaves fewer than 2 documents after --skip-top 2: rai"),
     ],
 )
-def test_requests_that_say_too_little_or_too_much(options: dict[str, object], message: str) -> None:
+def test_requests_that_say_too_little_or_too_much(options: dict[str, Any], message: str) -> None:
     check_mining(GOOD)
     with pytest.raises(CpuftError) as error:
-        check_mining(replace(GOOD, **options))  # type: ignore[arg-type]
+        check_mining(replace(GOOD, **options))
     assert message in str(error.value)
 
 

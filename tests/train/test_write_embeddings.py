@@ -6,16 +6,18 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from pyarrow import parquet
 
 import cpuft.train.write_embeddings
+from cpuft.api import Run
 from cpuft.config import PredictConfig
 from cpuft.errors import CpuftError
 from cpuft.train.embedding import Embedder
-from cpuft.train.embedding_form import EmbeddingForm, write_form
+from cpuft.train.embedding_form import EmbeddingForm, read_form, write_form
 from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.write_embeddings import (
     EmbeddingModel,
@@ -27,15 +29,17 @@ from cpuft.train.write_embeddings import (
     start_computing,
     write_embeddings,
 )
+from tests.records import make_record
+from tests.report.test_comparison import write_record
 from tests.train.tiny import save_tiny
 
 TEXTS = [f"a cat number {number} " * (number % 5) for number in range(20)]
 
 
 @pytest.fixture(autouse=True)
-def _alone(own_cache: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CPUFT_KERNELS", "0")  # of processes that are started
-    with plain_torch():  # nothing is to be compiled
+def _alone(own_cache: None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, plain_torch():  # nothing is to be compiled
+        patch.setenv("CPUFT_KERNELS", "0")  # of processes that are started
         yield
 
 
@@ -118,16 +122,26 @@ def test_processes_return_the_windows_in_their_order(request_: PredictConfig) ->
         ({"np": 4096}, "--np 4096: this host gives cpuft "),
     ],
 )
-def test_wrong_input_is_refused(request_: PredictConfig, options: dict[str, object], message: str) -> None:
+def test_wrong_input_is_refused(request_: PredictConfig, options: dict[str, Any], message: str) -> None:
     Path("empty.csv").write_text("text\n")
     Path("other.csv").write_text("a,b\n1,2\n")
     Path("texts.npy").write_text("my notes")
     write_form(Path(save_tiny(Path("other"))), EmbeddingForm(), 32)
     Path("other/1_Pooling/config.json").write_text('{"pooling_mode_max_tokens": true}')
     with pytest.raises(CpuftError) as error:
-        write_embeddings(replace(request_, **options))  # type: ignore[arg-type]
+        write_embeddings(replace(request_, **options))
     assert message in str(error.value)
     assert not Path("out").exists() or not os.listdir("out")
+
+
+def test_a_run_in_python_returns_the_array(request_: PredictConfig) -> None:
+    write_record(make_record(1, task="pairs"), Path("run"))
+    Path("tiny").rename("run/model")
+    found = Run(Path("run")).predict(TEXTS, precision="fp32", dimensions=8)
+    form = replace(read_form("run/model"), dimensions=8)
+    embedder = Embedder("run", "fp32")
+    embedder.form = form
+    assert np.abs(found - embedder.embed(TEXTS)).max() < 1e-6
 
 
 def test_prompts_are_names_or_texts() -> None:

@@ -52,7 +52,7 @@ def test_the_file_has_the_negatives_and_can_be_trained_on(
     assert choose_pair_columns(found, "", True) == ("anchor", "positive", "negative_1", "negative_2")
     texts: list[Any] = [[cells[name] for cells in pairs] for name in ("anchor", "positive")]
     documents = [f"the red hat {n}" for n in range(9)] if corpus else None
-    wanted = mine_negatives(Embedder("tiny", "fp32"), *texts, documents, 2)
+    wanted = mine_negatives(Embedder("tiny", "fp32"), texts[0], texts[1], documents, 2)
     rows = [[cells[name] for name in ("anchor", "positive", "negative_1", "negative_2")] for _, cells in found.rows]
     assert rows == [[anchor, positive, *wanted[anchor]] for anchor, positive in zip(*texts)]
     assert sorted(path for path in os.listdir() if path.startswith((".out", "out"))) == [output]
@@ -95,11 +95,11 @@ def test_anchors_with_too_few_negatives_are_left_out(request_: MineConfig, capsy
         ),
     ],
 )
-def test_wrong_input_is_refused(request_: MineConfig, options: dict[str, object], message: str) -> None:
+def test_wrong_input_is_refused(request_: MineConfig, options: dict[str, Any], message: str) -> None:
     Path("blank.csv").write_text("anchor,positive\na,b\nc, \n")
     Path("bare.csv").write_text("anchor,positive\n")
     with pytest.raises(CpuftError) as error:
-        write_negatives(replace(request_, **options))  # type: ignore[arg-type]
+        write_negatives(replace(request_, **options))
     assert message in str(error.value)
     assert not Path("out.csv").exists()
 
