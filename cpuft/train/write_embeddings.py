@@ -375,8 +375,8 @@ def _work(connection: Connection, model: EmbeddingModel, cores: list[int]) -> No
             connection.send(embedder.embed(connection.recv(), batch_size=model.batch_size))
     except CpuftError as error:
         connection.send(str(error))
-    except (EOFError, BrokenPipeError):
-        pass
+    except (EOFError, ConnectionError):
+        pass  # the parent has ended
 
 
 def _compute_in_workers(workers: Sequence[_Worker], windows: Iterator[Window]) -> Iterator[Computed]:

@@ -244,7 +244,9 @@ def test_folders_are_named_after_format_and_precision() -> None:
     assert str(name_output(ExportConfig(run="r", output="x"))) == "x"
 
 
-@pytest.mark.parametrize("pooling, format", [("mean", "onnx"), ("lasttoken", "openvino")])
+@pytest.mark.parametrize(
+    "pooling, format", [("mean", "onnx"), pytest.param("lasttoken", "openvino", marks=pytest.mark.proof)]
+)
 def test_an_embedding_model_is_exported_with_pooling_and_normalisation(
     pooling: str, format: str, tmp_path: Path
 ) -> None:

@@ -114,6 +114,10 @@ def test_processes_return_the_windows_in_their_order(request_: PredictConfig) ->
         ({"text_columns": "txt"}, "texts.csv has no column 'txt': did you mean text?"),
         ({"file": "none.csv"}, "there is no file none.csv: check --file"),
         ({"file": "empty.csv"}, "empty.csv has no rows: give a file with texts"),
+        (
+            {"file": "late.jsonl"},
+            "late.jsonl, line 9 has no text in the column 'text': correct that row, or name anoth",
+        ),
         ({"file": "other.csv"}, "other.csv has the columns a, b: name the one of the texts with --text-columns"),
         (
             {"model": "other"},
@@ -122,7 +126,12 @@ def test_processes_return_the_windows_in_their_order(request_: PredictConfig) ->
         ({"np": 4096}, "--np 4096: this host gives cpuft "),
     ],
 )
-def test_wrong_input_is_refused(request_: PredictConfig, options: dict[str, Any], message: str) -> None:
+def test_wrong_input_is_refused(
+    request_: PredictConfig, options: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The row that is wrong comes after others have been written."""
+    monkeypatch.setattr(cpuft.train.write_embeddings, "_WINDOW_TEXTS", 3)
+    Path("late.jsonl").write_text('{"text": "a", "b": "c"}\n' * 8 + '{"b": "c"}\n')
     Path("empty.csv").write_text("text\n")
     Path("other.csv").write_text("a,b\n1,2\n")
     Path("texts.npy").write_text("my notes")
