@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from cpuft.cli.common import compute_settings
+from cpuft.cli.common import compute_settings, run_or_print
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
 from cpuft.config import MINED_ENDINGS, MineConfig, format_arguments
 from cpuft.errors import CpuftError
@@ -26,16 +26,9 @@ def mine(dry_run: bool, **values: Any) -> None:
     that the limits allow become the negatives of the anchor. Positives of an equal anchor, and the anchor itself, never
     do. The search is exact. --task pairs and --task rerank train on the result.
     """
-    from cpuft.execute import run_step
-    from cpuft.plan import Plan, format_plan
-
     asked = pick(MineConfig, values)
     check_mining(asked)
-    step = plan_mining(asked, compute_settings(os.environ))
-    if dry_run:
-        click.echo(format_plan(Plan(((step,),)), os.getcwd()), nl=False)
-        return
-    sys.exit(run_step(step, os.environ, None, lambda: None))
+    run_or_print(plan_mining(asked, compute_settings(os.environ)), dry_run)
 
 
 def check_mining(asked: MineConfig) -> None:
