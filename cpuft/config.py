@@ -123,9 +123,9 @@ class TrainConfig:
     task: str = _data(
         "demo",
         "What to train: a GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli); demo, a small built-in "
-        "task; files, your own labelled examples; text, masked language modelling on your own texts; or an embedding "
+        "task; files, your own labelled examples; text, masked language modelling on your own texts; an embedding "
         "model: pairs, from texts that belong together, such as questions and answers, or scored-pairs, from pairs of "
-        "texts with a score of their similarity",
+        "texts with a score of their similarity; or rerank, a model that scores how relevant a document is to a query",
         choices=tuple(TASKS),
         takes="TASK",
     )
@@ -230,6 +230,20 @@ class TrainConfig:
         "auto",
         "With --task pairs, text that is put in front of each positive and negative, such as 'passage: '; auto takes "
         "the prompt named document, passage or corpus of the model, if it has one",
+    )
+    hard_negatives: int = _data(
+        0,
+        "With --task rerank and pairs, for data without irrelevant documents: number of irrelevant documents that are "
+        "found for each query before the training, those that --mining-model takes for the most similar ones. 0 finds "
+        "none",
+        least=0,
+        most=100,
+    )
+    mining_model: str = _data(
+        "",
+        "Embedding model that --hard-negatives compares texts with: the folder of a model or of a run, or a name on "
+        "the Hugging Face hub (default: --model, if it is an embedding model)",
+        takes="NAME",
     )
     epochs: float = _recipe(3.0, "Number of passes over the training examples, such as 3 or 0.5", least=0.0)
     max_steps: int = _recipe(0, "Number of updates to train, instead of --epochs; 0 trains for --epochs", least=0)
@@ -898,8 +912,10 @@ EMBEDDING_OPTIONS = {
     "similarity_loss": ("similarity",),
     "matryoshka": EMBEDDING_KINDS,
     "micro_batch": EMBEDDING_KINDS,
+    "hard_negatives": ("pairs", "relevance"),
+    "mining_model": ("pairs", "relevance"),
 }
-"""Options of embedding models, and the kinds of tasks that have each."""
+"""Options of embedding models and rerankers, and the kinds of tasks that have each."""
 
 
 def refuse_conflicts(config: TrainConfig) -> None:
@@ -910,9 +926,9 @@ def refuse_conflicts(config: TrainConfig) -> None:
     without fp32 and gloo, or with the task text; a label type without the task files; int8 with another engine, without
     the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a compression
     that does not work with it; LoRA with from_config; lora_merge without LoRA; what compares evaluations without
-    evaluations; a warm-up with a constant learning rate; and an option of embedding models with another task, or with
-    another engine than torch. A compression that was removed is refused, too, and so is
-    a value of eval_every that is none.
+    evaluations; a warm-up with a constant learning rate; mining_model without hard_negatives; and an option of
+    embedding models with another task, or with another engine than torch. A compression that was removed is refused,
+    too, and so is a value of eval_every that is none.
     """
     default = TrainConfig()
     if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
@@ -974,6 +990,10 @@ def refuse_conflicts(config: TrainConfig) -> None:
             flag = format_flag(name, getattr(config, name))
             tasks = " and ".join(task.name for task in TASKS.values() if task.kind in kinds)
             raise CpuftError(f"{flag} is for --task {tasks} only: leave it out")
+    if config.mining_model and not config.hard_negatives:
+        raise CpuftError(
+            f"--mining-model {config.mining_model} changes nothing by itself: add --hard-negatives 5, or leave it out"
+        )
     if kind in EMBEDDING_KINDS and config.engine != "torch":
         raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
     if config.lora_merge and not config.lora_rank:
@@ -1137,6 +1157,8 @@ DATA_OPTIONS = (
     "pooling",
     "query_prompt",
     "document_prompt",
+    "hard_negatives",
+    "mining_model",
     "max_train_samples",
     "seed",
 )

@@ -33,7 +33,7 @@ class Task:
     kind: str = "class"
     """What is predicted: class (one of `labels` for each example), labels (any number of them), tags (one of them for
     each word), score (a number), masked (the masked tokens of a text); and for embeddings, pairs (which text belongs to
-    which) and similarity (how similar two texts are)."""
+    which) and similarity (how similar two texts are); and relevance (how relevant a document is to a query)."""
 
 
 _PAIR = ("sentence1", "sentence2")
@@ -74,6 +74,7 @@ TASKS = {
         Task("text", ("text",), "", (), ("perplexity", "masked_accuracy"), kind="masked"),
         Task("pairs", (), "", (), ("ndcg@10", "mrr@10", "map@100", "recall@10", "accuracy@1"), kind="pairs"),
         Task("scored-pairs", (), "score", (), ("spearman", "pearson"), kind="similarity"),
+        Task("rerank", (), "label", (), ("ndcg@10", "mrr@10", "map"), kind="relevance"),
     )
 }
 """Tasks by name, in the order of the help. Columns and labels are those of the GLUE benchmark's files, metrics those of
@@ -83,3 +84,5 @@ FILE_TASKS = tuple(task.name for task in TASKS.values() if not task.folder and t
 """Tasks whose examples come from the user's files."""
 EMBEDDING_KINDS = ("pairs", "similarity")
 """Kinds of tasks that train embedding models."""
+SENTENCE_TRANSFORMERS_KINDS = (*EMBEDDING_KINDS, "relevance")
+"""Kinds of tasks whose models sentence-transformers loads."""

@@ -118,11 +118,12 @@ class MLflow(Tracker):
             self._client.log_param(self._run, option, str(value)[:500])
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send all values in one request."""
+        """Send all values in one request. `@` in names becomes `_at_`, because MLflow does not accept it."""
         from mlflow.entities import Metric
 
         now = int(1000 * time.time())
-        self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in values.items()])
+        metrics = [Metric(name.replace("@", "_at_"), value, now, step) for name, value in values.items()]
+        self._client.log_batch(self._run, metrics)
 
     def finish(self) -> None:
         """Mark the run as finished."""

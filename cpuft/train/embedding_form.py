@@ -125,6 +125,28 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
     )
 
 
+def has_form(source: str) -> bool:
+    """Return whether a model has files that say how it makes embeddings: a pooling, which rerankers do not have.
+
+    Parameters
+    ----------
+    source: folder or hub name of the model, as `find_model` returns it.
+
+    Raises CpuftError: the file is damaged.
+    """
+    modules = _read(source, _MODULES, list[dict[str, Any]]) or []
+    return any(str(module.get("type", "")).endswith(".Pooling") for module in modules)
+
+
+def read_settings(source: str) -> dict[str, Any] | None:
+    """Return the settings that sentence-transformers has stored with a model; None without any.
+
+    Raises CpuftError: the file is damaged.
+    """
+    settings: dict[str, Any] | None = _read(source, _MODEL_SETTINGS, dict[str, Any])
+    return settings
+
+
 def _read_pooling(source: str, folder: str) -> str:
     settings = _read(source, f"{folder}/config.json", dict[str, Any]) or {}
     if "pooling_mode" in settings:

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -201,7 +201,8 @@ def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, pr
     from cpuft.train.objective.table import make_objective
     from cpuft.train.precision import read_cpu
 
-    objective, precision = make_objective(run.train, prepared), choose_run_precision(run, "auto").name
+    config = replace(run.train, model=str(run.model), from_config="")
+    objective, precision = make_objective(config, prepared), choose_run_precision(run, "auto").name
     kind = type(graph)
     use_fast_path(run, model, precision)
     if isinstance(model, SentenceEncoder):

@@ -23,8 +23,10 @@ from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.prepare import tokenize
+from cpuft.train.data.relevance import read_documents_to_predict
 from cpuft.train.data.sources import (
     LABEL_SEPARATOR,
+    SCORE_KINDS,
     Examples,
     choose_metrics,
     list_test_splits,
@@ -71,6 +73,13 @@ def format_scores(task: Task, examples: Examples, outputs: Outputs, tokens: Toke
         yield (index, f"{score:.6g}")
 
 
+def format_relevance(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+    """Yield the table of `format_scores`, with nine significant digits, which tell all fp32 numbers apart."""
+    yield ("index", "score")
+    for index, (score,) in enumerate(outputs.tolist()):
+        yield (index, f"{score:.9g}")
+
+
 def format_multi_label(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
     """Yield a table with the classes of each example above a probability of 0.5, and the probability of each class.
 
@@ -112,6 +121,7 @@ TABLES: dict[str, Callable[[Task, Examples, Outputs, Tokens], Iterator[Cells]]] 
     "score": format_scores,
     "labels": format_multi_label,
     "tags": format_tags,
+    "relevance": format_relevance,
 }
 """Functions that make the table of predictions, by the kind of the task. The kind masked has none."""
 
@@ -277,14 +287,17 @@ def read_finished_run(run: str) -> FinishedRun:
         if architecture.endswith("ForTokenClassification")
         else _TASK_KINDS.get(str(settings.get("problem_type")), "")
     )
+    if header.task in TASKS and TASKS[header.task].kind == "relevance":
+        kind = "relevance"
     if not kind or header.task not in TASKS:
         raise CpuftError(
             f"{run} trained a {architecture} on --task {header.task}, which predicts no labels: give another run"
         )
     task = TASKS[header.task]
     if not task.folder:
-        labels = () if kind == "score" else labels
-        task = replace(task, labels=labels, kind=kind, metrics=choose_metrics(kind, labels))
+        labels = () if kind in SCORE_KINDS else labels
+        metrics = task.metrics if kind == "relevance" else choose_metrics(kind, labels)
+        task = replace(task, labels=labels, kind=kind, metrics=metrics)
     return FinishedRun(model, train, last.precision, last.world_size, task)
 
 
@@ -306,6 +319,9 @@ def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[
     glue_examples = read_glue_file(run.task, Path(request.file)) if request.file and not request.text_columns else None
     if glue_examples:
         return run.task, {"": glue_examples}
+    if run.task.kind == "relevance":
+        task, examples = read_documents_to_predict(run.task, request, run.train)
+        return task, {"": examples}
     if request.file or run.task.name == "files":
         task, examples = read_file_to_predict(run.task, request, run.train)
         return task, {"": examples}
@@ -386,8 +402,8 @@ def make_run_model(run: FinishedRun, prepared: Prepared) -> tuple[Objective, Any
     """
     from cpuft.train.objective.table import make_objective  # imports torch
 
-    objective = make_objective(run.train, prepared)
     config = replace(run.train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)
+    objective = make_objective(config, prepared)
     return objective, objective.load_model(config).eval()
 
 

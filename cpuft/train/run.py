@@ -23,7 +23,7 @@ from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.world import parse_world
 from cpuft.record import EarlierMeasurements, Header, RecordedRank, Writer, describe_products, format_line
 from cpuft.serialization import load, parse_json
-from cpuft.tasks import EMBEDDING_KINDS
+from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
 from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
 from cpuft.train.checkpoint.model_card import write_model_card
@@ -129,7 +129,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
             if reporter.record and config.save_model and not worker.independent:
                 source = config.tokenizer or config.model
                 # sentence-transformers loads whole models.
-                merged = config.lora_merge or prepared.kind in EMBEDDING_KINDS
+                merged = config.lora_merge or prepared.kind in SENTENCE_TRANSFORMERS_KINDS
                 save_model(model, source, worker.run_dir, merged, prepared.tokenizer, objective.finish_folder)
         if reporter.record:
             footer = make_footer(result, peak_memory, time.perf_counter() - started)

@@ -12,7 +12,7 @@ from cpuft.config import TrainConfig, option_names
 from cpuft.errors import counted
 from cpuft.files import hash_text, write_text
 from cpuft.record import EvaluationLine, Footer, Header, format_line
-from cpuft.tasks import EMBEDDING_KINDS, TASKS
+from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS
 
 _LEFT_OUT = (
     "task",
@@ -49,11 +49,12 @@ def format_model_card(header: Header, evaluation: EvaluationLine, footer: Footer
     they neither end the header nor begin a line of their own.
     """
     base = header.model if not _is_local(header.model) else ""
-    is_embedding = header.task in TASKS and TASKS[header.task].kind in EMBEDDING_KINDS
-    library = "sentence-transformers" if is_embedding else "transformers"
+    kind = TASKS[header.task].kind if header.task in TASKS else ""
+    is_known = kind in SENTENCE_TRANSFORMERS_KINDS
+    library = "sentence-transformers" if is_known else "transformers"
     front: dict[str, Any] = {"library_name": library, "tags": ["cpuft"], "metrics": list(evaluation.metrics)}
-    if is_embedding:
-        front |= {"pipeline_tag": "sentence-similarity"}
+    if is_known:
+        front |= {"pipeline_tag": "text-ranking" if kind == "relevance" else "sentence-similarity"}
     if base:
         front |= {"base_model": base}
     default = TrainConfig(task=header.task if header.task in ("demo",) else "mrpc")

@@ -43,7 +43,8 @@ class Tokens:
     an example has, else 0, fp32, shape (examples, classes). tags: class numbers of the words' first tokens, else
     UNTAGGED, int32, shape (all tokens,). masked: shape (0,). similarity: scores, fp32, shape (examples,). pairs: shape
     (0,) for training; for validation the judgements of a retrieval set, int32, shape (judgements, 3): query number,
-    document number, relevance."""
+    document number, relevance. relevance: scores, fp32, shape (examples,) for training; for validation shape (examples,
+    2): score, and number of the query."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -78,7 +79,7 @@ class Prepared:
     validation: dict[str, Tokens]
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
     kind: str = "class"
-    """What is predicted: class, labels, tags, score, masked, pairs or similarity (see `Task.kind`)."""
+    """What is predicted: class, labels, tags, score, masked, pairs, similarity or relevance (see `Task.kind`)."""
     mask_id: int = 0
     """Id of the mask token; 0 if the tokenizer has none."""
     token_kinds: NDArray[np.int8] = field(default_factory=lambda: EMPTY)

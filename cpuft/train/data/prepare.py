@@ -43,6 +43,7 @@ from cpuft.train.data.archive import (
 )
 from cpuft.train.data.pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
+from cpuft.train.data.relevance import LEAST_RELEVANT, read_relevance
 from cpuft.train.data.sources import SCORE_KINDS, Examples, FileExamples, TaskData, read_data
 from cpuft.train.data.texts import Packer, classify_tokens, pack, scan_texts, split_texts
 from cpuft.train.data.tokenizer import (
@@ -228,7 +229,7 @@ def prepare(config: TrainConfig) -> Path:
     check_untrained(config)
     if config.task == "text":
         return _prepare_texts(config)
-    data = read_pairs(TASKS[config.task], config) if TASKS[config.task].kind in EMBEDDING_KINDS else read_data(config)
+    data = read_task_data(config)
     data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     checksum = checksum_data(data, config)
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
@@ -249,6 +250,21 @@ def prepare(config: TrainConfig) -> Path:
         meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens) | {"cut": found["train"][1]}
         write_prepared(path, meta, tokens, {})
     return path
+
+
+def read_task_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
+    """Read the training and validation examples of a task of any kind but masked.
+
+    Parameters
+    ----------
+    check_labels: as for `read_data`.
+
+    Raises CpuftError: as `read_pairs`, `read_relevance` and `read_data`.
+    """
+    task = TASKS[config.task]
+    if task.kind in EMBEDDING_KINDS:
+        return read_pairs(task, config)
+    return read_relevance(task, config) if task.kind == "relevance" else read_data(config, check_labels)
 
 
 def _prepare_texts(config: TrainConfig) -> Path:
@@ -397,6 +413,9 @@ def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
     labels = prepared.train.labels
     if prepared.kind in SCORE_KINDS:
         bounds = f"{float(labels.min()):g} to {float(labels.max()):g}"
+        if prepared.kind == "relevance":
+            count = int((labels >= LEAST_RELEVANT).sum())
+            return f"labels: scores from {bounds}, {count:,} examples of {len(labels):,} with relevant documents"
         hint = " (--label-type class learns them as classes)" if config.task == "files" else ""
         learned = (
             "compared with the similarity of embeddings" if prepared.kind == "similarity" else "learned by regression"

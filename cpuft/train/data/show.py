@@ -18,9 +18,15 @@ from cpuft.config import TrainConfig, parse_arguments
 from cpuft.errors import counted
 from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
 from cpuft.train.data.archive import UNTAGGED, Tokens, read_prepared
-from cpuft.train.data.pairs import read_pairs
-from cpuft.train.data.prepare import MAX_UNKNOWN_SHARE, checksum_data, find_unknown_share, prepare, tokenize
-from cpuft.train.data.sources import SCORE_KINDS, Examples, TaskData, read_data
+from cpuft.train.data.prepare import (
+    MAX_UNKNOWN_SHARE,
+    checksum_data,
+    find_unknown_share,
+    prepare,
+    read_task_data,
+    tokenize,
+)
+from cpuft.train.data.sources import SCORE_KINDS, Examples, TaskData
 from cpuft.train.data.texts import Corpus, scan_texts, split_texts
 from cpuft.train.data.tokenizer import choose_tokenizer, get_tokenizer_name
 from cpuft.train.model import check_positions, check_untrained, get_model_name
@@ -93,7 +99,7 @@ class DataSummary:
 
     task: str
     kind: str
-    """What is predicted (`Task.kind`): class, labels, tags, score, masked, pairs, similarity."""
+    """What is predicted (`Task.kind`): class, labels, tags, score, masked, pairs, similarity, relevance."""
     model: str
     tokenizer: str
     """Name of the tokenizer, or empty if one was made from these texts."""
@@ -117,8 +123,7 @@ def summarize(config: TrainConfig) -> DataSummary:
     check_untrained(config)
     if config.task == "text":
         return _summarize_texts(config)
-    task = TASKS[config.task]
-    data = read_pairs(task, config) if task.kind in EMBEDDING_KINDS else read_data(config, check_labels=False)
+    data = read_task_data(config, check_labels=False)
     data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     check_positions(config)
     in_words = data.task.kind == "tags"
@@ -139,6 +144,9 @@ def summarize_split(
     name: training for the training split, whose examples are added to `known`.
     known: the texts of the training examples, with their labels.
     """
+    if task.kind == "relevance":  # validation examples have the number of their query, too
+        labels = [label[0] if isinstance(label, tuple) else label for label in examples.labels]
+        examples = replace(examples, labels=labels)
     scores = np.asarray(examples.labels, np.float64) if task.kind in SCORE_KINDS else np.zeros(0)
     count = len(examples)
     if task.kind in EMBEDDING_KINDS:
@@ -341,6 +349,7 @@ _KINDS = {
     "masked": "masked tokens of texts",
     "pairs": "which texts belong together (embeddings)",
     "similarity": "how similar two texts are (embeddings)",
+    "relevance": "how relevant a document is to a query",
 }
 """What is predicted, by the kind of the task."""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
+from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS, Task
 from cpuft.train.data.columnar import Cell
 from cpuft.train.data.tables import Row, Table, find_column, read_tables, read_text, split_table
 from cpuft.train.startup import find_hub_problem
@@ -289,7 +289,7 @@ def refuse_empty(rows: Sequence[object], source: str) -> None:
         raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
 
 
-SCORE_KINDS = ("score", "similarity")
+SCORE_KINDS = ("score", "similarity", "relevance")
 """Kinds of tasks whose labels are numbers."""
 _MAX_SCORE = 3e38
 """Larger scores are infinite in fp32, in which models compute."""
@@ -476,7 +476,7 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
     """Yield all rows, after each was checked to fit the task and the others; without `has_labels`, all but the labels.
 
     Texts may be empty, and so may the cell of several labels; words, tags, single labels and the texts of embedding
-    models must not. Whether a label is one of the task's is not checked.
+    models and rerankers must not. Whether a label is one of the task's is not checked.
 
     Raises CpuftError, which names the line: a row lacks a column or its cell is empty, has a list in place of a text or
     the other way round, or has not one tag for each word. Also raised if there are no rows, or for words in two
@@ -508,8 +508,8 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
 
 
 def _must_not_be_empty(name: str, task: Task) -> bool:
-    """Texts of embedding models, words, tags and single labels must not be empty; other texts may."""
-    return task.kind in ("tags", *EMBEDDING_KINDS) or (task.kind != "labels" and name == task.label)
+    """Texts of embedding models and rerankers, words, tags and single labels must not be empty; other texts may."""
+    return task.kind in ("tags", *SENTENCE_TRANSFORMERS_KINDS) or (task.kind != "labels" and name == task.label)
 
 
 def _has_text(cell: Cell) -> bool:

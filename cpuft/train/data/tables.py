@@ -407,7 +407,7 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
     return columns.index(name)
 
 
-def split_table(table: Table, share: float) -> tuple[Table, Table]:
+def split_table(table: Table, share: float, columns: Sequence[str] = ()) -> tuple[Table, Table]:
     """Return a table without the rows that are kept for validation, and a table of these rows. Reads all rows once.
 
     Which rows are kept depends only on their cells, not on their order or on the seed of the training, so that runs can
@@ -417,20 +417,26 @@ def split_table(table: Table, share: float) -> tuple[Table, Table]:
     Parameters
     ----------
     share: of the different rows for validation; at least one row is taken.
+    columns: rows whose cells in these columns are equal stay together, and count as one; empty: all columns.
 
     Raises CpuftError: there are fewer than two different rows, or a row cannot be read.
     """
-    checksums = np.fromiter((_checksum_row(cells) for _, cells in table.rows), np.uint64)
+    checksums = np.fromiter((_checksum_row(_choose_cells(cells, columns)) for _, cells in table.rows), np.uint64)
     different = np.unique(checksums)
     if len(different) < 2:
+        which = f" in {' and '.join(map(repr, columns))}" if columns else ""
         raise CpuftError(
-            f"{table.source} has {counted(len(different), 'different row')}, too few to take some for validation: give "
-            f"more rows, or other rows with --validation-file"
+            f"{table.source} has {counted(len(different), 'different row')}{which}, too few to take some for "
+            f"validation: give more rows, or other rows with --validation-file"
         )
     count = min(len(different) - 1, max(1, round(share * len(different))))
     is_kept = checksums <= different[count - 1]
     train, validation = (Rows(partial(compress, table.rows, chosen)) for chosen in (~is_kept, is_kept))
     return replace(table, rows=train), replace(table, rows=validation)
+
+
+def _choose_cells(cells: dict[str, Cell], columns: Sequence[str]) -> dict[str, Cell]:
+    return {name: cells[name] for name in columns if name in cells} if columns else cells
 
 
 def _checksum_row(cells: dict[str, Cell]) -> int:

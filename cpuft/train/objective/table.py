@@ -18,6 +18,7 @@ from cpuft.train.objective.labels import (
     TokenClassification,
 )
 from cpuft.train.objective.masked_lm import MaskedLanguageModelling
+from cpuft.train.objective.relevance import Relevance, read_activation
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "class": Classification,
@@ -27,6 +28,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "masked": MaskedLanguageModelling,
     "pairs": Pairs,
     "similarity": ScoredPairs,
+    "relevance": Relevance,
 }
 """Objectives by `Prepared.kind`."""
 
@@ -57,6 +59,8 @@ def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
         return replace(
             ScoredPairs(*shared), form=choose_form(config), matryoshka=dimensions, loss=config.similarity_loss
         )
+    if objective is Relevance:
+        return replace(Relevance(*shared), activation=read_activation(config), max_length=config.max_length)
     if issubclass(objective, ClassObjective):
         weights = find_class_weights(config.class_weights, prepared)
         return objective(*shared, label_smoothing=config.label_smoothing, class_weights=weights)

@@ -1,0 +1,188 @@
+"""Hard negatives for training data: irrelevant documents that an embedding model takes for relevant ones."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuft.config import TrainConfig
+from cpuft.errors import CpuftError, counted
+from cpuft.files import cache_folder, hash_file, write_atomically
+from cpuft.train.data.archive import explain_cache_failures
+from cpuft.train.data.columnar import Cell
+from cpuft.train.data.tables import Row, Rows, Table
+from cpuft.train.embedding_form import has_form
+from cpuft.train.model import find_model
+
+NEGATIVE = "negative"
+"""How the names of the columns of negatives begin."""
+RELATIVE_MARGIN = 0.05
+"""A negative's similarity to the query must be at least this share below that of the positive. Documents above it are
+often relevant themselves (Moreira and others 2024, arXiv:2407.15831, section 4.1)."""
+
+_FORMAT = 1
+"""Part of the checksum: to be raised when the same texts get other negatives."""
+
+
+def name_negatives(count: int) -> tuple[str, ...]:
+    """Return the names of the columns of `count` negatives."""
+    return tuple(f"{NEGATIVE}_{number}" for number in range(1, count + 1))
+
+
+def add_hard_negatives(
+    table: Table, query: str, document: str, config: TrainConfig, others: Sequence[Table] = (), every_row: bool = False
+) -> Table:
+    """Return the table with columns of --hard-negatives negatives for each query, which --mining-model has found.
+
+    Negatives are the documents of all rows that are most similar to the query, apart from its own positives and from
+    documents that are nearly as similar as these. All queries and documents have to fit into memory. The result is kept
+    in the cache folder, under the checksum of the texts and the model.
+
+    Parameters
+    ----------
+    query, document: names of the columns of queries and of relevant documents; a cell may be a list of documents.
+    others: more tables with a column `document`, whose documents may be negatives, too.
+    every_row: whether each row has the negatives, and rows whose query has fewer of them are left out. Otherwise only
+        the first row of each query has negatives, perhaps fewer, and the cells that are left are empty.
+
+    Raises CpuftError: the mining model is no embedding model or cannot be loaded; a row cannot be read; or there are
+    too few documents.
+    """
+    pairs = [
+        (asked, text)
+        for _, row in table.rows
+        if isinstance(asked := row.get(query, ""), str) and asked.strip()
+        for text in split_cell(row.get(document, ""))
+    ]
+    corpus = [text for other in others for _, row in other.rows for text in split_cell(row.get(document, ""))]
+    if not pairs:
+        raise CpuftError(f"{table.source} has no rows with {query!r} and {document!r}: give rows of both")
+    found = _mine(pairs, corpus, config, table.source)
+    names = name_negatives(config.hard_negatives)
+    count = sum(len(texts) < len(names) for texts in found.values())
+    if count:
+        what = "their rows are left out" if every_row else "they get those that there are"
+        print(
+            f"{counted(count, 'query')[:-1]}{'y' if count == 1 else 'ies'} of {len(found):,} have fewer than "
+            f"{counted(len(names), 'hard negative')}: {what}",
+            file=sys.stderr,
+            flush=True,
+        )
+    if every_row:
+        found = {asked: texts for asked, texts in found.items() if len(texts) == len(names)}
+    return replace(
+        table,
+        columns=[*(name for name in table.columns if name not in names), *names],
+        rows=Rows(partial(_add_cells, table, query, found, names, every_row)),
+    )
+
+
+def split_cell(cell: Cell) -> list[str]:
+    """Return the texts in a cell, which may be a list, without empty ones."""
+    return [text for text in ([cell] if isinstance(cell, str) else cell) if text.strip()]
+
+
+def _add_cells(
+    table: Table, query: str, found: Mapping[str, list[str]], names: Sequence[str], every_row: bool
+) -> Iterator[Row]:
+    seen: set[Any] = set()
+    for where, row in table.rows:
+        asked = str(row.get(query, ""))
+        if every_row and asked.strip() and asked not in found:
+            continue
+        texts = [] if asked in seen and not every_row else found.get(asked, [])
+        seen.add(asked)
+        yield where, {**row, **dict.fromkeys(names, ""), **dict(zip(names, texts))}
+
+
+def _mine(
+    pairs: Sequence[tuple[str, str]], corpus: Sequence[str], config: TrainConfig, source: str
+) -> dict[str, list[str]]:
+    """Return the negatives of each query, the most similar ones first; from the cache if they are there."""
+    from cpuft.train.mine import MiningRules, make_mining_task, mine_negatives  # imports torch
+
+    model = find_mining_model(config)
+    task = make_mining_task([asked for asked, _ in pairs], [text for _, text in pairs], corpus)
+    most = max(len(task.documents) - len(own) for own in task.positives)
+    if most < config.hard_negatives:
+        raise CpuftError(
+            f"{source} has {counted(len(task.documents), 'different document')}, too few for --hard-negatives "
+            f"{config.hard_negatives}: give more rows, or a smaller number"
+        )
+    rules = MiningRules(relative_margin=RELATIVE_MARGIN)
+    key = _digest(model, (pairs, corpus, config.hard_negatives, repr(rules)))
+    path = cache_folder(os.environ) / f"negatives-{key}.npy"
+    numbers = _open_cached(path, (len(task.anchors), config.hard_negatives), len(task.documents))
+    if numbers is None:
+        from cpuft.train.embedding import Embedder
+
+        print(
+            f"finding hard negatives for {len(task.anchors):,} queries among {len(task.documents):,} documents with "
+            f"{config.mining_model or config.model}",
+            file=sys.stderr,
+            flush=True,
+        )
+        embedder = Embedder(model, pooling="" if config.mining_model or config.pooling == "auto" else config.pooling)
+        query_prompt, document_prompt = embedder.form.query_prompt, embedder.form.document_prompt
+        numbers = mine_negatives(
+            partial(embedder.embed, prompt=query_prompt),
+            partial(embedder.embed, prompt=document_prompt),
+            task,
+            config.hard_negatives,
+            rules,
+        ).numbers
+        with explain_cache_failures(path.parent), write_atomically(path) as beside, beside.open("wb") as file:
+            np.save(file, numbers)
+    return {
+        asked: [task.documents[number] for number in row if number >= 0]
+        for asked, row in zip(task.anchors, numbers.tolist())
+    }
+
+
+def find_mining_model(config: TrainConfig) -> str:
+    """Return the folder or hub name of --mining-model, or without it of --model.
+
+    Raises CpuftError: it is missing; or --mining-model is not given and --model is no embedding model.
+    """
+    if config.mining_model:
+        name = Path(config.mining_model, "model")
+        # The folder of a run holds its model.
+        return find_model(str(name) if (name / "config.json").exists() else config.mining_model)
+    model = "" if config.from_config else find_model(config.model)
+    if not model or not has_form(model):
+        raise CpuftError(
+            f"--hard-negatives needs an embedding model, and {config.from_config or config.model} is none (the files "
+            f"of sentence-transformers beside it have no pooling): name one, for example --mining-model minilm"
+        )
+    return model
+
+
+def _digest(model: str, parts: object) -> str:
+    """Return 16 hexadecimal digits of a checksum of the model's files, or of a hub name, and of other values."""
+    files = sorted(path for path in Path(model).rglob("*") if path.is_file() and path.suffix in _MODEL_FILES)
+    named = [(path.name, hash_file(path)) for path in files] or model
+    return hashlib.sha256(json.dumps([_FORMAT, named, parts]).encode()).hexdigest()[:16]
+
+
+_MODEL_FILES = (".json", ".safetensors", ".bin", ".txt", ".model")
+"""Endings of the names of files that decide what a model computes."""
+
+
+def _open_cached(path: Path, shape: tuple[int, int], documents: int) -> NDArray[np.int64] | None:
+    """Return the array in a file of the cache; None if it is not there, or is none of this shape."""
+    with suppress(OSError, ValueError, EOFError):
+        numbers: NDArray[np.int64] = np.load(path, allow_pickle=False)
+        if numbers.shape == shape and numbers.dtype == np.int64 and -1 <= numbers.min() <= numbers.max() < documents:
+            return numbers
+    return None

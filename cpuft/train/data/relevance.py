@@ -1,0 +1,295 @@
+"""Examples of rerankers: a query, a document, and how relevant the document is to the query."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from cpuft.config import PredictConfig, TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.tasks import Task
+from cpuft.train.data.columnar import Cell
+from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives, split_cell
+from cpuft.train.data.sources import Examples, FileExamples, TaskData, check_rows, make_examples, scan_rows
+from cpuft.train.data.tables import Row, Rows, Table, find_column, read_tables, split_table
+
+LEAST_RELEVANT = 0.5
+"""Score from which on the metrics count a document as relevant."""
+
+_USUAL_PAIRS = (
+    ("anchor", "positive"),
+    ("query", "positive"),
+    ("question", "positive"),
+    ("query", "document"),
+    ("query", "passage"),
+    ("query", "text"),
+    ("question", "answer"),
+    ("question", "document"),
+    ("question", "passage"),
+    ("sentence1", "sentence2"),
+    ("text1", "text2"),
+)
+_USUAL_LABELS = ("label", "score", "relevance")
+_MADE_LABEL = "relevant"
+"""Name of the label column of rows that have none, but relevant and irrelevant documents."""
+_MOST_NAMED = 2
+"""Number of columns of negatives that are named one by one."""
+_BOOLEANS = {"true": "1", "false": "0"}
+_NAME_COLUMNS = "name the columns of query and document with --text-columns, for example --text-columns question,answer"
+
+
+@dataclass(frozen=True)
+class RelevanceColumns:
+    """The columns of a table of queries and documents."""
+
+    query: str
+    document: str
+    """The column of the document that `label` is about; without `label`, of a relevant document."""
+    negatives: tuple[str, ...]
+    """The columns of irrelevant documents; empty if there is a `label`."""
+    label: str
+    """The column of the scores; empty if there is none."""
+
+
+def read_relevance(task: Task, config: TrainConfig) -> TaskData:
+    """Read --train-file and --validation-file for a task of the kind relevance.
+
+    Rows have a query, a document and a label or score from 0 to 1; or a query, a relevant document and irrelevant ones,
+    each of which becomes an example. With --hard-negatives, irrelevant documents are added to rows without any. The
+    validation split has the key `""`, and its labels are pairs of a score and the number of the query. Without
+    --validation-file, all rows of some queries are kept for validation.
+
+    Raises CpuftError: a file is not given or not readable; a column is missing; a text is empty, or a score is not from
+    0 to 1 (the message names the line); all training examples have the same label; or no query for validation has both
+    relevant and irrelevant documents.
+    """
+    if not config.train_file:
+        raise CpuftError(
+            f"--task {task.name} needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with queries, "
+            f"documents and labels"
+        )
+    train = read_tables(config.train_file, "--train-file")
+    columns = choose_columns(train, config.text_columns, config.label_column)
+    if config.validation_file:
+        validation = read_tables(config.validation_file, "--validation-file", "validation")
+    else:
+        train, validation = split_table(train, config.validation_split, (columns.query,))
+    tables = [train, validation]
+    for table in tables:
+        for name in filter(None, (columns.query, columns.document, *columns.negatives, columns.label)):
+            find_column(table.columns, name, table.source, _NAME_COLUMNS)
+    if config.hard_negatives:
+        tables, columns = _mine(tables, columns, config)
+    elif not columns.label and not columns.negatives:
+        raise CpuftError(
+            f"{train.source} has neither a column of labels nor columns of irrelevant documents, whose names begin "
+            f"with {NEGATIVE}: name them with --label-column or --text-columns, or find irrelevant documents with "
+            f"--hard-negatives 5"
+        )
+    made, task = [list_examples(table, columns) for table in tables], _complete(task, columns)
+    scan = scan_rows(made[0], task)
+    _refuse_equal_scores(made[0], task, train.source)
+    examples = keep_first(make_examples(check_rows(made[1], task), task))
+    _refuse_unordered(examples, validation.source)
+    return TaskData(task, FileExamples(made[0], task, scan.count, scan.checksum), {"": number_queries(examples)})
+
+
+def choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
+    """Return the columns of queries, documents and labels.
+
+    Parameters
+    ----------
+    texts: --text-columns: query, document, and perhaps irrelevant documents; empty for usual names.
+    label: --label-column; its default, label, means also score and relevance, or no label.
+
+    Raises CpuftError: `texts` are fewer than two names or one of them twice; the table lacks one of these columns; or
+    it has no usual columns.
+    """
+    if label != "label":
+        find_column(table.columns, label, table.source, "give the name of the column of the labels with --label-column")
+    found = label if label != "label" else next((name for name in _USUAL_LABELS if name in table.columns), "")
+    if texts:
+        names = tuple(name.strip() for name in texts.split(","))
+        if len(names) < 2 or len(set(names)) < len(names):
+            raise CpuftError(
+                f"--text-columns {texts!r:.80} is not valid: name the columns of query, document and perhaps "
+                f"irrelevant documents, with commas between them"
+            )
+        for name in names:
+            find_column(table.columns, name, table.source, _NAME_COLUMNS)
+        return RelevanceColumns(names[0], names[1], names[2:], "" if names[2:] else found)
+    for query, document in _USUAL_PAIRS:
+        if query in table.columns and document in table.columns:
+            others = tuple(name for name in table.columns if name.startswith(NEGATIVE) and name != found)
+            # A score beside negatives is that of a teacher for all of them, unless its column was named.
+            negatives = others if label == "label" else ()
+            return RelevanceColumns(query, document, negatives, "" if negatives else found)
+    raise CpuftError(
+        f"{table.source} has no columns query and document, nor another usual pair (it has "
+        f"{', '.join(table.columns)}): {_NAME_COLUMNS}"
+    )
+
+
+def _complete(task: Task, columns: RelevanceColumns) -> Task:
+    """Return the task with the columns of the table that `list_examples` makes."""
+    query, documents, label = _name_columns(columns)
+    return replace(task, texts=(query, documents), label=label)
+
+
+def _name_columns(columns: RelevanceColumns) -> tuple[str, str, str]:
+    """Return the names of the columns that `list_examples` makes: query, document and score."""
+    negatives = columns.negatives
+    if len(negatives) > _MOST_NAMED:
+        negatives = (f"{negatives[0]} to {negatives[-1]}",)
+    return columns.query, ", ".join((columns.document, *negatives)), columns.label or _MADE_LABEL
+
+
+def list_examples(table: Table, columns: RelevanceColumns) -> Table:
+    """Return a table of a row for each query and document, with a score as text.
+
+    Iterating over its rows raises CpuftError: a row lacks a query or a document, or its score is not from 0 to 1.
+    """
+    names = _name_columns(columns)
+    return Table(table.source, list(names), Rows(partial(_list_rows, table, columns, names)))
+
+
+def _list_rows(table: Table, columns: RelevanceColumns, names: tuple[str, str, str]) -> Iterator[Row]:
+    query_name, document_name, label_name = names
+    for where, row in table.rows:
+        if columns.label:
+            score = _check_score(row.get(columns.label, ""), where)
+            cells = {query_name: row.get(columns.query, ""), document_name: row.get(columns.document, "")}
+            yield where, {**cells, label_name: score}
+            continue
+        found = [(text, "1") for text in split_cell(row.get(columns.document, ""))]
+        if not found:
+            raise CpuftError(f"{where} has no {columns.document!r}: correct or remove that line")
+        found += [(text, "0") for name in columns.negatives for text in split_cell(row.get(name, ""))]
+        for text, score in found:
+            yield where, {query_name: row.get(columns.query, ""), document_name: text, label_name: score}
+
+
+def _check_score(cell: Cell, where: str) -> str:
+    """Return the score in a cell as text. Raises CpuftError: it is a number, but not from 0 to 1."""
+    text = cell.strip() if isinstance(cell, str) else ""
+    text = _BOOLEANS.get(text.lower(), text)
+    try:
+        fits = not text or 0 <= float(text) <= 1
+    except ValueError:
+        return text  # the message is that of other scores
+    if not fits:
+        raise CpuftError(
+            f"{where}: the score {text:.40} is not from 0 to 1: divide all scores by the largest one, so that 1 is "
+            f"relevant and 0 is not, or learn them as they are with --task files --label-type number"
+        )
+    return text
+
+
+def _mine(
+    tables: Sequence[Table], columns: RelevanceColumns, config: TrainConfig
+) -> tuple[list[Table], RelevanceColumns]:
+    """Return the tables with columns of mined negatives, and the columns.
+
+    Raises CpuftError: the tables have irrelevant documents already.
+    """
+    train = tables[0]
+    has_others = columns.negatives
+    if columns.label:
+        examples = list_examples(train, columns)
+        has_others = tuple(where for where, row in examples.rows if _is_below(str(row[columns.label]), LEAST_RELEVANT))[
+            :1
+        ]
+    if has_others:
+        raise CpuftError(
+            f"--hard-negatives finds irrelevant documents for rows without any, and {train.source} has some "
+            f"({has_others[0]}): leave --hard-negatives out, or give rows of queries and relevant documents only"
+        )
+    found = [
+        add_hard_negatives(table, columns.query, columns.document, config, others)
+        for table, others in zip(tables, ((), tables[:1]))
+    ]
+    return found, replace(columns, negatives=name_negatives(config.hard_negatives), label="")
+
+
+def _is_below(text: str, limit: float) -> bool:
+    try:
+        return float(text) < limit
+    except ValueError:
+        return False
+
+
+def _refuse_equal_scores(table: Table, task: Task, source: str) -> None:
+    """Raise CpuftError if all training examples have the same score, from which no order can be learned."""
+    scores = {str(row[task.label]) for _, row in table.rows}
+    if len({float(score) for score in scores}) < 2:
+        raise CpuftError(
+            f"all rows of {source} have the label {scores.pop()}: give relevant and irrelevant documents, or find "
+            f"irrelevant ones with --hard-negatives 5"
+        )
+
+
+def keep_first(examples: Examples) -> Examples:
+    """Return examples without those whose query and document an earlier one has.
+
+    What is kept has the highest score of the equal ones: a document that is relevant in one row is no negative in
+    another one.
+    """
+    scores: dict[tuple[str, ...], float] = {}
+    for texts, score in zip(examples.texts, examples.labels):
+        scores[texts] = max(score, scores.get(texts, 0.0))
+    return replace(examples, texts=list(scores), labels=list(scores.values()))
+
+
+def number_queries(examples: Examples) -> Examples:
+    """Return examples whose labels are pairs: the score, and the number of the query, counted from 0."""
+    numbers: dict[str, int] = {}
+    labels = [
+        (score, float(numbers.setdefault(query, len(numbers))))
+        for (query, *_), score in zip(examples.texts, examples.labels)
+    ]
+    return replace(examples, labels=labels)
+
+
+def _refuse_unordered(examples: Examples, source: str) -> None:
+    """Raise CpuftError if no query has both relevant and irrelevant documents, so that no order can be measured."""
+    scores, numbers = np.asarray(number_queries(examples).labels).T
+    relevant = np.bincount(numbers.astype(int), scores >= LEAST_RELEVANT)
+    if not ((relevant > 0) & (relevant < np.bincount(numbers.astype(int)))).any():
+        raise CpuftError(
+            f"no query of the validation examples in {source} has both relevant and irrelevant documents, so that "
+            f"their order cannot be measured: give several documents for each query, or more rows"
+        )
+
+
+def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
+    """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the run's validation data.
+
+    Parameters
+    ----------
+    train: the options of the training.
+
+    Returns
+    -------
+    The task with the columns of the examples; and the examples in the order of the file, with labels, which are pairs
+    of a score and the number of the query, if the file has scores or irrelevant documents.
+
+    Raises CpuftError: as `read_relevance`, but labels may all be the same.
+    """
+    if not config.file:
+        data = read_relevance(task, train)
+        return data.task, data.validation[""].load()
+    table = read_tables(config.file, "--file", "test")
+    label = config.label_column or (train.label_column if train.label_column in table.columns else "label")
+    wanted = config.text_columns or train.text_columns
+    if not config.text_columns and any(name.strip() not in table.columns for name in wanted.split(",")):
+        wanted = ",".join(wanted.split(",")[:2]) if wanted else ""
+    columns = choose_columns(table, wanted, label)
+    if columns.label or columns.negatives:
+        task = _complete(task, columns)
+        examples = make_examples(check_rows(list_examples(table, columns), task), task)
+        return task, number_queries(examples)
+    task = replace(task, texts=(columns.query, columns.document), label="")
+    return task, make_examples(check_rows(table, task, False), task, False)

@@ -1,0 +1,150 @@
+"""The objective of rerankers: how relevant a document is to a query, from both texts together (a cross-encoder)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from cpuft.config import TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.train.data.archive import Tokens
+from cpuft.train.data.order import Indices
+from cpuft.train.data.relevance import LEAST_RELEVANT
+from cpuft.train.embedding_form import read_settings
+from cpuft.train.model import find_model, load_config
+from cpuft.train.objective.base import Batch, Objective, Predictions
+
+ACTIVATIONS = {"sigmoid": "torch.nn.modules.activation.Sigmoid", "identity": "torch.nn.modules.linear.Identity"}
+"""Functions that make a score of the output of a reranker, by the names that sentence-transformers stores."""
+
+
+def read_activation(config: TrainConfig) -> str:
+    """Return one of ACTIVATIONS: what makes a score of the output of the reranker that these options train.
+
+    It is what sentence-transformers has stored with the model, else sigmoid, for scores from 0 to 1.
+
+    Raises CpuftError: the model cannot be found or read, or stores another function.
+    """
+    if config.from_config:
+        return "sigmoid"
+    settings = load_config(config, {})
+    own = getattr(settings, "sentence_transformers", None)
+    stored = (
+        (read_settings(find_model(config.model)) or {}).get("activation_fn")
+        or (own.get("activation_fn") if isinstance(own, dict) else None)
+        or getattr(settings, "sbert_ce_default_activation_function", None)
+        or ACTIVATIONS["sigmoid"]
+    )
+    for name in ACTIVATIONS:
+        if str(stored).rpartition(".")[2].lower() == name:
+            return name
+    raise CpuftError(
+        f"the reranker {config.model} makes scores by {stored!s:.80} (activation_fn), which cpuft does not compute: "
+        f"set activation_fn there to {' or '.join(ACTIVATIONS.values())}"
+    )
+
+
+@dataclass(frozen=True)
+class Relevance(Objective):
+    """A score for each query and document, by the binary cross entropy of one output, as BinaryCrossEntropyLoss.
+
+    Labels are from 0 to 1. Those of validation examples are pairs of a score and the number of the query.
+    """
+
+    activation: str = "sigmoid"
+    """One of ACTIVATIONS, which makes a score of the output."""
+    max_length: int = 0
+    """Number of tokens at which the saved model cuts a query and a document; 0: what the tokenizer says."""
+
+    model_class, label_type = "AutoModelForSequenceClassification", torch.float32
+
+    def head_settings(self) -> dict[str, Any]:
+        """Return the settings of a head with one output."""
+        return {"num_labels": 1, "problem_type": None}
+
+    def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        """Run a forward pass; return the binary cross entropy of each example, fp32, shape (examples,)."""
+        outputs = model(**batch.inputs).logits[:, 0].float()
+        return torch.nn.functional.binary_cross_entropy_with_logits(outputs, batch.labels, reduction="none")
+
+    def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
+        """Return the scores of the examples with these numbers, fp32, shape (examples,)."""
+        return torch.from_numpy(tokens.labels.reshape(len(tokens), -1)[examples, 0]).to(self.label_type)
+
+    def outputs(self, model: torch.nn.Module, batch: Batch) -> Predictions:
+        """Run a forward pass; return the scores as `CrossEncoder.predict` does, fp32, shape (examples, 1)."""
+        outputs = model(**batch.inputs).logits.float()
+        scores: Predictions = (outputs.sigmoid() if self.activation == "sigmoid" else outputs).numpy()
+        return scores
+
+    def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
+        """Return each of `metrics` by name: whether relevant documents are before others of the same query.
+
+        Parameters
+        ----------
+        predictions: scores, shape (examples, 1).
+        tokens: the split, whose labels are pairs of a score and the number of the query.
+        """
+        return compute_reranking_metrics(
+            self.metrics, predictions[:, 0], tokens.labels[:, 0] >= LEAST_RELEVANT, tokens.labels[:, 1].astype(np.int64)
+        )
+
+    def finish_folder(self, folder: Path, model: Any) -> None:
+        """Write into the saved model's settings how its scores are made, and the length at which it cuts texts.
+
+        So `CrossEncoder(folder)` of sentence-transformers computes the same scores as `cpuft predict`.
+        """
+        changes: dict[str, dict[str, Any]] = {
+            "config.json": {"sentence_transformers": {"activation_fn": ACTIVATIONS[self.activation]}}
+        }
+        if self.max_length:
+            changes["tokenizer_config.json"] = {"model_max_length": self.max_length}
+        for name, values in changes.items():
+            path = folder / name
+            settings = json.loads(path.read_text(encoding="utf-8"))
+            path.write_text(json.dumps({**settings, **values}, indent=2) + "\n", encoding="utf-8")
+
+
+def compute_reranking_metrics(
+    names: tuple[str, ...], scores: NDArray[np.float32], relevant: NDArray[np.bool_], queries: NDArray[np.int64]
+) -> dict[str, float]:
+    """Return metrics by name, from 0 to 1: the means over all queries of how well the documents of a query are ordered.
+
+    They equal those of sentence-transformers' CrossEncoderRerankingEvaluator, which computes them with scikit-learn. A
+    query without relevant documents counts as 0, and one whose only document is relevant as 1.
+
+    Parameters
+    ----------
+    names: ndcg@K, mrr@K, each with a number K, and map (average precision over all documents of a query).
+    scores, relevant, queries: score, relevance and number of the query of each example, shape (examples,).
+
+    Raises ValueError: a name has another form, or there are no examples.
+    """
+    # Relevant documents are first, as the evaluator lists them: of equal scores, it ranks the last one first.
+    order = np.lexsort((~relevant, queries))
+    starts = np.flatnonzero(np.diff(queries[order])) + 1
+    groups = [(relevant[group], scores[group]) for group in np.split(order, starts)]
+    return {name: float(np.mean([_measure(name, *group) for group in groups])) for name in names}
+
+
+def _measure(name: str, relevant: NDArray[np.bool_], scores: NDArray[np.float32]) -> float:
+    """Return a metric of the documents of one query."""
+    from sklearn.metrics import average_precision_score, ndcg_score
+
+    metric, _, depth = name.partition("@")
+    if metric not in ("ndcg", "mrr", "map"):
+        raise ValueError(f"{name} is no metric of rerankers")
+    if not relevant.any():
+        return 0.0
+    if metric == "map":
+        return float(average_precision_score(relevant, scores))
+    if metric == "ndcg":
+        return float(ndcg_score([relevant], [scores], k=int(depth))) if len(scores) > 1 else 1.0
+    ranking = np.argsort(scores)[::-1][: int(depth)]
+    return next((1 / rank for rank, place in enumerate(ranking, start=1) if relevant[place]), 0.0)
