@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -73,12 +74,8 @@ def add_hard_negatives(
     count = sum(len(texts) < len(names) for texts in found.values())
     if count:
         what = "their rows are left out" if every_row else "they get those that there are"
-        print(
-            f"{counted(count, 'query')[:-1]}{'y' if count == 1 else 'ies'} of {len(found):,} have fewer than "
-            f"{counted(len(names), 'hard negative')}: {what}",
-            file=sys.stderr,
-            flush=True,
-        )
+        few = f"{count:,} have fewer than {counted(len(names), 'hard negative')}"
+        print(f"of {counted_queries(len(found))}, {few}: {what}", file=sys.stderr, flush=True)
     if every_row:
         found = {asked: texts for asked, texts in found.items() if len(texts) == len(names)}
     return replace(
@@ -110,44 +107,43 @@ def _mine(
     pairs: Sequence[tuple[str, str]], corpus: Sequence[str], config: TrainConfig, source: str
 ) -> dict[str, list[str]]:
     """Return the negatives of each query, the most similar ones first; from the cache if they are there."""
-    from cpuft.train.mine import MiningRules, make_mining_task, mine_negatives  # imports torch
-
     model = find_mining_model(config)
-    task = make_mining_task([asked for asked, _ in pairs], [text for _, text in pairs], corpus)
-    most = max(len(task.documents) - len(own) for own in task.positives)
-    if most < config.hard_negatives:
+    pooling = "" if config.mining_model or config.pooling == "auto" else config.pooling
+    queries, count = list(dict.fromkeys(asked for asked, _ in pairs)), config.hard_negatives
+    documents = list(dict.fromkeys([*corpus, *(text for _, text in pairs)]))
+    own = Counter(asked for asked, _ in set(pairs))
+    if len(documents) - min(own.values()) < count:
         raise CpuftError(
-            f"{source} has {counted(len(task.documents), 'different document')}, too few for --hard-negatives "
-            f"{config.hard_negatives}: give more rows, or a smaller number"
+            f"{source} has {counted(len(documents), 'different document')}, too few for --hard-negatives {count}: give "
+            f"more rows, or a smaller number"
         )
-    rules = MiningRules(relative_margin=RELATIVE_MARGIN)
-    key = _digest(model, (pairs, corpus, config.hard_negatives, repr(rules)))
+    key = _digest(model, (pairs, corpus, count, RELATIVE_MARGIN, pooling))
     path = cache_folder(os.environ) / f"negatives-{key}.npy"
-    numbers = _open_cached(path, (len(task.anchors), config.hard_negatives), len(task.documents))
+    numbers = _open_cached(path, (len(queries), count), len(documents))
     if numbers is None:
         from cpuft.train.embedding import Embedder
+        from cpuft.train.mine import MiningRules, mine_negatives  # imports torch
 
-        print(
-            f"finding hard negatives for {len(task.anchors):,} queries among {len(task.documents):,} documents with "
-            f"{config.mining_model or config.model}",
-            file=sys.stderr,
-            flush=True,
-        )
-        embedder = Embedder(model, pooling="" if config.mining_model or config.pooling == "auto" else config.pooling)
-        query_prompt, document_prompt = embedder.form.query_prompt, embedder.form.document_prompt
-        numbers = mine_negatives(
-            partial(embedder.embed, prompt=query_prompt),
-            partial(embedder.embed, prompt=document_prompt),
-            task,
-            config.hard_negatives,
-            rules,
-        ).numbers
+        name = config.mining_model or config.model
+        where = f"{counted_queries(len(queries))} among {counted(len(documents), 'document')}"
+        print(f"finding hard negatives for {where} with {name}", file=sys.stderr, flush=True)
+        embedder = Embedder(model, pooling=pooling)
+        asked, positives = zip(*pairs)
+        found = mine_negatives(embedder, asked, positives, corpus, count, MiningRules(relative_margin=RELATIVE_MARGIN))
+        places = {text: number for number, text in enumerate(documents)}
+        numbers = np.full((len(queries), count), -1, np.int64)
+        for row, query in zip(numbers, queries):
+            row[: len(found[query])] = [places[text] for text in found[query]]
         with explain_cache_failures(path.parent), write_atomically(path) as beside, beside.open("wb") as file:
             np.save(file, numbers)
     return {
-        asked: [task.documents[number] for number in row if number >= 0]
-        for asked, row in zip(task.anchors, numbers.tolist())
+        query: [documents[number] for number in row if number >= 0] for query, row in zip(queries, numbers.tolist())
     }
+
+
+def counted_queries(number: int) -> str:
+    """Return a number with its noun: `1 query`, `2 queries`."""
+    return f"{number:,} {'query' if number == 1 else 'queries'}"
 
 
 def find_mining_model(config: TrainConfig) -> str:

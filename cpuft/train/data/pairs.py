@@ -15,6 +15,7 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import Task
 from cpuft.train.data.archive import EMPTY
+from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives
 from cpuft.train.data.retrieval import RetrievalSet, make_retrieval_set, read_beir
 from cpuft.train.data.sources import Examples, FileExamples, TaskData, scan_rows
 from cpuft.train.data.tables import Row, Rows, Table, find_column, read_tables, split_table
@@ -29,8 +30,6 @@ _USUAL_PAIRS = (
     ("sentence1", "sentence2"),
     ("text1", "text2"),
 )
-_NEGATIVE = "negative"
-"""How the names of the columns of negatives begin."""
 _USUAL_SCORES = ("score", "similarity", "label")
 _NAME_PAIRS = "name the columns of the texts with --text-columns, for example --text-columns question,answer"
 
@@ -65,6 +64,11 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
     form = choose_form(config)
     train = read_tables(config.train_file, "--train-file")
     task = replace(task, texts=choose_pair_columns(train, config.text_columns, task.kind == "pairs"))
+    if config.hard_negatives and len(task.texts) > 2:
+        raise CpuftError(
+            f"--hard-negatives finds negatives for rows without any, and {train.source} has some ({task.texts[2]}): "
+            f"leave --hard-negatives out, or name two columns with --text-columns"
+        )
     if task.kind == "similarity":
         task = replace(task, label=_choose_score_column(train, config.label_column))
     is_folder = task.kind == "pairs" and is_beir_folder(config.validation_file)
@@ -74,10 +78,15 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
         validation = read_tables(config.validation_file, "--validation-file", "validation")
     else:
         train, validation = split_table(train, config.validation_split)
-    prompts = dict.fromkeys(task.texts, form.document_prompt) | {task.texts[0]: form.query_prompt}
+    learned = task
+    if config.hard_negatives:
+        _check_columns(train, task)
+        train = add_hard_negatives(train, *task.texts[:2], config, every_row=True)
+        learned = replace(task, texts=(*task.texts, *name_negatives(config.hard_negatives)))
+    prompts = dict.fromkeys(learned.texts, form.document_prompt) | {task.texts[0]: form.query_prompt}
     found = [
-        _check(add_prompts(table, prompts if task.kind == "pairs" else {}), task)
-        for table in (train, validation)
+        _check(add_prompts(table, prompts if task.kind == "pairs" else {}), its_task)
+        for table, its_task in ((train, learned), (validation, task))
         if table
     ]
     if task.kind == "similarity":
@@ -88,7 +97,7 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
         if is_folder
         else make_retrieval_set(found[1].load().texts)
     )
-    return TaskData(task, found[0], {"": make_retrieval_examples(retrieval, form if is_folder else EmbeddingForm())})
+    return TaskData(learned, found[0], {"": make_retrieval_examples(retrieval, form if is_folder else EmbeddingForm())})
 
 
 def is_beir_folder(path: str) -> bool:
@@ -96,9 +105,13 @@ def is_beir_folder(path: str) -> bool:
     return any(Path(path, name).exists() for name in ("corpus.jsonl", "corpus.jsonl.gz", "queries.jsonl", "qrels"))
 
 
-def _check(table: Table, task: Task) -> FileExamples:
+def _check_columns(table: Table, task: Task) -> None:
     for name in (*task.texts, *([task.label] if task.label else [])):
         find_column(table.columns, name, table.source, _NAME_PAIRS)
+
+
+def _check(table: Table, task: Task) -> FileExamples:
+    _check_columns(table, task)
     scan = scan_rows(table, task)
     return FileExamples(table, task, scan.count, scan.checksum)
 
@@ -121,7 +134,7 @@ def choose_pair_columns(table: Table, wanted: str, has_negatives: bool) -> tuple
         return names
     for names in _USUAL_PAIRS:
         if set(names) <= set(table.columns):
-            others = [name for name in table.columns if name.startswith(_NEGATIVE)] if has_negatives else []
+            others = [name for name in table.columns if name.startswith(NEGATIVE)] if has_negatives else []
             return (*names, *others)
     raise CpuftError(
         f"{table.source} has no columns anchor and positive, nor another usual pair (it has "
