@@ -98,5 +98,5 @@ def learn(config: TrainConfig, precision: str, run: Path) -> tuple[list[StepLine
     with Writer(str(run)) as writer:
         writer.write(header)
         writer.write(evaluation)
-    save_model(loop.model, config.model, str(run))
+    save_model(loop.model, config.model, str(run), finish=objective.finish_folder)
     return steps, evaluation

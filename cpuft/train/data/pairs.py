@@ -81,7 +81,7 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
     learned = task
     if config.hard_negatives:
         _check_columns(train, task)
-        train = add_hard_negatives(train, *task.texts[:2], config, every_row=True)
+        train = add_hard_negatives(train, task.texts[0], task.texts[1], config, every_row=True)
         learned = replace(task, texts=(*task.texts, *name_negatives(config.hard_negatives)))
     prompts = dict.fromkeys(learned.texts, form.document_prompt) | {task.texts[0]: form.query_prompt}
     found = [
