@@ -181,6 +181,7 @@ TESTED_ELSEWHERE = {
     "report/tables.py": "report/test_comparison.py",
     "schedulers/base.py": "schedulers/test_submit.py",
     "tasks.py": "train/data/test_sources.py",
+    "train/data/hard_negatives.py": "train/data/test_relevance.py",
     "train/data/tables.py": "train/data/test_sources.py",
     "train/engines/deepspeed.py": "train/test_engines.py",
     "train/engines/ipex.py": "train/test_engines.py",

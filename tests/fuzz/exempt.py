@@ -2,6 +2,7 @@
 
 EXEMPT = {
     "parse_value": "parse_arguments, of each option",
+    "read_activation": "transformers reads it, and read_settings",
     "read_aliases": "a file of the package",
     "read_doctor_links": "parse_json and load, of the doctor's output",
     "read_earlier_measurements": "what cpuft launch has written",
@@ -63,6 +64,7 @@ EXEMPT = {
     "read_user_files": "read_data",
     "read_entry_if_exists": "read_entry",
     "read_splits": "read_data, of GLUE's",
+    "read_task_data": "read_data, read_pairs and read_relevance",
     "read_tables": "read_table, of each file",
     "read_text": "a text, whatever it holds",
 }

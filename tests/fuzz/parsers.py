@@ -64,10 +64,12 @@ from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.relevance import read_documents_to_predict, read_relevance
 from cpuft.train.data.retrieval import read_beir
 from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict
 from cpuft.train.data.tables import parse_hub_name, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
+from cpuft.train.embedding_form import read_settings
 from cpuft.train.predict import read_finished_run
 from tests.conftest import make_facts
 from tests.fuzz import values
@@ -95,6 +97,12 @@ _JSON_ROWS = [
     '{"sentence1": "a", "sentence2": "b", "label": 0.5}\n',
     '{"text": "a", "label": ["x", "y"]}\n{"text": "b", "label": []}\n',
     '{"tokens": ["a", "b"], "tags": ["B-X", "O"]}\n{"tokens": ["c"], "tags": ["O"]}\n',
+]
+_RELEVANCE = ["query,document,label\na,x,1\na,y,0\nb,y,0.5\n", "query,passage\na,x\na,y\n"]
+_JSON_RELEVANCE = [
+    '{"anchor": "a", "positive": "x", "negative_1": "y", "negative_2": ""}\n{"anchor": "b", "positive": "y"}\n',
+    '{"query": "a", "positive": ["x"], "negative": ["y", "z"]}\n',
+    '{"query": "a", "document": "x", "label": true}\n{"query": "a", "document": "y", "label": 0}\n',
 ]
 _BEIR = {
     "corpus.jsonl": '{"_id": "d1", "title": "a", "text": "b"}\n{"_id": "d2", "text": "c"}\n',
@@ -142,6 +150,16 @@ def _read_asked(path: Path) -> object:
         with suppress(CpuftError):
             read_file_to_predict(task, PredictConfig(file=str(path)), TrainConfig())
     return read_file_to_predict(TASKS["mrpc"], PredictConfig(file=str(path)), TrainConfig())
+
+
+def _read_relevance(path: Path) -> object:
+    """The text as rows for rerankers, for training and validation, and to predict."""
+    config = TrainConfig(task="rerank", train_file=str(path), validation_file=str(path))
+    with suppress(CpuftError):
+        read_relevance(TASKS["rerank"], config)
+    with suppress(CpuftError):
+        read_relevance(TASKS["rerank"], replace(config, validation_file=""))
+    return read_documents_to_predict(TASKS["rerank"], PredictConfig(file=str(path)), config)
 
 
 def _read_trained(path: Path) -> object:
@@ -388,6 +406,13 @@ PARSERS: dict[str, Parser] = {
     "read_beir of a corpus": Parser(_read_beir("corpus.jsonl"), values.damaged([_BEIR["corpus.jsonl"]])),
     "read_beir of queries": Parser(_read_beir("queries.jsonl"), values.damaged([_BEIR["queries.jsonl"]])),
     "read_beir of judgements": Parser(_read_beir("qrels/test.tsv"), values.damaged([_BEIR["qrels/test.tsv"]])),
+    "read_relevance": Parser(_from_file("rows.csv", _read_relevance), values.damaged(_RELEVANCE)),
+    "read_relevance of JSON": Parser(_from_file("rows.jsonl", _read_relevance), values.damaged(_JSON_RELEVANCE)),
+    "read_documents_to_predict": Parser(_from_file("rows.csv", _read_relevance), values.damaged(_RELEVANCE)),
+    "read_settings": Parser(
+        _from_file("m/config_sentence_transformers.json", lambda path: read_settings(str(path.parent))),
+        values.damaged_json({"activation_fn": "torch.nn.modules.activation.Sigmoid"}),
+    ),
     "read_data": Parser(_from_file("rows.csv", _read_files), _ROWS),
     "read_data of JSON": Parser(_from_file("rows.jsonl", _read_files), _ROWS),
     "read_data of tabs": Parser(_from_file("rows.tsv", _read_files), _ROWS),
