@@ -185,7 +185,8 @@ def test_no_file_too_few_queries_and_options_that_do_not_fit(tmp_path: Path, own
     config = make_config(tmp_path, class_weights="balanced")
     with pytest.raises(CpuftError, match="--class-weights is for tasks with one class per example or per word"):
         check_recipe(config, read_prepared(str(prepare(config))))
-    for options in ({"pooling": "cls"}, {"label_type": "number"}, {"mining_model": "minilm"}):
+    unfit: list[dict[str, Any]] = [{"pooling": "cls"}, {"label_type": "number"}, {"mining_model": "minilm"}]
+    for options in unfit:
         with pytest.raises(CpuftError, match=r"leave .*out"):
             refuse_conflicts(TrainConfig(task="rerank", **options))
     with pytest.raises(CpuftError, match="--hard-negatives is for --task pairs and rerank only: leave it out"):
