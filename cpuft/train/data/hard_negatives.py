@@ -42,7 +42,12 @@ def name_negatives(count: int) -> tuple[str, ...]:
 
 
 def add_hard_negatives(
-    table: Table, query: str, document: str, config: TrainConfig, others: Sequence[Table] = (), every_row: bool = False
+    table: Table,
+    query: str,
+    document: str,
+    config: TrainConfig,
+    others: Sequence[tuple[Table, str]] = (),
+    every_row: bool = False,
 ) -> Table:
     """Return the table with columns of --hard-negatives negatives for each query, which --mining-model has found.
 
@@ -53,7 +58,7 @@ def add_hard_negatives(
     Parameters
     ----------
     query, document: names of the columns of queries and of relevant documents; a cell may be a list of documents.
-    others: more tables with a column `document`, whose documents may be negatives, too.
+    others: more tables whose documents may be negatives, too, each with the name of the column of these documents.
     every_row: whether each row has the negatives, and rows whose query has fewer of them are left out. Otherwise only
         the first row of each query has negatives, perhaps fewer, and the cells that are left are empty.
 
@@ -66,7 +71,7 @@ def add_hard_negatives(
         if isinstance(asked := row.get(query, ""), str) and asked.strip()
         for text in split_cell(row.get(document, ""))
     ]
-    corpus = [text for other in others for _, row in other.rows for text in split_cell(row.get(document, ""))]
+    corpus = [text for other, name in others for _, row in other.rows for text in split_cell(row.get(name, ""))]
     if not pairs:
         raise CpuftError(f"{table.source} has no rows with {query!r} and {document!r}: give rows of both")
     found = _mine(pairs, corpus, config, table.source)

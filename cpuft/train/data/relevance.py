@@ -58,9 +58,10 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
     """Read --train-file and --validation-file for a task of the kind relevance.
 
     Rows have a query, a document and a label or score from 0 to 1; or a query, a relevant document and irrelevant ones,
-    each of which becomes an example. With --hard-negatives, irrelevant documents are added to rows without any. The
-    validation split has the key `""`, and its labels are pairs of a score and the number of the query. Without
-    --validation-file, all rows of some queries are kept for validation.
+    each of which becomes an example. With --hard-negatives, irrelevant documents are added to rows without any. Rows
+    for validation may have the other form, and irrelevant documents of their own. The validation split has the key
+    `""`, and its labels are pairs of a score and the number of the query. Without --validation-file, all rows of some
+    queries are kept for validation.
 
     Raises CpuftError: a file is not given or not readable; a column is missing; a text is empty, or a score is not from
     0 to 1 (the message names the line); all training examples have the same label; or no query for validation has both
@@ -75,26 +76,34 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
     columns = choose_columns(train, config.text_columns, config.label_column)
     if config.validation_file:
         validation = read_tables(config.validation_file, "--validation-file", "validation")
+        others = choose_columns(validation, config.text_columns, config.label_column)
     else:
         train, validation = split_table(train, config.validation_split, (columns.query,))
-    tables = [train, validation]
-    for table in tables:
-        for name in filter(None, (columns.query, columns.document, *columns.negatives, columns.label)):
-            find_column(table.columns, name, table.source, _NAME_COLUMNS)
+        others = columns
     if config.hard_negatives:
-        tables, columns = _mine(tables, columns, config)
-    elif not columns.label and not columns.negatives:
-        raise CpuftError(
-            f"{train.source} has neither a column of labels nor columns of irrelevant documents, whose names begin "
-            f"with {NEGATIVE}: name them with --label-column or --text-columns, or find irrelevant documents with "
-            f"--hard-negatives 5"
-        )
-    made, task = [list_examples(table, columns) for table in tables], _complete(task, columns)
-    scan = scan_rows(made[0], task)
-    _refuse_equal_scores(made[0], task, train.source)
-    examples = keep_first(make_examples(check_rows(made[1], task), task))
+        if found := _find_irrelevant(train, columns):
+            raise CpuftError(
+                f"--hard-negatives finds irrelevant documents for rows without any, and {train.source} has some "
+                f"({found}): leave --hard-negatives out, or give rows of queries and relevant documents only"
+            )
+        if not _find_irrelevant(validation, others):
+            corpus = ((train, columns.document),)
+            validation, others = _mine(validation, others, config, corpus)
+        train, columns = _mine(train, columns, config)
+    for table, its in ((train, columns), (validation, others)):
+        if not its.label and not its.negatives:
+            raise CpuftError(
+                f"{table.source} has neither a column of labels nor columns of irrelevant documents, whose names begin "
+                f"with {NEGATIVE}: name them with --label-column or --text-columns, or find irrelevant documents with "
+                f"--hard-negatives 5"
+            )
+    made, learned = list_examples(train, columns), _complete(task, columns)
+    scan = scan_rows(made, learned)
+    _refuse_equal_scores(made, learned, train.source)
+    validated = _complete(task, others)
+    examples = keep_first(make_examples(check_rows(list_examples(validation, others), validated), validated))
     _refuse_unordered(examples, validation.source)
-    return TaskData(task, FileExamples(made[0], task, scan.count, scan.checksum), {"": number_queries(examples)})
+    return TaskData(learned, FileExamples(made, learned, scan.count, scan.checksum), {"": number_queries(examples)})
 
 
 def choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
@@ -188,29 +197,21 @@ def _check_score(cell: Cell, where: str) -> str:
     return text
 
 
-def _mine(
-    tables: Sequence[Table], columns: RelevanceColumns, config: TrainConfig
-) -> tuple[list[Table], RelevanceColumns]:
-    """Return the tables with columns of mined negatives, and the columns.
+def _find_irrelevant(table: Table, columns: RelevanceColumns) -> str:
+    """Return where a table has irrelevant documents: the name of a column, or a line; empty if it has none."""
+    if columns.negatives:
+        return columns.negatives[0]
+    if not columns.label:
+        return ""
+    rows = list_examples(table, columns).rows
+    return next((where for where, row in rows if _is_below(str(row[columns.label]), LEAST_RELEVANT)), "")
 
-    Raises CpuftError: the tables have irrelevant documents already.
-    """
-    train = tables[0]
-    has_others = columns.negatives
-    if columns.label:
-        examples = list_examples(train, columns)
-        has_others = tuple(where for where, row in examples.rows if _is_below(str(row[columns.label]), LEAST_RELEVANT))[
-            :1
-        ]
-    if has_others:
-        raise CpuftError(
-            f"--hard-negatives finds irrelevant documents for rows without any, and {train.source} has some "
-            f"({has_others[0]}): leave --hard-negatives out, or give rows of queries and relevant documents only"
-        )
-    found = [
-        add_hard_negatives(table, columns.query, columns.document, config, others)
-        for table, others in zip(tables, ((), tables[:1]))
-    ]
+
+def _mine(
+    table: Table, columns: RelevanceColumns, config: TrainConfig, others: Sequence[tuple[Table, str]] = ()
+) -> tuple[Table, RelevanceColumns]:
+    """Return a table of queries and relevant documents with columns of mined negatives, and the columns."""
+    found = add_hard_negatives(table, columns.query, columns.document, config, others)
     return found, replace(columns, negatives=name_negatives(config.hard_negatives), label="")
 
 

@@ -100,6 +100,18 @@ def test_rows_with_irrelevant_documents(rows: list[dict[str, Any]], options: dic
     assert data.task.label == "relevant"
 
 
+def test_rows_for_validation_may_have_the_other_form(tmp_path: Path) -> None:
+    train = write_rows(tmp_path / "train.jsonl", [{"anchor": "a", "positive": "x", "negative": "y"}])
+    validation = write_csv(tmp_path / "validation.csv", ("query", "passage", "score"), list(LABELLED))
+    data = read_relevance(TASK, TrainConfig(task="rerank", train_file=train, validation_file=validation))
+    assert list_train(data) == [("a", "x", "1"), ("a", "y", "0")]
+    assert data.task.texts == ("anchor", "positive, negative")
+    assert data.validation[""].load().labels == [(1.0, 0.0), (0.0, 0.0), (0.5, 1.0)]
+    bare = write_csv(tmp_path / "bare.csv", ("query", "passage"), [("a", "x")])
+    with pytest.raises(CpuftError, match=r"bare.csv has neither a column of labels nor columns of irrelevant"):
+        read_relevance(TASK, TrainConfig(task="rerank", train_file=train, validation_file=bare))
+
+
 def test_a_document_is_validated_once_and_as_relevant_if_it_is_that_in_one_row(tmp_path: Path) -> None:
     rows = [
         {"query": "a", "positive": "x", "negative": "y"},
@@ -273,6 +285,14 @@ def test_irrelevant_documents_are_found_once_for_each_query_and_kept(
         path.write_bytes(path.read_bytes()[:-8])
     with pytest.raises(AssertionError, match="in the cache"):
         read_relevance(TASK, mined(tmp_path))
+
+
+def test_irrelevant_documents_for_validation_may_be_there_already(tmp_path: Path, plain: None) -> None:
+    rows = [("a", "x", "1"), ("a", "y", "0")]
+    validation = write_csv(tmp_path / "validation.csv", ("query", "document", "label"), list(rows))
+    data = read_relevance(TASK, mined(tmp_path, validation_file=validation))
+    assert data.validation[""].load().texts == [("a", "x"), ("a", "y")]
+    assert len(data.train) == 7 + 2 * len(ANIMALS)
 
 
 def test_pairs_get_the_same_number_of_negatives_in_each_row(tmp_path: Path, plain: None) -> None:

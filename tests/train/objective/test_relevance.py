@@ -210,6 +210,7 @@ def test_the_loss_curve_is_that_of_sentence_transformers_trainer(tmp_path: Path)
     from datasets import Dataset
     from sentence_transformers import CrossEncoder, CrossEncoderTrainer, CrossEncoderTrainingArguments
     from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+    from torch.utils.data import BatchSampler, SequentialSampler
 
     theirs: list[float] = []
     rows = [(query, document, str((number % 5) / 4)) for number, (query, document, _) in enumerate(list_rows(24, 0))]
@@ -238,7 +239,7 @@ def test_the_loss_curve_is_that_of_sentence_transformers_trainer(tmp_path: Path)
         max_steps=20,
         learning_rate=5e-5,
         weight_decay=0.0,
-        train_sampling_strategy="sequential",
+        batch_sampler=lambda data, batch_size, **_: BatchSampler(SequentialSampler(data), batch_size, False),
         use_cpu=True,
         report_to=[],
         disable_tqdm=True,
