@@ -159,7 +159,10 @@ def find_mining_model(config: TrainConfig) -> str:
     if config.mining_model:
         name = Path(config.mining_model, "model")
         # The folder of a run holds its model.
-        return find_model(str(name) if (name / "config.json").exists() else config.mining_model)
+        try:
+            return find_model(str(name) if (name / "config.json").exists() else config.mining_model)
+        except CpuftError as error:
+            raise CpuftError(str(error).replace("--model", "--mining-model")) from None
     model = "" if config.from_config else find_model(config.model)
     if not model or not has_form(model):
         raise CpuftError(

@@ -86,10 +86,10 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
                 f"--hard-negatives finds irrelevant documents for rows without any, and {train.source} has some "
                 f"({found}): leave --hard-negatives out, or give rows of queries and relevant documents only"
             )
-        if not _find_irrelevant(validation, others):
-            corpus = ((train, columns.document),)
-            validation, others = _mine(validation, others, config, corpus)
+        corpus = ((train, columns.document),)
         train, columns = _mine(train, columns, config)
+        if not _find_irrelevant(validation, others):
+            validation, others = _mine(validation, others, config, corpus)
     for table, its in ((train, columns), (validation, others)):
         if not its.label and not its.negatives:
             raise CpuftError(

@@ -303,12 +303,12 @@ def test_pairs_get_the_same_number_of_negatives_in_each_row(tmp_path: Path, plai
     assert {len(texts) for texts in rows.values()} == {4}
 
 
-def test_what_finds_no_negatives(tmp_path: Path, own_cache: None) -> None:
+def test_what_finds_no_negatives(tmp_path: Path, plain: None) -> None:
     with pytest.raises(CpuftError, match=r"animals.csv has 7 different documents, too few for --hard-negatives 7"):
         read_relevance(TASK, mined(tmp_path, hard_negatives=7))
     with pytest.raises(CpuftError, match=r"needs an embedding model, and bert-base is none .*--mining-model minilm"):
         read_relevance(TASK, mined(tmp_path, from_config="bert-base"))
-    with pytest.raises(CpuftError, match=r"there is no folder ./nowhere"):
+    with pytest.raises(CpuftError, match=r"there is no folder ./nowhere: give --mining-model a"):
         read_relevance(TASK, mined(tmp_path, mining_model="./nowhere"))
     empty = write_csv(tmp_path / "empty.csv", ("question", "answer"), [("", "")])
     with pytest.raises(CpuftError, match="has no rows with 'question' and 'answer': give rows of both"):
