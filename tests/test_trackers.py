@@ -8,6 +8,8 @@ import threading
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -121,6 +123,17 @@ def test_mlflow_needs_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     check_trackers("mlflow", {"MLFLOW_TRACKING_URI": "http://server"})
     with pytest.raises(CpuftError, match="set MLFLOW_TRACKING_URI, for example to"):
         check_trackers("mlflow", {})
+
+
+def test_mlflow_gets_names_that_it_accepts(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[tuple[str, float]] = []
+    entities = SimpleNamespace(Metric=lambda name, value, *_: sent.append((name, value)))
+    monkeypatch.setitem(sys.modules, "mlflow", SimpleNamespace(entities=entities))
+    monkeypatch.setitem(sys.modules, "mlflow.entities", entities)
+    tracker: Any = object.__new__(TRACKERS["mlflow"])
+    tracker._client, tracker._run = SimpleNamespace(log_batch=lambda *_: None), "r"
+    tracker.log(3, {"eval/ndcg@10": 0.5, "eval/map": 0.25})
+    assert sent == [("eval/ndcg_at_10", 0.5), ("eval/map", 0.25)]
 
 
 def test_a_tracker_that_fails_is_one_message(listening: type[Listening], tmp_path: Path) -> None:
