@@ -114,7 +114,8 @@ def test_runs_have_the_names_that_runs_get(monkeypatch: pytest.MonkeyPatch, tmp_
 
 
 def test_the_script_in_it_trains(tmp_path: Path) -> None:
-    (script,) = re.findall(r"^```python\n(.*?init_process_group.*?)^```", EVERYTHING, re.DOTALL | re.M)
+    blocks = re.findall(r"^```python\n(.*?)^```", EVERYTHING, re.DOTALL | re.M)
+    (script,) = (block for block in blocks if "init_process_group" in block)
     (tmp_path / "train.py").write_text(script, encoding="utf-8")
     done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", "train.py", "--lr", "1e-4")
     assert done.returncode == 0, done.stderr
