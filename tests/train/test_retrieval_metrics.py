@@ -84,7 +84,7 @@ def judge(generator: np.random.Generator, queries: int, documents: int, count: i
     return np.stack([places // documents, places % documents, scores], axis=1).astype(np.int32)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     seed=st.integers(0, 2**32 - 1),
     queries=st.integers(1, 40),

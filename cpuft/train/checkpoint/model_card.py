@@ -22,6 +22,7 @@ _LEFT_OUT = (
     "data_dir",
     "train_file",
     "validation_file",
+    "mining_model",
     "report_to",
     "save_model",
     "checkpoint_every",

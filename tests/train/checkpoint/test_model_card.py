@@ -41,6 +41,16 @@ def test_names_of_hosts_and_local_paths_stay_at_home() -> None:
     assert "base_model" not in text
 
 
+@pytest.mark.parametrize(("task", "pipeline"), [("rerank", "text-ranking"), ("pairs", "sentence-similarity")])
+def test_a_card_says_which_library_loads_the_model_and_for_what(task: str, pipeline: str) -> None:
+    options = vars(TrainConfig(task=task, hard_negatives=3, mining_model="/home/me/model"))
+    text = card(task=task, options=options)
+    front = yaml.safe_load(text.split("---\n", 2)[1])
+    assert (front["library_name"], front["pipeline_tag"]) == ("sentence-transformers", pipeline)
+    assert "| --hard-negatives | 3 |" in text
+    assert "/home/me" not in text
+
+
 def test_a_name_with_a_line_break_ends_neither_the_header_nor_a_row() -> None:
     text = card(model="a\n---\nb", versions={"x|y": "1\n2"})
     assert yaml.safe_load(text.split("---\n", 2)[1])["library_name"] == "transformers"

@@ -117,7 +117,7 @@ def test_a_document_is_validated_once_and_as_relevant_if_it_is_that_in_one_row(t
         {"query": "a", "positive": "x", "negative": "y"},
         {"query": "b", "positive": "y", "negative": "x"},
         {"query": "a", "positive": "z", "negative": "x"},
-        {"query": "a", "positive": "x", "negative": "y"},
+        {"query": "b", "positive": "y", "negative": "x"},
     ]
     found = read(tmp_path, rows).validation[""].load()
     assert found.texts == [("a", "x"), ("a", "y"), ("b", "y"), ("b", "x"), ("a", "z")]
