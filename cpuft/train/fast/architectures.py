@@ -69,6 +69,9 @@ class LayerParts:
     """Whether products have 8-bit operands while the layer is in training."""
     recomputes: bool = False
     """Whether backward recomputes attention scores and what lies between the products (gradient checkpointing)."""
+    has_position_bias: bool = False
+    """Whether the encoder passes a position bias to the layer as its third argument, and the layer returns a tuple, which
+    begins with its output."""
 
     @property
     def linears(self) -> list[Any]:
@@ -119,6 +122,53 @@ def _read_distilbert_layer(layer: Any, is_last: bool) -> LayerParts:
     )
 
 
+def _read_mpnet_layer(layer: Any, is_last: bool) -> LayerParts:
+    attention, output = layer.attention.attn, layer.output
+    size = attention.attention_head_size
+    return LayerParts(
+        heads=Heads(attention.num_attention_heads, size, size**-0.5),
+        attention_module=attention,
+        query=attention.q,
+        key=attention.k,
+        value=attention.v,
+        attention_dropout=attention.dropout,
+        attention_output=attention.o,
+        attention_output_dropout=layer.attention.dropout,
+        attention_norm=layer.attention.LayerNorm,
+        inner=layer.intermediate.dense,
+        activation=layer.intermediate.intermediate_act_fn,
+        outer=output.dense,
+        outer_dropout=output.dropout,
+        outer_norm=output.LayerNorm,
+        is_last=is_last,
+        has_position_bias=True,
+    )
+
+
+def _make_mpnet_bias(encoder: Any, length: int) -> Tensor:
+    import torch  # not above, because of data preparation
+
+    buckets = encoder.relative_position_bucket(torch.arange(1 - length, length))
+    bias: Tensor = encoder.relative_attention_bias(buckets)
+    return bias.T.float().contiguous()
+
+
+@dataclass(frozen=True)
+class PositionBias:
+    """The relative position bias of an encoder: what all its layers add to the attention scores.
+
+    It depends on the head and on the distance from the query to the key, and on nothing else.
+    """
+
+    method: str
+    """Name of the encoder's method that returns the bias for all pairs of positions, (batch, heads, length, length). Its
+    result is passed to the layers. Where the fast layers run, the method is not called."""
+    by_distance: Callable[[Any, int], Tensor]
+    """Return the bias of each distance, given the encoder and the length of the examples: (heads, 2 * length - 1), fp32,
+    contiguous. Column key - query + length - 1 is for a key and a query at these positions. Gradients flow to the
+    encoder's parameters."""
+
+
 @dataclass(frozen=True)
 class Architecture:
     """An architecture with post-norm encoder layers like BERT's, which the fast path can replace."""
@@ -134,6 +184,8 @@ class Architecture:
     read_layer: Callable[[Any, bool], LayerParts]
     """Return the parts of a layer, given the layer and whether it is the last one. It raises AttributeError if the
     layer has other modules than a layer of `layer_class`."""
+    position_bias: PositionBias | None = None
+    """The relative position bias of its encoder; None if attention scores depend on no positions."""
 
     @property
     def first_token_head(self) -> str:
@@ -151,6 +203,14 @@ ARCHITECTURES = (
     Architecture("camembert", "CamemBERT", "Camembert", "CamembertLayer", _read_bert_layer),
     Architecture("electra", "ELECTRA", "Electra", "ElectraLayer", _read_bert_layer),
     Architecture("distilbert", "DistilBERT", "DistilBert", "TransformerBlock", _read_distilbert_layer),
+    Architecture(
+        "mpnet",
+        "MPNet",
+        "MPNet",
+        "MPNetLayer",
+        _read_mpnet_layer,
+        PositionBias("compute_position_bias", _make_mpnet_bias),
+    ),
 )
 
 SIZE_SETTINGS = {

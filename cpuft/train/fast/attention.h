@@ -30,7 +30,7 @@ template <class T> struct Rows {
 };
 
 struct Heads {
-    const float *bias;
+    const float *bias, *position_bias;
     const int64_t *query_places, *key_places;
     int64_t batch, heads, queries, keys, size, query_stride, key_stride, bias_batch, bias_head, bias_query;
     float factor;
@@ -46,6 +46,13 @@ struct Heads {
     }
     const float *bias_of(int64_t n, int64_t h, int64_t q) const {
         return bias ? bias + n * bias_batch + h * bias_head + q * bias_query : nullptr;
+    }
+    // The number of distances between the positions of an example, and the index of that between query q and key 0. From
+    // there on, the distances between this query and all keys are consecutive.
+    int64_t distances() const { return 2 * keys - 1; }
+    int64_t distance_of(int64_t q) const { return keys - 1 - q; }
+    const float *position_bias_of(int64_t h, int64_t q) const {
+        return position_bias ? position_bias + h * distances() + distance_of(q) : nullptr;
     }
     // The number of tokens of an example up to the last one that has a row.
     static int64_t count(const int64_t *places, int64_t n, int64_t length) {
@@ -117,13 +124,14 @@ void deliver(const float *from, int64_t width, Rows<T> to, int64_t first, int64_
 }
 
 // Replaces n scores in s by their exponentials, and fills the last vector with zeros. Returns the factor that makes
-// them the softmax.
-inline float exponentials(float *s, const float *bias, int64_t n, float factor) {
+// them the softmax. Either bias may be null.
+inline float exponentials(float *s, const float *bias, const float *position_bias, int64_t n, float factor) {
     vec tops = all(-INFINITY), totals{};
     for (int64_t j = 0; j < n; j += W) {
         int64_t m = lanes_of(j, n);
         vec v = read<vec>(s + j) * factor;
         if (bias) v += get(bias + j, m);
+        if (position_bias) v += get(position_bias + j, m);
         v = LANE < int32_t(m) ? v : all(-INFINITY);
         put(s + j, v, W);
         tops = v > tops ? v : tops;
@@ -148,7 +156,8 @@ void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, int64_t first, in
         float *s = desk.scores + t * length;
         T *d = desk.dropped + t * length;
         int64_t there = t < count ? used : 0;
-        float share = there ? exponentials(s, g.bias_of(n, h, first + t), used, g.factor) : 0.0f;
+        const float *bias = g.bias_of(n, h, first + t), *position_bias = g.position_bias_of(h, first + t);
+        float share = there ? exponentials(s, bias, position_bias, used, g.factor) : 0.0f;
         int64_t place = ((n * g.heads + h) * g.queries + first + t) * g.keys;
         const uint16_t *bits = there && g.threshold ? desk.lanes.fill(g.seed, place, used) : nullptr;
         for (int64_t j = 0; j < length; j += W) {
@@ -161,12 +170,13 @@ void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, int64_t first, in
 
 // q, k and v point to the first row of the first head. Rows of the context have the stride heads * size.
 template <class T>
-void attention_forward(const T *q, const T *k, const T *v, T *context, const float *bias, const int64_t *query_places,
-                       const int64_t *key_places, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
-                       int64_t size, int64_t query_stride, int64_t key_stride, int64_t bias_batch, int64_t bias_head,
-                       int64_t bias_query, float factor, uint64_t seed, uint32_t threshold, float scale, int threads) {
-    Heads g{bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride, bias_batch,
-            bias_head, bias_query, factor, seed, threshold, scale};
+void attention_forward(const T *q, const T *k, const T *v, T *context, const float *bias, const float *position_bias,
+                       const int64_t *query_places, const int64_t *key_places, int64_t batch, int64_t heads,
+                       int64_t queries, int64_t keys, int64_t size, int64_t query_stride, int64_t key_stride,
+                       int64_t bias_batch, int64_t bias_head, int64_t bias_query, float factor, uint64_t seed,
+                       uint32_t threshold, float scale, int threads) {
+    Heads g{bias, position_bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride,
+            bias_batch, bias_head, bias_query, factor, seed, threshold, scale};
     int64_t width = width_of<T>(size), across = width / IN_WORD<T>;
 #pragma omp parallel num_threads(threads)
     {
@@ -194,17 +204,24 @@ void attention_forward(const T *q, const T *k, const T *v, T *context, const flo
 
 // Computes the gradient of the unscaled scores, in `slopes`, from that of the probabilities after dropout, in `wanted`.
 // sum(probs * dprobs) = sum(dropped * ddropped), and where `dropped` is zero, the probability was dropped or is zero.
-template <class T> void slope(const Heads &g, Desk<T> &desk, int64_t length, int64_t high) {
+// Adds that of the scores to `position_grad`, the gradient of each distance's bias, unless it is null.
+template <class T>
+void slope(const Heads &g, Desk<T> &desk, int64_t first, int64_t count, int64_t used, int64_t high,
+           float *position_grad) {
+    int64_t length = length_of<T>(used);
     for (int64_t t = 0; t < high; t++) {
         const float *p = desk.scores + t * length, *w = desk.wanted + t * length;
         const T *d = desk.dropped + t * length;
         T *s = desk.slopes + t * length;
+        float *sums = position_grad && t < count ? position_grad + g.distance_of(first + t) : nullptr;
         vec totals{};
         for (int64_t j = 0; j < length; j += W) totals += get(d + j, W) * read<vec>(w + j);
         float total = sum_of(totals);
         for (int64_t j = 0; j < length; j += W) {
             vec kept = get(d + j, W) != 0.0f ? read<vec>(w + j) * g.scale : vec{};
-            put(s + j, read<vec>(p + j) * (kept - total) * g.factor, W);
+            vec grad = read<vec>(p + j) * (kept - total);
+            put(s + j, grad * g.factor, W);
+            if (sums && j < used) put(sums + j, get(sums + j, lanes_of(j, used)) + grad, lanes_of(j, used));
         }
     }
 }
@@ -219,15 +236,17 @@ void add_block(Desk<T> &desk, const T *left, const T *right, float *sums, int64_
     multiply<T>(desk.turned, tall, pairs, length, sums, length, width, length, high, true);
 }
 
-// dq, dk and dv have the layout of q, k and v; `grad`, the gradient of the context, has that of the context.
+// dq, dk and dv have the layout of q, k and v; `grad`, the gradient of the context, has that of the context. The gradient
+// of the position bias is added to `position_grad`, (batch, heads, distances), unless that is null.
 template <class T>
-void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq, T *dk, T *dv, const float *bias,
-                        const int64_t *query_places, const int64_t *key_places, int64_t batch, int64_t heads,
-                        int64_t queries, int64_t keys, int64_t size, int64_t query_stride, int64_t key_stride,
-                        int64_t bias_batch, int64_t bias_head, int64_t bias_query, float factor, uint64_t seed,
-                        uint32_t threshold, float scale, int threads) {
-    Heads g{bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride, bias_batch,
-            bias_head, bias_query, factor, seed, threshold, scale};
+void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq, T *dk, T *dv, float *position_grad,
+                        const float *bias, const float *position_bias, const int64_t *query_places,
+                        const int64_t *key_places, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
+                        int64_t size, int64_t query_stride, int64_t key_stride, int64_t bias_batch, int64_t bias_head,
+                        int64_t bias_query, float factor, uint64_t seed, uint32_t threshold, float scale,
+                        int threads) {
+    Heads g{bias, position_bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride,
+            bias_batch, bias_head, bias_query, factor, seed, threshold, scale};
     int64_t width = width_of<T>(size), across = width / IN_WORD<T>;
 #pragma omp parallel num_threads(threads)
     {
@@ -253,7 +272,8 @@ void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq
                     look(g, desk, n, h, first, count, used);
                     multiply<T>(words(desk.grads), across, desk.values, length, desk.wanted, length, high,
                                 length, width);
-                    slope(g, desk, length, high);
+                    slope(g, desk, first, count, used, high,
+                          position_grad ? position_grad + (n * heads + h) * g.distances() : nullptr);
                     add_block(desk, desk.grads, desk.dropped, desk.value_sums, width, length, high);
                     add_block(desk, desk.queries, desk.slopes, desk.key_sums, width, length, high);
                     multiply<T>(words(desk.slopes), length / IN_WORD<T>, paired, width, desk.sums, width, high, width,

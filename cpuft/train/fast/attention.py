@@ -56,17 +56,28 @@ class _Arguments:
     """All arguments of one attention but the queries, keys and values."""
 
     bias: Tensor | None
+    position_bias: Tensor | None
     heads: Heads
     mask: Mask
     keys: Grid
     queries: Grid
 
     def for_kernel(self, query: Tensor, key: Tensor) -> tuple[Any, ...]:
-        """The kernel's arguments after its arrays of tokens, of which these two give their strides."""
+        """The kernel's arguments after the position bias; the strides are those of these two arrays of tokens."""
         bias, heads, keys = self.bias, self.heads, self.keys
         sizes = (keys.batch, heads.count, self.queries.length, keys.length, heads.size)
         strides = (query.stride(0), key.stride(0), *((0, 0, 0) if bias is None else _bias_strides(bias)))
-        return bias, self.queries.rows, keys.rows, *sizes, *strides, heads.factor, *self.mask.kernel_arguments
+        places = (self.queries.rows, keys.rows)
+        return bias, self.position_bias, *places, *sizes, *strides, heads.factor, *self.mask.kernel_arguments
+
+    def blank_position_grad(self) -> Tensor:
+        """Zeros for the position bias's gradient of each example: (batch, heads, 2 * length - 1), fp32."""
+        return torch.zeros(self.keys.batch, self.heads.count, 2 * self.keys.length - 1)
+
+
+def _distance_columns(queries: int, keys: int) -> Tensor:
+    """(queries, keys) int64: the column of a position bias for each pair of a query and a key."""
+    return torch.arange(keys) - torch.arange(queries)[:, None] + keys - 1
 
 
 def _bias_strides(bias: Tensor) -> tuple[int, int, int]:
@@ -101,6 +112,8 @@ def _probabilities(q: Tensor, k: Tensor, arguments: _Arguments) -> Tensor:
     weighted = weighted * arguments.heads.factor
     if arguments.bias is not None:
         weighted += arguments.bias
+    if arguments.position_bias is not None:
+        weighted += arguments.position_bias[:, _distance_columns(*scores.shape[1:])]
     return weighted.softmax(-1).to(scores.dtype).view_as(scores)
 
 
@@ -111,14 +124,21 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments) -> Te
     return _join_heads(torch.bmm(dropped, split[2]), heads, queries)
 
 
-def _plain_backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, arguments: _Arguments) -> list[Tensor]:
+def _plain_backward(
+    q: Tensor, k: Tensor, v: Tensor, grad: Tensor, arguments: _Arguments, position_grad: Tensor | None
+) -> list[Tensor]:
+    """The gradients of q, k and v. Those of the position bias are added to `position_grad`, unless it is None."""
     heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
     q, grad = (_split_heads(x, heads, queries) for x in (q, grad))
     k, v = (_split_heads(x, heads, keys) for x in (k, v))
     probs = _probabilities(q, k, arguments)
     dprobs = masked(torch.bmm(grad, v.transpose(1, 2)), arguments.mask).float()
     total = (probs * dprobs).sum(-1, keepdim=True)
-    dscores = (probs * (dprobs - total) * heads.factor).to(grad.dtype)
+    dweighted = probs * (dprobs - total)
+    dscores = (dweighted * heads.factor).to(grad.dtype)
+    if position_grad is not None:
+        columns = _distance_columns(*dweighted.shape[1:]).flatten()
+        position_grad.index_add_(2, columns, dweighted.view(*position_grad.shape[:2], -1))
     dropped = masked(probs, arguments.mask)
     grads = torch.bmm(dscores, k), torch.bmm(dscores.transpose(1, 2), q), torch.bmm(dropped.transpose(1, 2), grad)
     return [_join_heads(x, heads, grid) for x, grid in zip(grads, (queries, keys, keys))]
@@ -127,7 +147,12 @@ def _plain_backward(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, arguments: _A
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor | None, packed: Tensor, arguments: _Arguments, forward_pass: ForwardPass
+        ctx: Any,
+        query: Tensor | None,
+        packed: Tensor,
+        position_bias: Tensor | None,
+        arguments: _Arguments,
+        forward_pass: ForwardPass,
     ) -> Tensor:
         ctx.arguments = arguments
         ctx.save_for_backward(query, packed)
@@ -152,12 +177,15 @@ class _Attention(torch.autograd.Function):
             grad.contiguous(),
         )
         outputs = _split_packed(dquery, dpacked, arguments.heads)
+        # One for each example, so that threads share none and the sum does not depend on their number.
+        position_grad = arguments.blank_position_grad() if ctx.needs_input_grad[2] else None
         if kernels := kernels_for(packed, grad):
-            kernels.run("attention_backward", q.dtype, q, k, v, grad, *outputs, *arguments.for_kernel(q, k))
+            rest = arguments.for_kernel(q, k)
+            kernels.run("attention_backward", q.dtype, q, k, v, grad, *outputs, position_grad, *rest)
         else:
-            for output, part in zip(outputs, _plain_backward(q, k, v, grad, arguments), strict=True):
+            for output, part in zip(outputs, _plain_backward(q, k, v, grad, arguments, position_grad), strict=True):
                 output.copy_(part)
-        return dquery, dpacked, None, None
+        return dquery, dpacked, None if position_grad is None else position_grad.sum(0), None, None
 
 
 _attention: Callable[..., Tensor] = _Attention.apply
@@ -171,12 +199,13 @@ def attention(
     mask: Mask,
     grid: Grid,
     forward_pass: ForwardPass = ForwardPass.ONLY,
+    position_bias: Tensor | None = None,
 ) -> Tensor:
-    """Return the context, dropout(softmax(factor * query key^T + bias)) value: one row for each query, in its order.
+    """Return the context, dropout(softmax(factor * query key^T + biases)) value: one row for each query, in its order.
 
     The context is (batch * queries, heads * size) with `query`, (tokens, heads * size) without, in the dtype of the
-    inputs. Softmax is computed in fp32 and rounded to the dtype once. Gradients go to `query` and `packed`;
-    second derivatives raise RuntimeError. Shapes are not checked.
+    inputs. Softmax is computed in fp32 and rounded to the dtype once. Gradients go to `query`, `packed` and
+    `position_bias`; second derivatives raise RuntimeError. Shapes are not checked.
 
     Parameters
     ----------
@@ -190,10 +219,15 @@ def attention(
     grid: positions of the rows of `packed`.
     forward_pass: which pass of a part under gradient checkpointing this is. The part must end with this function,
         because the values of the context are undefined in the pass RECOMPUTE.
+    position_bias: fp32, contiguous, (heads, 2 * length - 1): what is added, besides `bias`, to the score of a query and
+        a key at distance d = key - query in column d + length - 1; None for nothing. Query i of an example is at
+        position i.
     """
     queries = grid if query is None else Grid(grid.batch, query.shape[0] // grid.batch)
     query = None if query is None else query.contiguous()
-    return _attention(query, packed.contiguous(), _Arguments(bias, heads, mask, grid, queries), forward_pass)
+    known = None if position_bias is None else position_bias.detach()
+    arguments = _Arguments(bias, known, heads, mask, grid, queries)
+    return _attention(query, packed.contiguous(), position_bias, arguments, forward_pass)
 
 
 def make_bias(mask: Tensor | None) -> Tensor | None:

@@ -7,7 +7,7 @@ modules and parameters; their class becomes a subclass with another `forward`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cpuft.errors import counted
-from cpuft.train.fast.architectures import ARCHITECTURES, LayerParts, find_architecture
+from cpuft.train.fast.architectures import ARCHITECTURES, LayerParts, PositionBias, find_architecture
 from cpuft.train.fast.attention import Grid, attention, make_bias
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
@@ -37,6 +37,9 @@ class Layout:
     """What is added to the attention scores: fp32, (batch or 1, heads or 1, queries or 1, length); None for nothing."""
     first_only: bool = False
     """Whether the last layer has to compute only the first token of each example, because nothing reads the others."""
+    position_bias: Tensor | None = None
+    """What is added to the attention scores by head and distance, see `architectures.PositionBias.by_distance`; None for
+    nothing."""
 
     @property
     def first_rows(self) -> Tensor | slice:
@@ -139,7 +142,9 @@ def _attend(parts: LayerParts, layout: Layout, mask: Mask, forward_pass: Forward
     first_only = parts.is_last and layout.first_only
     packed = parts.packed(x, int(first_only), parts.int8)
     query = linear(parts.query, x[layout.first_rows], parts.int8) if first_only else None
-    return attention(query, packed, layout.bias, parts.heads, mask, layout.grid, forward_pass)
+    return attention(
+        query, packed, layout.bias, parts.heads, mask, layout.grid, forward_pass, position_bias=layout.position_bias
+    )
 
 
 def _feed_forward(
@@ -182,10 +187,10 @@ class FastLayer:
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, a tensor of the shape of `hidden_states`, in the dtype of the linear weights.
 
-        When the encoder's hook has run, `attention_mask` is a `Layout`, hidden states are (tokens, hidden), and so is
-        the output, or (batch, hidden) from the last layer if the layout is `first_only`. If the attention module has
-        forward hooks and there is no layout, the forward of the model's own class runs instead, and its result is
-        returned, whatever that is.
+        A layer that `has_position_bias` returns a tuple of it, as its own class does. When the encoder's hook has run, `attention_mask` is a `Layout`, hidden states are (tokens, hidden), and so is
+        the output, or (batch, hidden) from the last layer if the layout is `first_only`. If there is no layout and the
+        attention module has forward hooks or the layer has a position bias, the forward of the model's own class runs
+        instead, and its result is returned, whatever that is.
 
         Parameters
         ----------
@@ -196,8 +201,9 @@ class FastLayer:
         """
         parts = self.fast_parts
         if isinstance(attention_mask, Layout):
-            return run_layer(parts, hidden_states, attention_mask)
-        if parts.attention_module._forward_hooks:
+            output = run_layer(parts, hidden_states, attention_mask)
+            return (output,) if parts.has_position_bias else output
+        if parts.attention_module._forward_hooks or parts.has_position_bias:
             return super().forward(hidden_states, attention_mask, *args, **kwargs)  # type: ignore[misc]
         layout = make_layout(hidden_states, attention_mask, may_pack=False, first_only=False)
         dtype = parts.inner.weight.dtype
@@ -243,12 +249,16 @@ class FastEncoder:
     encoder: the module that holds the layers.
     layers: in their order.
     parts: those of each layer, from `read_parts`.
+    position_bias: of the encoder's architecture.
     """
 
-    def __init__(self, encoder: nn.Module, layers: list[nn.Module], parts: list[LayerParts]) -> None:
+    def __init__(
+        self, encoder: nn.Module, layers: list[nn.Module], parts: list[LayerParts], position_bias: PositionBias | None
+    ) -> None:
         self.encoder = encoder
         self.layers = layers
         self.parts = parts
+        self.position_bias = position_bias
         self.dtype = torch.float32
         """In which hidden states are computed inside the encoder; its output is fp32."""
         self.head_is_running = False
@@ -272,6 +282,8 @@ class FastEncoder:
             patch_layer(layer, parts)
         self.encoder.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.encoder.register_forward_hook(self._leave)
+        if self.position_bias is not None:
+            vars(self.encoder)[self.position_bias.method] = self._make_position_bias
 
     def watch_head(self, model: nn.Module) -> None:
         """Register hooks on `model`, whose head reads only first tokens, so that the last layer computes no others.
@@ -288,19 +300,29 @@ class FastEncoder:
     def _head_ends(self, *call: Any) -> None:
         self.head_is_running = False
 
+    def _make_position_bias(self, *args: Any, **kwargs: Any) -> Any:
+        """Stand in for the encoder's method of this purpose: if fast layers run, the layout has the bias."""
+        assert self.position_bias is not None
+        own = getattr(type(self.encoder), self.position_bias.method)
+        return own(self.encoder, *args, **kwargs) if self.layout is None else None
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        # transformers hooks the layers when the caller asks for hidden states or attentions: then everything needs
-        # its usual shape.
+        # transformers hooks the layers, or tells the encoder, when the caller asks for hidden states or attentions: then
+        # everything needs its usual shape.
         watched = any(layer._forward_hooks for layer in self.layers)
         watched |= any(parts.attention_module._forward_hooks for parts in self.parts)
+        watched |= bool(kwargs.get("output_hidden_states") or kwargs.get("output_attentions"))
         hidden = args[0] if args else kwargs["hidden_states"]
+        mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
         self.layout = None
         if not watched:
-            mask = args[1] if len(args) > 1 else kwargs.get("attention_mask")
-            self.layout = make_layout(hidden, mask, may_pack=True, first_only=self.head_is_running)
-            kwargs = {**kwargs, "attention_mask": self.layout}
+            layout = make_layout(hidden, mask, may_pack=True, first_only=self.head_is_running)
+            if self.position_bias is not None:
+                layout = replace(layout, position_bias=self.position_bias.by_distance(module, hidden.shape[1]))
+            self.layout = layout
+            kwargs = {**kwargs, "attention_mask": layout}
             args = args[:1]
-            hidden = self.layout.pack(hidden)
+            hidden = layout.pack(hidden)
         hidden = hidden.to(self.dtype)
         if args:
             return (hidden, *args[1:]), kwargs
@@ -332,7 +354,8 @@ def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]
         parts = [read_parts(layer, is_last=layer is layers[-1], adapters=adapters) for layer in layers]
         known = [p for p in parts if p is not None]
         if len(known) == len(parts):
-            found.append(FastEncoder(module, list(layers), known))
+            architecture = find_architecture(layers[0])
+            found.append(FastEncoder(module, list(layers), known, architecture.position_bias if architecture else None))
     return found
 
 

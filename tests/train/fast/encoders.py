@@ -14,6 +14,8 @@ from transformers import (
     DistilBertForSequenceClassification,
     ElectraConfig,
     ElectraForSequenceClassification,
+    MPNetConfig,
+    MPNetForSequenceClassification,
     RobertaConfig,
     RobertaForSequenceClassification,
 )
@@ -34,7 +36,7 @@ DISTIL_SIZES = {
     "hidden_dim": 48,
     "max_position_embeddings": 40,
 }
-KINDS = ("bert", "roberta", "distilbert", "electra")
+KINDS = ("bert", "roberta", "distilbert", "electra", "mpnet")
 LENGTHS = (17, 9, 5, 3)
 
 
@@ -45,15 +47,16 @@ def make_model(kind: str, dropout: float = 0.0) -> Any:
     makers = {
         "bert": lambda: BertForSequenceClassification(BertConfig(**usual)),
         "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**usual)),
+        "mpnet": lambda: MPNetForSequenceClassification(MPNetConfig(**usual)),
         "electra": lambda: ElectraForSequenceClassification(ElectraConfig(embedding_size=16, **usual)),
         "distilbert": lambda: DistilBertForSequenceClassification(
             DistilBertConfig(dropout=dropout, attention_dropout=dropout, seq_classif_dropout=dropout, **DISTIL_SIZES)
         ),
     }
     model: Any = makers[kind]()
-    for parameter in model.parameters():
+    for name, parameter in model.named_parameters():
         # Large enough that attention is far from uniform and GELU from linear.
-        parameter.data.mul_(3.0)
+        parameter.data.mul_(50.0 if "relative_attention_bias" in name else 3.0)
     return model.train()
 
 

@@ -14,8 +14,6 @@ from transformers import (
     BertModel,
     GPT2Config,
     GPT2Model,
-    MPNetConfig,
-    MPNetModel,
 )
 from transformers.models.bert import BertConfig
 
@@ -176,7 +174,6 @@ def test_frozen_weights_get_no_gradient() -> None:
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
     "albert": lambda: AlbertModel(AlbertConfig(embedding_size=16, num_hidden_groups=1, **SIZES)),
-    "mpnet": lambda: MPNetModel(MPNetConfig(**SIZES)),
 }
 
 
