@@ -16,7 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.train.engines import ENGINES, optimize_with_engine
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.encoder import describe_layers
+from cpuft.train.fast.encoder import describe_layers, find_encoders
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
@@ -33,8 +33,9 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     Raises CpuftError: --gradient-checkpointing finds no layers in the model that support it, --layerwise-lr-decay finds
     none at all, or the cache folder of --compile cannot be made.
     """
+    uses_fast_path = config.fast_path and config.engine == "torch" and not config.compile
     if config.gradient_checkpointing:
-        checkpoint_gradients(model)
+        checkpoint_gradients(model, uses_fast_path)
     if config.compile:
         # By default torch loads code from a folder in /tmp, which any user may create first. The variable is read when
         # the first optimizer is made.
@@ -52,7 +53,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     elif config.compile:
         # A graph cannot hold the kernels of fast layers, so there are none. Lengths of batches differ: dynamic shapes.
         model.compile(dynamic=True)
-    elif config.fast_path:
+    elif uses_fast_path:
         accelerate(model, optimizer, precision=precision, adapters=config.lora_rank > 0)
     return optimizer
 
@@ -71,7 +72,7 @@ def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
     return f"not used, because of {option}" if option else describe_layers(model)
 
 
-def checkpoint_gradients(model: torch.nn.Module) -> None:
+def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -> None:
     """Let all layers of a model but the last recompute their activations in the backward pass, in place.
 
     The last layer is left out because the backward pass begins with it: nothing would be saved. torch's generator is
@@ -79,11 +80,18 @@ def checkpoint_gradients(model: torch.nn.Module) -> None:
     not re-entrant, as DistributedDataParallel requires. Fast layers that are made of these layers later recompute only
     what gradients need.
 
+    Parameters
+    ----------
+    uses_fast_path: whether `accelerate` is called afterwards, so that layers which it replaces need not support
+        gradient checkpointing themselves (MPNet's do not).
+
     Raises CpuftError if the model has no layers that support gradient checkpointing.
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers and uses_fast_path:
+        layers = [layer for encoder in find_encoders(model, adapters=True) for layer in encoder.layers]
     if not layers:
         name = type(model).__name__
         raise CpuftError(f"--gradient-checkpointing finds no layers in {name} that can compute again: leave it out")

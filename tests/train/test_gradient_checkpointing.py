@@ -48,6 +48,7 @@ EVERY = [
     for kind in KINDS
     for precision in ("bf16", "fp32")
     for plain in (True, False)
+    if (kind, plain) != ("mpnet", True)
 ]
 
 
@@ -89,6 +90,11 @@ def test_products_whose_results_no_gradient_needs_are_not_computed_again() -> No
         return int(counter.get_total_flops())
 
     assert 1.1 < count(True) / count(False) < 1.2
+
+
+def test_layers_that_only_the_fast_path_can_recompute_are_refused_without_it() -> None:
+    with pytest.raises(CpuftError, match="--gradient-checkpointing finds no layers in MPNetForSequenceClassification"):
+        make_optimizer(make_model("mpnet"), TrainConfig(gradient_checkpointing=True, fast_path=False), "fp32")
 
 
 def test_a_model_without_such_layers_is_refused() -> None:

@@ -34,6 +34,7 @@ HEADS = {
     "roberta": ["classifier"],
     "electra": ["classifier"],
     "distilbert": ["pre_classifier", "classifier"],
+    "mpnet": ["classifier"],
 }
 
 

@@ -7,7 +7,8 @@ nothing hides its exchange.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,16 +27,27 @@ def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
 
     It must be a trained torch.nn.Embedding, returned by the model's get_input_embeddings(), whose weight no other
     module uses: a weight that an output layer or a second embedding shares has gradients in every row. It must not look
-    up more than input ids, which is known after `check_lookups`. A model without get_input_embeddings() has none.
+    up more than input ids, which is known after `check_lookups`. For a model without get_input_embeddings(), such as a
+    SentenceTransformer, the only module in it that has this method is asked; with none or several, there is none.
     """
+    owners = list(_list_embedding_owners(model))
     try:
-        module = model.get_input_embeddings()  # type: ignore[operator]
+        module = owners[0].get_input_embeddings() if len(owners) == 1 else None
     except (AttributeError, NotImplementedError):
         return None
     if type(module) is not torch.nn.Embedding or not module.weight.requires_grad:
         return None
     users = [owner for owner in model.modules() if any(p is module.weight for p in owner.parameters(recurse=False))]
     return module if len(users) == 1 and not hasattr(module, _OTHER_LOOKUPS) else None
+
+
+def _list_embedding_owners(model: torch.nn.Module) -> Iterator[Any]:
+    """The outermost modules that have get_input_embeddings()."""
+    if hasattr(model, "get_input_embeddings"):
+        yield model
+        return
+    for child in model.children():
+        yield from _list_embedding_owners(child)
 
 
 def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Callable[[], object]) -> bool:

@@ -49,7 +49,8 @@ def accelerate(
 
     Returns (model, optimizer), the same two objects, changed in place. Call this after the model is loaded and the
     optimizer is made, and before DistributedDataParallel or a trainer gets them. Encoders of BERT, RoBERTa,
-    XLM-RoBERTa, CamemBERT, ELECTRA and DistilBERT get the fast layers; in any other model only dropout modules change.
+    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and MPNet get the fast layers, also inside of another module such as a
+    SentenceTransformer; in any other model only dropout modules change.
     A model that has been accelerated before keeps its layers and precision, whatever the options; the optimizer is
     connected to its master weights. For the whole process, malloc keeps freed memory (see `keep_freed_memory`).
 
@@ -67,8 +68,8 @@ def accelerate(
     precision: bf16 (compute weights and activations in bf16, with fp32 masters), fp32, int8, or auto: bf16 where the
         hardware multiplies it, else fp32. int8 is fp32 with 8-bit operands in the products, during training, that give
         the outputs of the encoder's linear layers and the gradients of their inputs; layers with adapters stay fp32.
-    first_token: in sequence classifiers of transformers with one encoder, compute only the first token in the last
-        layer, as the head reads no other.
+    first_token: in sequence classifiers of transformers with one encoder, also those of a CrossEncoder, compute only
+        the first token in the last layer, as the head reads no other.
     adapters: make layers with LoRA adapters of peft fast, too (without dropout, bias or variant). The encoder's frozen
         linear weights get no masters: bf16 rounds them for good, so save the adapters and merge them into a model
         that is loaded anew.
@@ -155,8 +156,10 @@ def _patch(model: nn.Module, precision: str, first_token: bool, adapters: bool) 
     for encoder in encoders:
         encoder.install(precision)
     masters.embedding = patch_embedding(model) if encoders else None
-    if first_token and len(encoders) == 1 and reads_first_token(model):
-        encoders[0].watch_head(model)
+    if first_token and len(encoders) == 1:
+        for module in list(model.modules()):
+            if reads_first_token(module):
+                encoders[0].watch_head(module)
     return masters
 
 

@@ -27,8 +27,8 @@ MASTERS_ATTRIBUTE = "_cpuft_masters"
 class MasterWeights:
     """The fp32 masters of a model's bf16 parameters.
 
-    The model's `state_dict` (and so `save_pretrained`, and `state_dict` of DistributedDataParallel) returns masters
-    under the parameters' own names; that of a submodule does not. `load_state_dict` copies fp32 values into them. If
+    `state_dict` of the model, of any module in it and of any module around it (and so `save_pretrained`) returns
+    masters under the parameters' own names. `load_state_dict` of these modules copies fp32 values into them. If
     something else writes to a parameter (a copy, an initialiser), the next step or save notices and takes the new value
     for the master.
     """
@@ -52,8 +52,12 @@ class MasterWeights:
             parameter.data = parameter.detach().to(torch.bfloat16)
             parameter.grad = None
             self.mark_rounded(parameter)
-        model.register_state_dict_post_hook(_SaveHook(self))  # type: ignore[no-untyped-call]
-        model.register_load_state_dict_pre_hook(self._load)  # type: ignore[no-untyped-call]
+        # On the modules that own parameters: libraries that hold a model in another module save it without that module.
+        for module in model.modules():
+            if own := {name: p for name, p in module.named_parameters(recurse=False) if p in self._masters}:
+                hooks = _StateHooks(self, own)
+                module.register_state_dict_post_hook(hooks)  # type: ignore[no-untyped-call]
+                module.register_load_state_dict_pre_hook(hooks.load)  # type: ignore[no-untyped-call]
         setattr(model, MASTERS_ATTRIBUTE, self)
 
     def get(self, parameter: Tensor) -> Tensor | None:
@@ -98,24 +102,28 @@ class MasterWeights:
             master.copy_(torch.where(value == rounded, master, value.float()))
         self.mark_rounded(parameter)
 
-    def save(self, state: dict[str, Any], prefix: str) -> None:
-        """Replace bf16 parameters in `state`, a state dict of the model, by their masters, which are not copied.
+    def save(self, parameters: Mapping[str, nn.Parameter], state: dict[str, Any]) -> None:
+        """Replace bf16 parameters in a state dict by their masters, which are not copied.
 
-        `prefix`: what stands before the model's own names in the state dict, with its dot, such as "module."; "" for
-        nothing. Names that the state dict lacks are not added. Masters first take values that something else has
-        written to the parameters.
+        `parameters`: bf16 parameters by their names in the state dict. Names that the state dict lacks are not added.
+        Masters first take values that something else has written to the parameters.
 
         Raises KeyError if the state dict has a parameter whose master was handed over.
         """
-        for name, parameter in self.parameters.items():
-            if prefix + name in state:
+        for name, parameter in parameters.items():
+            if name in state:
                 self._follow(parameter)
-                state[prefix + name] = self._masters[parameter]
+                state[name] = self._masters[parameter]
 
     @torch.no_grad()
-    def _load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        for name, parameter in self.parameters.items():
-            value = state.get(prefix + name)
+    def load(self, parameters: Mapping[str, nn.Parameter], state: Mapping[str, Any]) -> None:
+        """Copy values from a state dict into the masters of bf16 parameters.
+
+        `parameters`: by their names in the state dict. Names that it lacks, values of other shapes, and parameters
+        whose masters were handed over are left out.
+        """
+        for name, parameter in parameters.items():
+            value = state.get(name)
             if isinstance(value, Tensor) and value.shape == parameter.shape and parameter in self._masters:
                 self._masters[parameter].copy_(value)
 
@@ -172,14 +180,23 @@ class MasterWeights:
                 self.mark_rounded(parameter)
 
 
-class _SaveHook:
-    """A callable object: torch sets an attribute on this hook, which a method refuses, and deepcopy must copy it."""
+class _StateHooks:
+    """Hooks on one module's own entries in state dicts.
 
-    def __init__(self, masters: MasterWeights) -> None:
+    The object is the hook of saving because torch sets an attribute on that, which a method refuses. deepcopy copies
+    the object.
+    """
+
+    def __init__(self, masters: MasterWeights, parameters: Mapping[str, nn.Parameter]) -> None:
         self.masters = masters
+        self.parameters = parameters
+        """The module's own bf16 parameters by name."""
 
     def __call__(self, module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        self.masters.save(state, prefix)
+        self.masters.save({prefix + name: p for name, p in self.parameters.items()}, state)
+
+    def load(self, module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        self.masters.load({prefix + name: p for name, p in self.parameters.items()}, state)
 
 
 def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Parameter]) -> None:

@@ -70,8 +70,8 @@ class LayerParts:
     recomputes: bool = False
     """Whether backward recomputes attention scores and what lies between the products (gradient checkpointing)."""
     has_position_bias: bool = False
-    """Whether the encoder passes a position bias to the layer as its third argument, and the layer returns a tuple, which
-    begins with its output."""
+    """Whether the encoder passes a position bias to the layer as its third argument, and the layer returns a tuple,
+    which begins with its output."""
 
     @property
     def linears(self) -> list[Any]:
@@ -161,12 +161,12 @@ class PositionBias:
     """
 
     method: str
-    """Name of the encoder's method that returns the bias for all pairs of positions, (batch, heads, length, length). Its
-    result is passed to the layers. Where the fast layers run, the method is not called."""
+    """Name of the encoder's method that returns the bias for all pairs of positions, (batch, heads, length, length).
+    Its result is passed to the layers. Where the fast layers run, the method is replaced."""
     by_distance: Callable[[Any, int], Tensor]
-    """Return the bias of each distance, given the encoder and the length of the examples: (heads, 2 * length - 1), fp32,
-    contiguous. Column key - query + length - 1 is for a key and a query at these positions. Gradients flow to the
-    encoder's parameters."""
+    """Return the bias of each distance, given the encoder and the length of the examples: (heads, 2 * length - 1),
+    fp32, contiguous. Column key - query + length - 1 is for a key and a query at these positions. Gradients flow to
+    the encoder's parameters."""
 
 
 @dataclass(frozen=True)

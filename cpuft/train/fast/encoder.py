@@ -38,8 +38,8 @@ class Layout:
     first_only: bool = False
     """Whether the last layer has to compute only the first token of each example, because nothing reads the others."""
     position_bias: Tensor | None = None
-    """What is added to the attention scores by head and distance, see `architectures.PositionBias.by_distance`; None for
-    nothing."""
+    """What is added to the attention scores by head and distance, see `architectures.PositionBias.by_distance`; None
+    for nothing."""
 
     @property
     def first_rows(self) -> Tensor | slice:
@@ -187,10 +187,11 @@ class FastLayer:
     def forward(self, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Return the layer's output, a tensor of the shape of `hidden_states`, in the dtype of the linear weights.
 
-        A layer that `has_position_bias` returns a tuple of it, as its own class does. When the encoder's hook has run, `attention_mask` is a `Layout`, hidden states are (tokens, hidden), and so is
-        the output, or (batch, hidden) from the last layer if the layout is `first_only`. If there is no layout and the
-        attention module has forward hooks or the layer has a position bias, the forward of the model's own class runs
-        instead, and its result is returned, whatever that is.
+        A layer that `has_position_bias` returns a tuple of it, as its own class does. When the encoder's hook has run,
+        `attention_mask` is a `Layout`, hidden states are (tokens, hidden), and so is the output, or (batch, hidden)
+        from the last layer if the layout is `first_only`. If there is no layout, and the attention module has forward
+        hooks or the layer has a position bias, the forward of the model's own class runs instead, and its result is
+        returned, whatever that is.
 
         Parameters
         ----------
@@ -234,8 +235,11 @@ def reads_first_token(model: Any) -> bool:
     """Return whether a model's output depends only on the first token of the encoder's output.
 
     True for the sequence classifiers of `ARCHITECTURES` in transformers, such as BertForSequenceClassification, also
-    inside of a model of peft. False for any other class, also for subclasses that are defined elsewhere.
+    inside of a model of peft or of the module `Transformer` that a CrossEncoder of sentence-transformers has. False for
+    any other class, also for subclasses that are defined elsewhere.
     """
+    if type(model).__name__ == "Transformer" and type(model).__module__.startswith("sentence_transformers."):
+        model = model.model  # whose forward it calls without hooks
     kind = type(model.get_base_model() if hasattr(model, "get_base_model") else model)
     heads = {architecture.first_token_head for architecture in ARCHITECTURES}
     return kind.__name__ in heads and kind.__module__.startswith("transformers.")
@@ -307,8 +311,8 @@ class FastEncoder:
         return own(self.encoder, *args, **kwargs) if self.layout is None else None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        # transformers hooks the layers, or tells the encoder, when the caller asks for hidden states or attentions: then
-        # everything needs its usual shape.
+        # transformers hooks the layers, or tells the encoder, when the caller asks for hidden states or attentions:
+        # then everything needs its usual shape.
         watched = any(layer._forward_hooks for layer in self.layers)
         watched |= any(parts.attention_module._forward_hooks for parts in self.parts)
         watched |= bool(kwargs.get("output_hidden_states") or kwargs.get("output_attentions"))
@@ -323,6 +327,13 @@ class FastEncoder:
             kwargs = {**kwargs, "attention_mask": layout}
             args = args[:1]
             hidden = layout.pack(hidden)
+        elif mask is not None and mask.is_floating_point():
+            # The model's own attention multiplies what this mask is added to with bf16 values.
+            mask = mask.to(self.dtype).clamp_min(torch.finfo(self.dtype).min)
+            if len(args) > 1:
+                args = (args[0], mask, *args[2:])
+            else:
+                kwargs = {**kwargs, "attention_mask": mask}
         hidden = hidden.to(self.dtype)
         if args:
             return (hidden, *args[1:]), kwargs

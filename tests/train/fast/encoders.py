@@ -40,10 +40,13 @@ KINDS = ("bert", "roberta", "distilbert", "electra", "mpnet")
 LENGTHS = (17, 9, 5, 3)
 
 
-def make_model(kind: str, dropout: float = 0.0) -> Any:
-    """A classifier of two classes, two layers, 32 hidden, in training mode; weights from seed 0."""
+def make_model(kind: str, dropout: float = 0.0, **sizes: Any) -> Any:
+    """A classifier of two classes, two layers, 32 hidden, in training mode; weights from seed 0.
+
+    `sizes`: other settings than `SIZES`; not for DistilBERT.
+    """
     torch.manual_seed(0)
-    usual = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, **SIZES}
+    usual = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout, **SIZES, **sizes}
     makers = {
         "bert": lambda: BertForSequenceClassification(BertConfig(**usual)),
         "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**usual)),

@@ -48,6 +48,27 @@ def test_loss_and_gradients_are_the_plain_model_s(kind: str, precision: str, len
             assert relative_error(parameter.grad, theirs[name].grad) < TOLERANCE[precision], name
 
 
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("lengths", [(170, 9, 131), (170, 170)], ids=["packed", "full"])
+def test_a_position_bias_is_added_and_trained(precision: str, lengths: tuple[int, ...], each_way: None) -> None:
+    """All distances above 128 share a bucket. The first layer's gradient comes through both layers' scores."""
+    plain = make_model("mpnet", max_position_embeddings=172)
+    fast = copy.deepcopy(plain)
+    accelerate(fast, make_optimizer(fast), precision=precision)
+    batch = make_batch(lengths)
+    wanted, found = plain(**batch), fast(**batch)
+    wanted.loss.backward()
+    found.loss.backward()
+    limit = 1e-5 if precision == "fp32" else TOLERANCE[precision]
+    assert relative_error(found.loss, wanted.loss) < limit
+    ours, theirs = (model.mpnet.encoder.relative_attention_bias.weight.grad for model in (fast, plain))
+    assert theirs.norm() > 1e-3
+    assert relative_error(ours, theirs) < limit
+    gradients = [(mine.grad, own.grad) for mine, own in zip(fast.parameters(), plain.parameters(), strict=True)]
+    whole, expected = (torch.cat([g.flatten().float() for g in some if g is not None]) for some in zip(*gradients))
+    assert relative_error(whole, expected) < limit
+
+
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_both_mask_formats(attention: str) -> None:
     plain, fast = make_pair("bert")
@@ -73,18 +94,27 @@ def test_padding_on_the_left() -> None:
     torch.testing.assert_close(fast(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=1e-4)
 
 
-def test_hidden_states_and_attentions_keep_their_shapes() -> None:
-    plain, fast = make_pair("bert")
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_hidden_states_and_attentions_keep_their_shapes(kind: str, precision: str) -> None:
+    plain, fast = make_pair(kind)
     for model in (plain, fast):
-        model.set_attn_implementation("eager")
-    accelerate(fast, make_optimizer(fast), precision="fp32")
+        model.config._attn_implementation = "eager"
+    accelerate(fast, make_optimizer(fast), precision=precision)
     batch = make_batch()
     wanted = plain(**batch, output_hidden_states=True, output_attentions=True)
     found = fast(**batch, output_hidden_states=True, output_attentions=True)
-    for mine, theirs in zip(
-        found.hidden_states + found.attentions, wanted.hidden_states + wanted.attentions, strict=True
-    ):
-        torch.testing.assert_close(mine, theirs, atol=1e-5, rtol=1e-4)
+    seen = batch["attention_mask"].bool()
+    for mine, theirs in zip(found.hidden_states, wanted.hidden_states, strict=True):
+        assert relative_error(mine[seen], theirs[seen]) < TOLERANCE[precision]
+    for mine, theirs in zip(found.attentions, wanted.attentions, strict=True):
+        assert relative_error(mine, theirs) < TOLERANCE[precision]
+    found.loss.backward()
+    wanted.loss.backward()
+    names = dict(plain.named_parameters())
+    for name, parameter in fast.named_parameters():
+        if "embeddings" in name or "relative" in name:
+            assert relative_error(parameter.grad, names[name].grad) < TOLERANCE[precision], name
 
 
 def test_the_encoder_alone_gives_every_token() -> None:

@@ -14,7 +14,7 @@ from cpuft.train.fast.encoder import describe_layers
 from cpuft.train.optimizer import describe_fast_path
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA and DistilBERT)"
+UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and MPNet)"
 
 
 @pytest.mark.parametrize(

@@ -58,12 +58,13 @@ def run_layers(dtype: torch.dtype, cols: int) -> list[Tensor]:
     grid = Grid.of(2, cols, torch.arange(cols + short))
     bias = (torch.arange(cols) >= torch.tensor([cols, short])[:, None]) * torch.finfo(torch.float32).min
     packed = torch.randn(grid.tokens, 3 * HEADS.count * HEADS.size).to(dtype).requires_grad_()
+    positions = torch.randn(HEADS.count, 2 * cols - 1, requires_grad=True)
     norm = nn.LayerNorm(cols)
     nn.init.normal_(norm.weight)
-    context = attention(None, packed, bias[:, None, None], HEADS, MASK, grid)
+    context = attention(None, packed, bias[:, None, None], HEADS, MASK, grid, position_bias=positions)
     outputs = [dropout_add_norm(x, shift, residual, norm, MASK), gelu(x, shift), context]
     weights = [torch.randn(output.shape).to(dtype) for output in outputs]
-    found = torch.autograd.grad(outputs, [x, shift, residual, packed, *norm.parameters()], weights)
+    found = torch.autograd.grad(outputs, [x, shift, residual, packed, positions, *norm.parameters()], weights)
     return [masked(x.detach(), MASK), *outputs, *found, column_sums(x.detach())]
 
 

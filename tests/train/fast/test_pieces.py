@@ -152,6 +152,85 @@ def test_attention_of_several_blocks_of_queries(dtype: torch.dtype) -> None:
     )
 
 
+def spread(position_bias: Tensor, queries: int) -> Tensor:
+    """(heads, 2 * length - 1) -> (heads, queries, length), where query i is at position i."""
+    length = (position_bias.shape[1] + 1) // 2
+    return torch.stack([position_bias[:, length - 1 - query :][:, :length] for query in range(queries)], 1)
+
+
+@both_dtypes
+@with_and_without_mask
+@pytest.mark.parametrize("bias", BIASES.values(), ids=BIASES.keys())
+def test_attention_with_a_position_bias(dtype: torch.dtype, mask: Mask, bias: Tensor | None) -> None:
+    torch.manual_seed(0)
+    compare(
+        lambda packed, positions: attention(
+            None, packed.flatten(0, 1), bias, HEADS, mask, GRID, position_bias=positions.float()
+        ).view(2, 11, 24),
+        lambda packed, positions: plain_attention(
+            packed[..., :24], packed[..., 24:], spread(positions, 11) + (0 if bias is None else bias), mask
+        ),
+        [torch.randn(2, 11, 72), torch.randn(3, 21)],
+        dtype,
+    )
+
+
+@both_dtypes
+def test_attention_of_several_blocks_of_queries_with_a_position_bias(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    compare(
+        lambda packed, positions: attention(
+            None, packed.flatten(0, 1), None, HEADS, MASK, Grid(2, 170), position_bias=positions.float()
+        ).view(2, 170, 24),
+        lambda packed, positions: plain_attention(packed[..., :24], packed[..., 24:], spread(positions, 170), MASK),
+        [torch.randn(2, 170, 72), torch.randn(3, 339)],
+        dtype,
+    )
+
+
+@both_dtypes
+def test_attention_with_one_query_and_a_position_bias(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    compare(
+        lambda query, packed, positions: attention(
+            query, packed.flatten(0, 1), BIASES["keys"], HEADS, MASK, GRID, position_bias=positions.float()
+        ),
+        lambda query, packed, positions: plain_attention(
+            query.unsqueeze(1), packed, spread(positions, 1) + key_mask(), MASK
+        ).squeeze(1),
+        [torch.randn(2, 24), torch.randn(2, 11, 48), torch.randn(3, 21)],
+        dtype,
+    )
+
+
+@both_dtypes
+def test_attention_without_padding_with_a_position_bias(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    assert LOOSE.places is not None
+    places = LOOSE.places
+
+    def padded(packed: Tensor, positions: Tensor) -> Tensor:
+        whole = packed.new_zeros(22, 72).index_copy(0, places, packed).view(2, 11, 72)
+        context = plain_attention(whole[..., :24], whole[..., 24:], spread(positions, 11) + key_mask(), MASK)
+        return context.flatten(0, 1)[places]
+
+    compare(
+        lambda packed, positions: attention(
+            None, packed, BIASES["keys"], HEADS, MASK, LOOSE, position_bias=positions.float()
+        ),
+        padded,
+        [torch.randn(15, 72), torch.randn(3, 21)],
+        dtype,
+    )
+
+
+def test_a_position_bias_that_is_frozen_gets_no_gradient() -> None:
+    packed, positions = torch.randn(22, 72, requires_grad=True), torch.randn(3, 21)
+    attention(None, packed, None, HEADS, MASK, GRID, position_bias=positions).sum().backward()  # type: ignore[no-untyped-call]
+    assert packed.grad is not None
+    assert positions.grad is None
+
+
 def test_attention_keeps_no_scores() -> None:
     kept: list[torch.Size] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape), lambda _: torch.empty(0)):
