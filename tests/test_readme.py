@@ -123,12 +123,14 @@ def test_the_script_in_it_trains(tmp_path: Path) -> None:
     assert [line.split(" loss ")[0] for line in said] == ["rank 0 of 2:", "rank 1 of 2:"]
 
 
-def test_the_line_around_a_loop_of_ones_own(tmp_path: Path) -> None:
+def test_the_lines_around_a_loop_of_ones_own_and_a_trainer(tmp_path: Path) -> None:
     blocks = re.findall(r"^```python\n(.*?)^```", EVERYTHING, re.DOTALL | re.M)
-    (text,) = (block for block in blocks if "cpuft.accelerate" in block)
-    found: dict[str, Any] = {}
-    exec(text, found)
-    assert type(found["optimizer"]).__name__ == "FusedAdamW"
+    loop, trainer = (block for block in blocks if "cpuft.accelerate" in block)
+    for text in (loop, trainer):
+        found: dict[str, Any] = {}
+        exec(text, found)
+        assert type(found["optimizer"]).__name__ == "FusedAdamW"
+    assert (tmp_path / "out/model/modules.json").exists()
 
 
 def test_the_line_for_the_shell_makes_it_complete() -> None:

@@ -239,7 +239,7 @@ def reads_first_token(model: Any) -> bool:
     any other class, also for subclasses that are defined elsewhere.
     """
     if type(model).__name__ == "Transformer" and type(model).__module__.startswith("sentence_transformers."):
-        model = model.model  # whose forward it calls without hooks
+        model = getattr(model, "model", model)  # the module calls its forward without hooks
     kind = type(model.get_base_model() if hasattr(model, "get_base_model") else model)
     heads = {architecture.first_token_head for architecture in ARCHITECTURES}
     return kind.__name__ in heads and kind.__module__.startswith("transformers.")

@@ -152,6 +152,19 @@ def test_saved_weights_are_fp32_under_their_own_names(tmp_path: Path) -> None:
         torch.testing.assert_close(value, wanted[key], atol=0, rtol=0)
 
 
+def test_a_module_of_the_model_saves_and_loads_masters_too() -> None:
+    """As sentence-transformers does with the model inside of its own."""
+    inner = make_model("bert")
+    outer = torch.nn.Sequential(inner)
+    accelerate(outer, make_optimizer(outer), precision="bf16")
+    wanted = {name: torch.randn_like(value) for name, value in inner.bert.state_dict().items()}
+    inner.bert.load_state_dict(wanted)
+    for module, prefix in ((inner.bert, ""), (inner, "bert."), (outer, "0.bert.")):
+        found = module.state_dict()
+        for name, value in wanted.items():
+            torch.testing.assert_close(found[prefix + name], value, atol=0, rtol=0)
+
+
 def test_loading_gives_masters_all_their_bits() -> None:
     plain, fast = make_pair("bert")
     with torch.no_grad():
