@@ -77,7 +77,9 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
     elif config.validation_file:
         validation = read_tables(config.validation_file, "--validation-file", "validation")
     else:
-        train, validation = split_table(train, config.validation_split)
+        # All rows of a query are kept for validation together, or the model has learned some of its documents.
+        names = task.texts[:1] if task.kind == "pairs" else ()
+        train, validation = split_table(train, config.validation_split, names)
     learned = task
     if config.hard_negatives:
         _check_columns(train, task)
