@@ -114,15 +114,17 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
             f"the embedding model {source} compares embeddings by {similarity!r:.40} ({_MODEL_SETTINGS}), which cpuft "
             f"does not compute: set similarity_fn_name there to {' or '.join(SIMILARITIES)}"
         )
-    prompts = load(dict[str, str], settings.get("prompts") or {}, f"prompts in {_MODEL_SETTINGS}")
-    return EmbeddingForm(
-        found,
-        normalize,
-        similarity,
-        {name: text for name, text in prompts.items() if text},
-        int(lengths.get("max_seq_length") or 0),
-        int(settings.get("truncate_dim") or 0),
-    )
+    try:
+        prompts = load(dict[str, str], settings.get("prompts") or {}, "prompts")
+        max_length = load(int, lengths.get("max_seq_length") or 0, "max_seq_length")
+        dimensions = load(int, settings.get("truncate_dim") or 0, "truncate_dim")
+    except ValueError as error:
+        raise CpuftError(
+            f"the files of sentence-transformers beside the embedding model {source} are damaged ({error}): copy or "
+            f"download the model again"
+        ) from None
+    prompts = {name: text for name, text in prompts.items() if text}
+    return EmbeddingForm(found, normalize, similarity, prompts, max(0, max_length), max(0, dimensions))
 
 
 def has_form(source: str) -> bool:
@@ -160,7 +162,7 @@ def _read_pooling(source: str, folder: str) -> str:
         what = "leaves prompts out" if is_known else f"is {' and '.join(map(str, modes)) or 'none'}"
         raise CpuftError(
             f"the pooling of the embedding model {source} {what} ({folder}/config.json): cpuft trains models with one "
-            f"of the poolings {', '.join(POOLINGS)} over all tokens; name it with --pooling to replace the model's own"
+            f"of the poolings {', '.join(POOLINGS)} over all tokens; --pooling of cpuft launch replaces it"
         )
     return str(modes[0])
 

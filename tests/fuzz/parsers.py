@@ -64,12 +64,14 @@ from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.pairs import read_pairs
+from cpuft.train.data.recipe import parse_dimensions
 from cpuft.train.data.relevance import read_documents_to_predict, read_relevance
 from cpuft.train.data.retrieval import read_beir
 from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, read_file_to_predict
 from cpuft.train.data.tables import parse_hub_name, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
-from cpuft.train.embedding_form import read_settings
+from cpuft.train.embedding_form import read_form, read_settings
 from cpuft.train.predict import read_finished_run
 from tests.conftest import make_facts
 from tests.fuzz import values
@@ -160,6 +162,42 @@ def _read_relevance(path: Path) -> object:
     with suppress(CpuftError):
         read_relevance(TASKS["rerank"], replace(config, validation_file=""))
     return read_documents_to_predict(TASKS["rerank"], PredictConfig(file=str(path)), config)
+
+
+def _read_pairs(path: Path) -> object:
+    """The text as pairs for embedding models, for training and validation."""
+    for task in ("pairs", "scored-pairs"):
+        for validation in (str(path), ""):
+            config = TrainConfig(task=task, train_file=str(path), validation_file=validation)
+            with suppress(CpuftError):
+                read_pairs(TASKS[task], config)
+    return read_pairs(TASKS["pairs"], TrainConfig(task="pairs", train_file=str(path)))
+
+
+_FORM = {
+    "modules.json": [
+        {"idx": 0, "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ],
+    "1_Pooling/config.json": {"pooling_mode_cls_token": True, "include_prompt": True},
+    "config_sentence_transformers.json": {"prompts": {"query": "q: "}, "similarity_fn_name": "dot", "truncate_dim": 4},
+    "sentence_bert_config.json": {"max_seq_length": 77},
+}
+"""Files of sentence-transformers beside a model."""
+
+
+def _read_form(name: str) -> Callable[[str], object]:
+    """A function of a file's text, for the file `name` of _FORM, whose other files are good."""
+
+    def call(text: str) -> object:
+        folder = Path("form").absolute()
+        for file, good in _FORM.items():
+            path = folder / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(values.as_bytes(text if file == name else json.dumps(good)))
+        return read_form(str(folder))
+
+    return call
 
 
 def _read_trained(path: Path) -> object:
@@ -256,6 +294,11 @@ def _place(text: str) -> object:
     return topology.plan_placement(found.cores, 2, 1) if len(found.cores) < 100 else None
 
 
+_PAIRS = [
+    "anchor,positive\na,b\nc,d\n",
+    "question,answer,negative_1\na,b,c\nd,e,f\n",
+    "text1,text2,score\na,b,0.5\nc,d,1\n",
+]
 _ROWS = values.damaged([*_CSV, *_JSON_ROWS, _GLUE]) | values.lines(
     values.TEXTS, st.sampled_from([",", "\t", '"']), values.TEXTS
 )
@@ -321,6 +364,9 @@ PARSERS: dict[str, Parser] = {
             "=".join
         ),
     ),
+    "read_pairs": Parser(_from_file("p.csv", _read_pairs), values.damaged(_PAIRS)),
+    **{f"read_form of {name}": Parser(_read_form(name), values.damaged_json(good)) for name, good in _FORM.items()},
+    "parse_dimensions": Parser(parse_dimensions, values.damaged(["384,256,128", "64"])),
     "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
     "read_estimates": Parser(
         _from_file("p.json", lambda path: read_estimates(str(path))), values.damaged_json(_PREDICTIONS)
