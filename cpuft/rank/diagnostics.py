@@ -86,6 +86,7 @@ def start_reporting(source: OperationSource | None = None) -> None:
     global _reporter
     _reporter = _reporter or _Reporter()
     _reporter.source = source or _reporter.source
+    _reporter.write()  # the thread writes only when it gets the GIL, which the user's code may hold from now on
 
 
 def read_operations() -> Mapping[str, Any]:
