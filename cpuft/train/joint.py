@@ -11,6 +11,7 @@ take that gradient through the model. So the batch of the loss may be larger tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -57,19 +58,27 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
     size, batches = config.batch_size * world.size, []
     for start in range(0, len(examples), size):
         group = examples[start : start + size]
-        # By length, so that all ranks have as many tokens, and a micro-batch has examples of similar length.
+        # By length, so that all ranks have as many tokens.
         group = group[np.argsort(-tokens.lengths[group], kind="stable")]
-        shares = [group[rank :: world.size] for rank in range(world.size)]
-        own = shares[world.rank]
-        members, place = (shares, world.rank) if compares_ranks(setup) else ([own], 0)
+        most = config.micro_batch or config.batch_size
+        shares = [deal(group[rank :: world.size], most) for rank in range(world.size)]
+        members, place = (shares, world.rank) if compares_ranks(setup) else ([shares[world.rank]], 0)
         # A rank without an example takes the first one, as every rank has to run a pass; its gradient is 0.
-        own, part_size = own if len(own) else group[:1], config.micro_batch or config.batch_size
-        parts = [own[first : first + part_size] for first in range(0, len(own), part_size)]
-        compared = np.concatenate(members)
+        parts = shares[world.rank] if len(shares[world.rank][0]) else [group[:1]]
+        compared = np.concatenate([part for member in members for part in member])
         labels = objective.make_labels(tokens, compared, np.zeros(0, bool)) if len(compared) else torch.zeros(0)
         made = [objective.make_batch(tokens, part, epoch) for part in parts]
-        batches.append(JointBatch(made, labels, [len(member) for member in members], place))
+        batches.append(JointBatch(made, labels, [sum(map(len, member)) for member in members], place))
     return batches
+
+
+def deal(examples: Indices, most: int) -> list[Indices]:
+    """Return `examples`, sorted by length, in as few parts of at most `most` as possible, at least one.
+
+    Each part has every n-th example. So all parts take about the same memory: that of `most` examples at random.
+    """
+    count = max(1, math.ceil(len(examples) / most))
+    return [examples[first::count] for first in range(count)]
 
 
 def compares_ranks(setup: TrainingSetup) -> bool:

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.torch import load_file
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import (
@@ -28,7 +30,7 @@ from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import prepare
 from cpuft.train.embedding import Embedder
-from cpuft.train.joint import make_joint_batches
+from cpuft.train.joint import deal, make_joint_batches
 from cpuft.train.loop import train
 from cpuft.train.objective.table import make_objective
 from cpuft.train.setup import TrainingSetup
@@ -126,7 +128,8 @@ TWO_RANKS: list[Any] = [
 @pytest.mark.parametrize("way", TWO_RANKS)
 def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(way: dict[str, Any], tmp_path: Path) -> None:
     # 40 examples in batches of 16: the third update has 8. Without clipping, a gradient that is too small shows.
-    config = make_config(tmp_path, **way, backend="gloo", max_steps=4, max_grad_norm=0.0, grad_compression="none")
+    exact = {"max_grad_norm": 0.0, "grad_compression": "none", "precision": "fp32"}
+    config = make_config(tmp_path, **way, **exact, backend="gloo", max_steps=4)
     two, weights_of_two = launch(config, 2, "two")
     one, weights_of_one = launch(replace(config, batch_size=16), 1, "one")
     assert [line.loss for line in two.steps] == pytest.approx([line.loss for line in one.steps], rel=1e-4)
@@ -138,7 +141,7 @@ def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(way: dict[str
     # sentence-transformers loads the folder, and makes the same embeddings.
     texts = ["where is the red cat", "x", "the green door that is far away from here " * 9]
     theirs = SentenceTransformer("two/model", device="cpu")
-    own = Embedder("two").embed(texts, "query: ")
+    own = Embedder("two", "fp32").embed(texts, "query: ")
     assert theirs.encode(texts, prompt_name="query") == pytest.approx(own, abs=1e-5)
     assert theirs.max_seq_length == 32
 
@@ -166,6 +169,27 @@ def test_every_rank_has_as_many_batches_and_a_rank_without_examples_takes_part(t
         assert torch.equal(first.labels, second.labels)
     own = [batch.labels[batch.own] for batches in found for batch in batches]
     assert torch.equal(torch.cat([own[0], own[2], own[4]]), found[0][0].labels)
+
+
+@given(count=st.integers(0, 200), most=st.integers(1, 64))
+def test_micro_batches_are_few_and_equally_mixed(count: int, most: int) -> None:
+    examples = np.arange(count)
+    parts = deal(examples, most)
+    assert sorted(np.concatenate(parts).tolist()) == examples.tolist()
+    assert len(parts) == max(1, -(-count // most))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) <= most
+    assert max(sizes) - min(sizes) <= 1
+    for number, part in enumerate(parts):
+        assert part.tolist() == examples[number :: len(parts)].tolist()
+
+
+@pytest.mark.usefixtures("alone")
+def test_labels_are_in_the_order_of_the_micro_batches(tmp_path: Path) -> None:
+    setup = make_setup(make_config(tmp_path, batch_size=8, micro_batch=3))
+    batch, *_ = make_joint_batches(setup, np.arange(8), 0)
+    assert [len(part.labels) for part in batch.parts] == [3, 3, 2]
+    assert torch.equal(torch.cat([part.labels for part in batch.parts]), batch.labels)
 
 
 THEIRS: dict[str, Any] = {
