@@ -128,7 +128,7 @@ TWO_RANKS: list[Any] = [
 @pytest.mark.parametrize("way", TWO_RANKS)
 def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(way: dict[str, Any], tmp_path: Path) -> None:
     # 40 examples in batches of 16: the third update has 8. Without clipping, a gradient that is too small shows.
-    exact = {"max_grad_norm": 0.0, "grad_compression": "none", "precision": "fp32"}
+    exact: dict[str, Any] = {"max_grad_norm": 0.0, "grad_compression": "none", "precision": "fp32"}
     config = make_config(tmp_path, **way, **exact, backend="gloo", max_steps=4)
     two, weights_of_two = launch(config, 2, "two")
     one, weights_of_one = launch(replace(config, batch_size=16), 1, "one")
