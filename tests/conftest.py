@@ -29,6 +29,8 @@ REAL_NAMES = {"run_cpuft", "mpirun", "spawn", "Popen", "executable", "simulate",
 """Whatever a test mentions, or takes as a fixture, that starts cpuft, ranks, another Python or a cluster."""
 REAL_FOLDERS = ("bench/", "train/fast/")
 """Whose tests train, or compile what trains."""
+CLUSTER_FOLDERS = ("launch/", "doctor/", "hosts/", "provision/", "schedulers/", "test_")
+"""Whose real tests make simulated clusters, mounts or daemons of their own: only one of them runs at a time."""
 
 needs_texts = pytest.mark.skipif(not TEXTS.is_dir(), reason=f"no books beside the checkout ({TEXTS})")
 needs_glue = pytest.mark.skipif(not GLUE.is_dir(), reason=f"no GLUE download beside the checkout ({GLUE})")
@@ -74,10 +76,15 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `real` what scripts/test quick leaves out; whatever asks for root, cores or data is among it."""
+    """Mark as `real` what scripts/test quick leaves out; whatever asks for root, cores or data is among it.
+
+    With --dist loadgroup, pytest-xdist runs the tests of a group one after another, in one process.
+    """
     for item in items:
+        path = item.path.relative_to(Path(__file__).parent).as_posix()
+        item.add_marker(pytest.mark.xdist_group("clusters" if path.startswith(CLUSTER_FOLDERS) else path))
         if isinstance(item, pytest.Function) and (
-            item.path.relative_to(Path(__file__).parent).as_posix().startswith(REAL_FOLDERS)
+            path.startswith(REAL_FOLDERS)
             or item.get_closest_marker("skipif")
             or REAL_NAMES & {*item.fixturenames, *names_used(inspect.unwrap(item.function), set())}
         ):
