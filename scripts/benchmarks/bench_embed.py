@@ -36,6 +36,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser.add_argument("--rounds", type=int, default=5, help="turns of each after a warm-up turn")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="threads of each")
     parser.add_argument("--batch-sizes", default="16,32,64,128", help="those that sentence-transformers tries")
+    parser.add_argument(
+        "--peer-precision", default="fp32", choices=("fp32", "bf16"), help="number format of sentence-transformers"
+    )
     parser.add_argument("--child", default="", choices=("", OWN, PEER), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
 
@@ -60,7 +63,7 @@ def read_texts(paths: Sequence[Path], count: int) -> list[str]:
     return found
 
 
-def make_encoder(name: str, model: str) -> Callable[[list[str], int], Any]:
+def make_encoder(name: str, model: str, peer_precision: str) -> Callable[[list[str], int], Any]:
     """Load the model; return the function that embeds texts, given a batch size (0: its own choice)."""
     if name == OWN:
         from cpuft.train.embedding import Embedder
@@ -71,7 +74,8 @@ def make_encoder(name: str, model: str) -> Callable[[list[str], int], Any]:
 
     from cpuft.train.embedding_form import find_embedding_model
 
-    peer = SentenceTransformer(find_embedding_model(model), device="cpu")
+    settings = {"dtype": "bfloat16" if peer_precision == "bf16" else "float32"}
+    peer = SentenceTransformer(find_embedding_model(model), device="cpu", model_kwargs=settings)
     return lambda texts, batch_size: peer.encode(texts, batch_size=batch_size, show_progress_bar=False)
 
 
@@ -81,7 +85,7 @@ def run_child(options: argparse.Namespace) -> None:
 
     torch.set_num_threads(options.threads)
     texts = read_texts(options.texts, options.count)
-    encode = make_encoder(options.child, options.model)
+    encode = make_encoder(options.child, options.model, options.peer_precision)
     for line in sys.stdin:
         wall, cpu = time.perf_counter(), time.process_time()
         encode(texts, int(line))
@@ -125,6 +129,7 @@ def run(options: argparse.Namespace) -> None:
 
     texts = read_texts(options.texts, options.count)
     print(f"{read_cpu().model}, {platform.machine()}, {options.threads} threads each, {len(texts)} texts", flush=True)
+    print(f"{PEER} computes in {options.peer_precision}", flush=True)
     own, peer = Contestant(OWN), Contestant(PEER)
     try:
         own.turn(0)
