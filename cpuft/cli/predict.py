@@ -102,6 +102,7 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.plan import choose_run_dir, plan_embedding
     from cpuft.launch.remote import run_attempt
+    from cpuft.launch.results import NotStoredError
     from cpuft.plan import RunPlan, Step
 
     path = name_embeddings(asked)
@@ -117,6 +118,11 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
     try:
         if code := run_attempt(plan, run_dir, cluster, config.time_limit, say):
             sys.exit(1 if code == RESUMABLE else code)  # there is nothing that could be resumed
+    except NotStoredError:
+        raise NotStoredError(
+            f"{cluster.work_dir(run_dir)}/{result.name} on {cluster.head} could not be stored in {run_dir} here: make "
+            f"room, then copy the file from that host, or start the command again"
+        ) from None
     finally:
         for part in Path(run_dir).glob(f"{result.name}.*.new"):  # of a rank 0 that was killed
             part.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -15,9 +16,11 @@ import numpy as np
 import pytest
 
 from cpuft.cli.common import compute_settings
-from cpuft.cli.predict import check_request, needs_launch, plan_prediction
+from cpuft.cli.predict import check_request, embed_on_hosts, needs_launch, plan_prediction
 from cpuft.config import LaunchConfig, PredictConfig, option_names, parse_arguments
 from cpuft.errors import CpuftError
+from cpuft.launch import remote
+from cpuft.launch.results import NotStoredError
 from cpuft.record import read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 from tests.records import make_record
@@ -157,6 +160,30 @@ def test_ranks_of_a_hostfile_write_the_output(texts: tuple[str, ...]) -> None:
     assert (wrong.returncode, wrong.stdout) == (2, "")
     assert wrong.stderr == "cpuft: error: texts.csv has no column 'txt': did you mean text?\n"
     assert not Path("other").exists()
+
+
+def test_embeddings_that_cannot_be_stored_are_found_by_hand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The launch is replaced by one whose results this machine cannot take, and by one whose file is gone."""
+
+    def fail(*words: Any) -> int:
+        raise NotStoredError("continue with --resume")
+
+    (tmp_path / "hosts").write_text("localhost\n")
+    asked = PredictConfig(model="tiny", file="x.csv", output="x.npy")
+    config = LaunchConfig(hostfile="hosts", check=False, run_dir="run")
+    monkeypatch.setattr(remote, "run_attempt", fail)
+    message = f"{tmp_path}/run/embeddings.npy on localhost could not be stored in {tmp_path}/run here: make room, then"
+    with pytest.raises(NotStoredError, match=re.escape(message)):
+        embed_on_hosts(asked, config, False)
+    monkeypatch.setattr(remote, "run_attempt", lambda *words: 0)
+    with pytest.raises(SystemExit) as ended:
+        embed_on_hosts(asked, config, False)
+    assert ended.value.code == 74
+    message = f"cpuft: error: {tmp_path}/run/embeddings.npy could not be moved to x.npy: make room there, then move"
+    assert capfd.readouterr().err.splitlines()[-1].startswith(message)
+    assert os.listdir() == ["hosts"]
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")

@@ -92,7 +92,7 @@ def test_embeddings_need_the_model_on_all_hosts_and_the_files_on_the_head_host(w
     sent, (more, rows, model) = pack_embedding(AWAY, request)
     assert (sent.model, model.is_for_head) == (f"{model.remote_folder}/model", False)
     folders = {more.remote_folder, rows.remote_folder, model.remote_folder}
-    missing = {name: folders for name in "abc"}
+    missing = dict.fromkeys("abc", folders)
     steps = plan_sending((more, rows, model), missing, AWAY)
     assert [[step.why.split(" (")[0] for step in stage] for stage in steps] == [
         ["send more.csv to a"],
