@@ -14,10 +14,12 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
 from cpuft.compressions import COMPRESSIONS, REMOVED_COMPRESSIONS, SHARDED_COMPRESSIONS
 from cpuft.errors import CpuftError, suggest_names
+from cpuft.files import refuse_special
 from cpuft.hardware import PRECISIONS
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import EMBEDDING_KINDS, TASKS
@@ -603,6 +605,8 @@ class LaunchConfig:
 ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
 """Pairs of options of which only one may be given."""
 
+PLACE_OPTIONS = ("ppn", "hostfile", "cluster", "iface", "ssh_config", "mpirun", "check", "run_dir")
+"""Options of LaunchConfig that cpuft predict has as well, beside --np: where ranks run, and how they are started."""
 LAUNCH_ONLY = ("interruption_notice", "grace_period", "max_restarts", "min_np")
 """Options of LaunchConfig that only `cpuft launch` has."""
 
@@ -1060,14 +1064,49 @@ class PredictConfig:
         "model, or the text itself, such as 'query: '",
         takes="NAME|TEXT",
     )
-    np: int = option(1, "Number of processes of this host that compute embeddings; they share its cores", least=1)
+    np: int = _hosts(
+        1,
+        "Number of processes that compute embeddings: ranks on all hosts together with --hostfile, --cluster or in a "
+        "job on several hosts, else processes of this host, which share its cores",
+        least=1,
+    )
     with_input: bool = option(False, "Also write the texts of each example, beside its prediction")
     batch_size: int = option(0, "Number of examples in one forward pass; 0 takes the run's --eval-batch-size", least=0)
     precision: str = option("auto", "Number format; auto is the run's", choices=("auto", "bf16", "fp32"))
 
 
-EMBEDDING_ENDINGS = (".npy", ".parquet")
-"""Endings of the names of files of embeddings."""
+_EMBEDDING_FILES = {".npy": b"\x93NUMPY", ".parquet": b"PAR1"}
+"""Endings of the names of files of embeddings, and the first bytes of such files."""
+
+
+def name_embeddings(request: PredictConfig) -> Path:
+    """Return the file of embeddings to write: --output, or embeddings.npy in the folder of the run.
+
+    Raises CpuftError: neither is given, the name has another ending than .npy or .parquet, it does not fit
+    --id-column, or something is there that may not be replaced.
+    """
+    if not request.output and not request.run:
+        raise CpuftError("--model needs --output: name a file for the embeddings that ends in .npy or .parquet")
+    path = Path(request.output or Path(request.run, "embeddings.npy"))
+    if path.suffix not in _EMBEDDING_FILES:
+        raise CpuftError(f"{path} has the ending {path.suffix!r:.20}: give an --output that ends in .npy or .parquet")
+    if request.id_column and path.suffix != ".parquet":
+        raise CpuftError(f"{path} has no room for the ids of --id-column: give an --output that ends in .parquet")
+    refuse_special(path)
+    try:
+        with path.open("rb") as file:
+            begin = file.read(6)
+    except FileNotFoundError:
+        return path
+    except OSError as error:
+        raise CpuftError(f"{path} cannot be written ({error.strerror}): give another --output") from None
+    if begin and not begin.startswith(_EMBEDDING_FILES[path.suffix]):
+        raise CpuftError(f"{path} exists and holds no embeddings: give another --output")
+    if begin and not request.overwrite:
+        raise CpuftError(f"{path} exists: give another --output, or replace the file with --overwrite")
+    return path
+
+
 MINED_ENDINGS = (".csv", ".jsonl", ".parquet")
 """Endings of the names of files of mined negatives."""
 

@@ -1,17 +1,27 @@
-"""`cpuft predict RUN`: what the model of a run says of other rows, on this machine. Imports no torch."""
+"""`cpuft predict RUN`: what the model of a run says of other rows; embeddings also on several hosts. No torch."""
 
 from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from cpuft.cli.common import compute_settings, find_model_folder, run_or_print
+from cpuft.cli.common import check_hosts, compute_settings, find_model_folder, print_plans, run_or_print, say
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, complete_runs, make_options, pick
-from cpuft.config import PredictConfig, format_arguments, format_flag
-from cpuft.errors import CpuftError, suggest_names
+from cpuft.config import (
+    PLACE_OPTIONS,
+    LaunchConfig,
+    PredictConfig,
+    format_arguments,
+    format_flag,
+    name_embeddings,
+    option_names,
+)
+from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, suggest_names
 from cpuft.tasks import EMBEDDING_KINDS, FILE_TASKS, TASKS
 
 if TYPE_CHECKING:
@@ -20,12 +30,20 @@ if TYPE_CHECKING:
 
 _NOT_GLUE = ("demo", *FILE_TASKS)
 _SPLITS = ("validation", "test")
+_NOT_HERE = set(option_names(LaunchConfig)) - set(PLACE_OPTIONS)
+"""Options of LaunchConfig that this verb does not take from there."""
+_STORE = (
+    'mkdir -p "$(dirname "$1")" && part=$(mktemp "$1.XXXXXX") && '
+    '{ mv -f "$0" "$part" && mv -fT "$part" "$1" || { rm -f "$part"; exit 1; }; }'
+)
+"""Shell program that moves a file, perhaps from another disk, so that its new name never stands for a part of it."""
 
 
 @click.command(
     cls=Verb,
     params=[
         *make_options(PredictConfig, "run"),
+        *make_options(LaunchConfig, *_NOT_HERE),
         DRY_RUN,
         CONFIG_FILE,
         click.Argument(["run"], metavar="[RUN]", required=False, default="", shell_complete=complete_runs),
@@ -40,30 +58,87 @@ def predict(dry_run: bool, **values: Any) -> None:
     spreadsheet runs it as a formula.
 
     If RUN has trained an embedding model, or with --model instead of RUN, the embeddings of the texts in --file are
-    written to a file of NumPy, or with ids to a Parquet file.
+    written to a file of NumPy, or with ids to a Parquet file. With --hostfile or --cluster, several hosts compute them.
     """
     from cpuft.record import read_record
 
-    asked, task = pick(PredictConfig, values), ""
+    asked, config, task = pick(PredictConfig, values), pick(LaunchConfig, values), ""
     if asked.model:
         if asked.run:
             raise CpuftError("RUN and --model both name the model: leave out one of them")
         check_embedding_request(asked)
     elif asked.run:
         header = read_record(asked.run).header
-        check_request(asked, header)
+        check_request(asked, header, config)
         task = header.task
     else:
         raise CpuftError("there is neither RUN nor --model: give the folder of a run, or name an embedding model")
-    run_or_print(plan_prediction(asked, compute_settings(os.environ), task), dry_run)
+    if (asked.model or is_embedding_task(task)) and needs_launch(config):
+        embed_on_hosts(asked, config, dry_run)
+    else:
+        run_or_print(plan_prediction(asked, compute_settings(os.environ), task), dry_run)
 
 
-def check_request(asked: PredictConfig, header: Header) -> None:
+def needs_launch(config: LaunchConfig) -> bool:
+    """Return whether embeddings are computed by ranks that mpirun starts, and not by processes of this host.
+
+    That is so if an option says where ranks run or how they are started, and for several processes in a job on several
+    hosts.
+
+    Raises CpuftError: the hosts of the job cannot be found out.
+    """
+    from cpuft.hosts.cluster import read_hosts
+
+    return replace(config, np=1) != LaunchConfig() or (config.np > 1 and len(read_hosts(config)) > 1)
+
+
+def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) -> None:
+    """Compute embeddings on the ranks of a launch, or print its plan; then move the file to its place, and exit.
+
+    Raises CpuftError: the output may not be written, the hosts cannot be used, the request was rejected on the head
+    host, the head host was lost, or the file cannot be moved.
+    """
+    from cpuft.execute import run_step
+    from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.plan import choose_run_dir, plan_embedding
+    from cpuft.launch.remote import run_attempt
+    from cpuft.launch.results import NotStoredError
+    from cpuft.plan import RunPlan, Step
+
+    path = name_embeddings(asked)
+    run_dir = choose_run_dir(config.run_dir, f"embeddings-np{config.np}")
+    result = Path(run_dir, f"embeddings{path.suffix}")
+    cluster = gather_cluster(config)
+    plan = plan_embedding(cluster, config, replace(asked, output=result.name), run_dir, os.environ)
+    store = Step(f"move the embeddings to {path}", ("sh", "-c", _STORE, str(result), str(path.absolute())))
+    if dry_run:
+        print_plans([plan, RunPlan(results=((store,),))])
+        return
+    check_hosts(cluster, config)
+    try:
+        if code := run_attempt(plan, run_dir, cluster, config.time_limit, say):
+            sys.exit(1 if code == RESUMABLE else code)  # there is nothing that could be resumed
+    except NotStoredError:
+        raise NotStoredError(
+            f"{cluster.work_dir(run_dir)}/{result.name} on {cluster.head} could not be stored in {run_dir} here: make "
+            f"room, then copy the file from that host, or start the command again"
+        ) from None
+    finally:
+        for part in Path(run_dir).glob(f"{result.name}.*.new"):  # of a rank 0 that was killed
+            part.unlink(missing_ok=True)
+    if run_step(store, os.environ, None, lambda: None):
+        say(f"cpuft: error: {result} could not be moved to {path}: make room there, then move the file")
+        sys.exit(IO_ERROR)
+    click.echo(f"embeddings: {path}")
+
+
+def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | None = None) -> None:
     """Check what `cpuft predict` is asked for.
 
     Parameters
     ----------
     header: of the record of the run.
+    config: where ranks run, which is for embeddings only; None if that cannot be asked for.
 
     Raises
     ------
@@ -81,6 +156,11 @@ def check_request(asked: PredictConfig, header: Header) -> None:
             raise CpuftError(
                 f"{format_flag(name, value)} is for embeddings, and --task {header.task} trains no embedding model: "
                 f"leave it out, or give another RUN or --model"
+            )
+    for name in PLACE_OPTIONS:
+        if config and (value := getattr(config, name)) != getattr(LaunchConfig(), name):
+            raise CpuftError(
+                f"{format_flag(name, value)} is for embeddings; other predictions use this host only: leave it out"
             )
     if asked.np > 1:
         raise CpuftError("--np is for embeddings; other predictions use all cores of this host anyway: leave it out")

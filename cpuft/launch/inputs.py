@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cpuft.config import TrainConfig
+from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import (
     PRIVATE,
@@ -48,6 +48,8 @@ _REFRESH_SECONDS = 200.0
 """How often this machine tells the hosts that secret files are still needed. Otherwise they remove them in 10 min."""
 _ALLOWED_PATHS = ".named"
 """Folder beside the registry of clusters. It lists for each run the files that the user named when it was started."""
+_MODEL = "model"
+"""Folder of the trained model in the folder of a run."""
 _TRAINING_INPUTS = ("model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file", "mining_model")
 
 
@@ -61,6 +63,8 @@ class Bundle:
     """Folder on the hosts that holds `sources` under their names."""
     nbytes: int = 0
     """Total size of the files in bytes."""
+    is_for_head: bool = False
+    """Whether only the head host needs the files."""
 
 
 def list_input_paths(train: TrainConfig, options: Collection[str] = _TRAINING_INPUTS) -> set[str]:
@@ -149,6 +153,32 @@ def pack_training(
             remote_names.append(name)
         changes[option] = ",".join(remote_names)
     return replace(train, **changes), tuple(bundles)  # type: ignore[arg-type]  # all of them are texts
+
+
+def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictConfig, tuple[Bundle, ...]]:
+    """Find the local files that computing embeddings needs on hosts with disks of their own, and read their checksums.
+
+    All hosts get the model, if it is a folder, and the head host gets the files of --file, which rank 0 reads.
+
+    Returns
+    -------
+    (request with --model in place of RUN, and with the paths on the hosts; bundles to send). There are no bundles if
+    the hosts see this machine's files.
+    """
+    request = replace(request, model=request.model or f"{request.run}/{_MODEL}", run="")
+    if not cluster.has_own_disks:
+        return request, ()
+    bundles: list[Bundle] = []
+
+    def pack(name: str, is_for_head: bool) -> str:
+        path = Path(name or "/nowhere").absolute()
+        if not path.exists():
+            return name
+        bundles.append(replace(make_bundle((path,), cluster.inputs), is_for_head=is_for_head))
+        return f"{bundles[-1].remote_folder}/{path.name}"
+
+    files = ",".join(pack(name, True) for name in split_paths(request.file))
+    return replace(request, model=pack(request.model, False), file=files), tuple(bundles)
 
 
 def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Bundle, ...]]:
@@ -250,7 +280,7 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Plan to send every bundle to every host that does not have it.
+    """Plan to send every bundle to every host that needs it and does not have it.
 
     The result has one stage for each bundle that some host does not have, with one step for each such host; it is empty
     if nothing is missing.
@@ -264,6 +294,8 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
     stages = []
     for bundle in bundles:
         hosts = [host for host, folders in missing.items() if bundle.remote_folder in folders]
+        if bundle.is_for_head:
+            hosts = [host for host in hosts if host == cluster.head]
         if hosts and not bundle.sources:
             do = "do" if len(hosts) > 1 else "does"
             raise CpuftError(

@@ -17,6 +17,7 @@ from cpuft.config import (
     BenchConfig,
     HostMemory,
     LaunchConfig,
+    PredictConfig,
     RunMemory,
     TrainConfig,
     WorkerConfig,
@@ -36,6 +37,7 @@ from cpuft.launch import settings as environment
 from cpuft.launch.inputs import (
     Bundle,
     gather_missing,
+    pack_embedding,
     pack_script,
     pack_training,
     plan_data_copies,
@@ -268,10 +270,7 @@ def plan_training(
     prepare = Step(
         "check and tokenize the examples once, before any rank starts",
         (*module_command(cluster.python, "cpuft.train.data.prepare"), prepared, *memory, *format_arguments(train)),
-        (
-            *_settings_on_hosts(cluster),
-            *(plan_secrets(cluster, run_dir, environ)[0][0] if cluster.works_remotely else ()),
-        ),
+        _preparation_settings(cluster, run_dir, environ),
         cluster.head,
     )
     plan = plan_launch(cluster, config, run_dir, command, train.backend, environ, resumed)
@@ -478,6 +477,44 @@ def plan_bench(
     return plan_launch(cluster, config, run_dir, command, "auto", environ)
 
 
+def plan_embedding(
+    cluster: Cluster, config: LaunchConfig, request: PredictConfig, run_dir: str, environ: Mapping[str, str]
+) -> RunPlan:
+    """Plan to compute embeddings on the ranks, into a file of the run folder.
+
+    Asks the hosts which input files they do not have, and reads the local files to compute their checksums. Changes
+    nothing.
+
+    Parameters
+    ----------
+    request: its --output is the name of the file in the run folder, which ends in .npy or .parquet.
+    run_dir: absolute path of the run folder on this machine.
+
+    Raises CpuftError: a host cannot be reached, or its folder for files is not safe; and what `plan_launch` raises.
+    """
+    work = cluster.work_dir(run_dir)
+    request, bundles = pack_embedding(cluster, replace(request, output=f"{work}/{request.output}", overwrite=False))
+    module, arguments = "cpuft.train.embed_on_hosts", format_arguments(request)
+    threads = Setting(
+        "TOKENIZERS_PARALLELISM", "true", "ranks tokenize texts while they compute, on all of their cores"
+    )
+    plan = plan_launch(cluster, config, work, ("-m", module, *arguments), "gloo", environ, extra=(threads,))
+    plan = add_transfers(plan, bundles, gather_missing(bundles, cluster), cluster, run_dir)
+    check = Step(
+        "check the file and the model once, before any rank starts",
+        (*module_command(cluster.python, module), "check", *arguments),
+        _preparation_settings(cluster, work, environ),
+        cluster.head,
+    )
+    return replace(plan, prepare=((check,),))
+
+
+def _preparation_settings(cluster: Cluster, work: str, environ: Mapping[str, str]) -> tuple[Setting, ...]:
+    """Return the settings of a step on the head host that prepares a run, before its ranks start."""
+    secrets = plan_secrets(cluster, work, environ)[0][0] if cluster.works_remotely else ()
+    return (*_settings_on_hosts(cluster), *secrets)
+
+
 def plan_launch(
     cluster: Cluster,
     config: LaunchConfig,
@@ -495,7 +532,8 @@ def plan_launch(
     run_dir: the run folder as the ranks see it. It exists if the run is `resumed`.
     command: what each rank runs: a program and its arguments, or "-m", a module of cpuft and its arguments.
     backend: the communication backend, or "auto"; it determines the cores for communication (none with "gloo").
-    extra: further settings for all ranks. Values that the user has set in `environ` are kept.
+    extra: further settings for all ranks, in place of cpuft's usual ones of the same names. Values that the user has
+        set in `environ` are kept.
 
     Returns
     -------
@@ -513,6 +551,7 @@ def plan_launch(
         mpirun.RankGroup(assignment.host.name, assignment.ranks, settings)
         for assignment, settings in zip(cluster.assignments, per_host)
     )
+    shared = tuple(setting for setting in shared if setting.name not in {one.name for one in extra})
     shared += environment.keep_user_values(extra, environment.user_variables(environ))
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "the run folder; files that a script writes there are fetched"),)
     if notice := find_notice(config.interruption_notice) if config.interruption_notice else cluster.access.notice:

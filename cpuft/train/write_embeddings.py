@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import EMBEDDING_ENDINGS, PredictConfig, parse_arguments
+from cpuft.config import PredictConfig, name_embeddings, parse_arguments
 from cpuft.errors import CpuftError, counted, install_command, suggest_names
-from cpuft.files import refuse_special, write_atomically
+from cpuft.files import write_atomically
 from cpuft.train.data.tables import Table, find_column, read_tables
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.startup import resume_garbage_collection, run_as_process
@@ -35,15 +35,14 @@ from cpuft.train.startup import resume_garbage_collection, run_as_process
 if TYPE_CHECKING:
     from cpuft.train.embedding import Embedder
 
-_WINDOW_TEXTS, _WINDOW_CHARACTERS = 8192, 1 << 24
-"""Most texts of a window, and about the most characters. Texts of similar length in a window are computed together."""
+_WINDOW_TEXTS, _TEXT_CHARACTERS = 8192, 2048
+"""Most texts of a window, and about the most characters of its texts on average. Texts of similar length in a window
+are computed together."""
 _USUAL_COLUMNS = ("text", "sentence", "document", "query", "question")
 _PROGRESS_SECONDS = 10.0
 _END_SECONDS = 10.0
 """Time that a computing process has to end after its last window, before it is killed."""
 _PROMPT_NAME = re.compile(r"\w+", re.ASCII)
-_BEGINNINGS = {".npy": b"\x93NUMPY", ".parquet": b"PAR1"}
-"""First bytes of a file of embeddings, by its ending."""
 _NPY_HEADER_BYTES = 128
 """Size of the header of a .npy file here: it has room for any number of rows, which is known at the end only."""
 
@@ -136,36 +135,17 @@ class ParquetWriter(EmbeddingWriter):
 
 
 def name_output(request: PredictConfig) -> Path:
-    """Return the file to write: --output, or embeddings.npy in the folder of the run.
+    """Return the file to write, as `name_embeddings` does.
 
-    Raises CpuftError: neither is given, the name has another ending than .npy or .parquet, it does not fit
-    --id-column, pyarrow is not installed, or something is there that may not be replaced.
+    Raises CpuftError: what `name_embeddings` raises, or the file is a Parquet file and pyarrow is not installed.
     """
-    if not request.output and not request.run:
-        raise CpuftError("--model needs --output: name a file for the embeddings that ends in .npy or .parquet")
-    path = Path(request.output or Path(request.run, "embeddings.npy"))
-    if path.suffix not in EMBEDDING_ENDINGS:
-        raise CpuftError(f"{path} has the ending {path.suffix!r:.20}: give an --output that ends in .npy or .parquet")
-    if request.id_column and path.suffix != ".parquet":
-        raise CpuftError(f"{path} has no room for the ids of --id-column: give an --output that ends in .parquet")
+    path = name_embeddings(request)
     if path.suffix == ".parquet":
         try:
             import pyarrow
         except ImportError:
             raise CpuftError(f"writing {path} needs pyarrow: {install_command('train')}") from None
         del pyarrow
-    refuse_special(path)
-    try:
-        with path.open("rb") as file:
-            begin = file.read(6)
-    except FileNotFoundError:
-        return path
-    except OSError as error:
-        raise CpuftError(f"{path} cannot be written ({error.strerror}): give another --output") from None
-    if begin and not begin.startswith(_BEGINNINGS[path.suffix]):
-        raise CpuftError(f"{path} exists and holds no embeddings: give another --output")
-    if begin and not request.overwrite:
-        raise CpuftError(f"{path} exists: give another --output, or replace the file with --overwrite")
     return path
 
 
@@ -206,11 +186,18 @@ def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
     return known[wanted]
 
 
-def read_windows(table: Table, column: str, id_column: str = "", prompt: str = "") -> Iterator[Window]:
+def read_windows(
+    table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = 0
+) -> Iterator[Window]:
     """Yield the texts of a table, with a prompt in front, and their ids, in windows of limited size.
+
+    Parameters
+    ----------
+    window_texts: most texts of a window; 0 for 8192.
 
     Raises CpuftError: a row cannot be read or has no text in one of the columns, or there are no rows.
     """
+    limit = window_texts or _WINDOW_TEXTS
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
     for where, cells in table.rows:
         is_empty = False
@@ -223,7 +210,7 @@ def read_windows(table: Table, column: str, id_column: str = "", prompt: str = "
         size += len(texts[-1])
         if id_column:
             ids.append(str(cells[id_column]))
-        if len(texts) == _WINDOW_TEXTS or size >= _WINDOW_CHARACTERS:
+        if len(texts) == limit or size >= limit * _TEXT_CHARACTERS:
             yield Window(texts, ids)
             texts, ids, size = [], [], 0
     if is_empty:
@@ -241,6 +228,12 @@ class EmbeddingModel:
     batch_size: int = 0
     normalize: bool = False
     dimensions: int = 0
+
+    @classmethod
+    def of(cls, request: PredictConfig) -> EmbeddingModel:
+        """Return the model of a request."""
+        name = request.model or request.run
+        return cls(name, request.precision, request.batch_size, request.normalize, request.dimensions)
 
     def load(self) -> Embedder:
         """Load the model. Raises CpuftError: it cannot be found or read, or has fewer dimensions."""
@@ -275,7 +268,7 @@ def start_computing(model: EmbeddingModel, processes: int) -> Iterator[tuple[int
         embedder = model.load()
         resume_garbage_collection()
         with ThreadPoolExecutor(1) as reader:
-            yield embedder.dimensions, lambda windows: _compute_here(embedder, model.batch_size, windows, reader)
+            yield embedder.dimensions, lambda windows: compute_here(embedder, model.batch_size, windows, reader)
         return
     cores = list_cores()
     if processes > len(cores):
@@ -292,10 +285,10 @@ def start_computing(model: EmbeddingModel, processes: int) -> Iterator[tuple[int
         yield dimensions, lambda windows: _compute_in_workers(workers, windows)
 
 
-def _compute_here(
+def compute_here(
     embedder: Embedder, batch_size: int, windows: Iterator[Window], reader: ThreadPoolExecutor
 ) -> Iterator[Computed]:
-    """Compute in this process, while a thread reads and tokenises the next window."""
+    """Yield windows and their embeddings, computed in this process while `reader` reads and tokenises the next one."""
 
     def read() -> tuple[Window, list[list[int]]] | None:
         window = next(windows, None)
@@ -394,6 +387,43 @@ def _compute_in_workers(workers: Sequence[_Worker], windows: Iterator[Window]) -
         yield window, embeddings
 
 
+def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Window]:
+    """Return the windows of the file of a request; the first one has been read.
+
+    Parameters
+    ----------
+    window_texts: most texts of a window; 0 for 8192.
+
+    Raises CpuftError: the file cannot be read or is empty, its columns or the options do not fit, or the files beside
+    the model are damaged. Iterating raises what `read_windows` raises.
+    """
+    table = read_tables(request.file, "--file")
+    column = choose_column(table, request.text_columns)
+    if request.id_column:
+        find_column(table.columns, request.id_column, table.source)
+    name = request.model or request.run
+    prompt = choose_prompt(read_form(find_embedding_model(name)), request.prompt, name)
+    windows = read_windows(table, column, request.id_column, prompt, window_texts)
+    return itertools.chain([next(windows)], windows)
+
+
+@contextmanager
+def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[EmbeddingWriter]:
+    """Yield the writer of a file that gets its name when the block has ended without an error.
+
+    Parameters
+    ----------
+    path: ends in .npy or .parquet; from `name_output`.
+    has_ids: whether the texts have ids.
+    """
+    with write_atomically(path) as beside:
+        writer = NpyWriter(beside, dimensions) if path.suffix == ".npy" else ParquetWriter(beside, dimensions, has_ids)
+        try:
+            yield writer
+        finally:
+            writer.close()
+
+
 def write_embeddings(request: PredictConfig) -> None:
     """Write the embeddings of all texts of a file, and print the name of the file that was written.
 
@@ -405,25 +435,13 @@ def write_embeddings(request: PredictConfig) -> None:
         The file cannot be written, for example because the disk is full.
     """
     path = name_output(request)
-    table = read_tables(request.file, "--file")
-    column = choose_column(table, request.text_columns)
-    if request.id_column:
-        find_column(table.columns, request.id_column, table.source)
-    name = request.model or request.run
-    prompt = choose_prompt(read_form(find_embedding_model(name)), request.prompt, name)
-    windows = read_windows(table, column, request.id_column, prompt)
-    windows = itertools.chain([next(windows)], windows)  # an empty file is found before the model is loaded
-    model = EmbeddingModel(name, request.precision, request.batch_size, request.normalize, request.dimensions)
-    with start_computing(model, request.np) as (dimensions, compute), write_atomically(path) as beside:
-        writer = (
-            NpyWriter(beside, dimensions)
-            if path.suffix == ".npy"
-            else ParquetWriter(beside, dimensions, bool(request.id_column))
-        )
-        try:
-            write_all(writer, compute(windows))
-        finally:
-            writer.close()
+    windows = open_windows(request)  # an empty file is found before the model is loaded
+    model = EmbeddingModel.of(request)
+    with (
+        start_computing(model, request.np) as (dimensions, compute),
+        open_writer(path, dimensions, bool(request.id_column)) as writer,
+    ):
+        write_all(writer, compute(windows))
     print(f"embeddings: {path} ({counted(writer.rows, 'text')}, {counted(dimensions, 'dimension')})")
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from cpuft.cli.common import compute_settings
-from cpuft.cli.predict import check_request, plan_prediction
-from cpuft.config import PredictConfig, option_names, parse_arguments
+from cpuft.cli.predict import check_request, embed_on_hosts, needs_launch, plan_prediction
+from cpuft.config import LaunchConfig, PredictConfig, option_names, parse_arguments
 from cpuft.errors import CpuftError
+from cpuft.launch import remote
+from cpuft.launch.results import NotStoredError
 from cpuft.record import read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 from tests.records import make_record
@@ -74,6 +79,133 @@ def test_requests_that_say_too_little_or_too_much(
     with pytest.raises(CpuftError) as error:
         check_request(replace(run, **asked), read_record(run.run).header)  # type: ignore[arg-type]
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"hostfile": "hosts"}, "--hostfile is for embeddings; other predictions use this host only: leave it out"),
+        ({"check": False}, "--no-check is for embeddings; other predictions use this host only: leave it out"),
+    ],
+)
+def test_hosts_are_for_embeddings(options: dict[str, Any], message: str, tmp_path: Path) -> None:
+    run = replace(make_run(tmp_path / "run"), file="x")
+    with pytest.raises(CpuftError) as error:
+        check_request(run, read_record(run.run).header, LaunchConfig(**options))
+    assert str(error.value) == message
+    embeddings = replace(make_run(tmp_path / "pairs", "pairs"), file="x")
+    check_request(embeddings, read_record(embeddings.run).header, LaunchConfig(**options))
+
+
+def test_only_options_of_hosts_or_a_job_start_a_launch(tmp_path: Path) -> None:
+    assert not needs_launch(LaunchConfig())
+    assert not needs_launch(LaunchConfig(np=2))
+    assert needs_launch(LaunchConfig(hostfile="hosts"))
+    assert needs_launch(LaunchConfig(ppn=1))
+    (tmp_path / "hosts").write_text("node1\nnode2\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("K_MPI_JOB_ROLE", "launcher")
+        patch.setenv("OMPI_MCA_orte_default_hostfile", str(tmp_path / "hosts"))
+        assert not needs_launch(LaunchConfig())
+        assert needs_launch(LaunchConfig(np=2))
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> tuple[str, ...]:
+    """Options of embeddings of a tiny model on two ranks of a hostfile, which is this host."""
+    save_tiny(tmp_path / "tiny")
+    (tmp_path / "texts.csv").write_text("text\n" + "a cat\na dog is here\n" * 1500)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    embeddings = ("--model", "tiny", "--file", "texts.csv", "--precision", "fp32")
+    return ("predict", *embeddings, "--hostfile", "hosts", "--np", "2", "--no-check", "--run-dir", "run")
+
+
+def test_the_plan_of_hosts_is_printed_and_starts_nothing(texts: tuple[str, ...]) -> None:
+    done = run_cpuft(*texts, "--output", "out/x.npy", "--dry-run")
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.split("'")[1] for line in lines if line.startswith("echo 'cpuft: ")] == [
+        "cpuft: make the run folder",
+        "cpuft: check the file and the model once, before any rank starts",
+        "cpuft: start 2 ranks with intel",
+        "cpuft: move the embeddings to out/x.npy",
+    ]
+    assert sum("cpuft.train.embed_on_hosts" in line for line in lines) == 2
+    assert sum("TOKENIZERS_PARALLELISM true" in line for line in lines) == 1
+    assert f"--output={Path.cwd()}/run/embeddings.npy" in done.stdout
+    assert not Path("run").exists()
+    assert not Path("out").exists()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_ranks_of_a_hostfile_write_the_output(texts: tuple[str, ...]) -> None:
+    done = run_cpuft(*texts, "--output", "out/x.npy")
+    assert (done.returncode, done.stdout) == (0, "embeddings: out/x.npy\n"), done.stderr
+    assert done.stderr.startswith("3000 texts embedded, ")
+    found = np.load("out/x.npy")
+    assert found.shape == (3000, 32)
+    assert np.abs(found[:2] - found[-2:]).max() < 1e-6
+    assert os.listdir("out") == ["x.npy"]
+    assert sorted(os.listdir("run")) == ["logs", "plan.sh"]
+    again = run_cpuft(*texts, "--output", "out/x.npy")
+    message = "cpuft: error: out/x.npy exists: give another --output, or replace the file with --overwrite\n"
+    assert (again.returncode, again.stderr) == (2, message)
+    Path("full").touch()
+    other = [*texts[:-1], "other"]
+    blocked = run_cpuft(*other, "--output", "full/x.npy")
+    assert blocked.returncode == 2
+    assert "full/x.npy cannot be written (Not a directory): give another --output" in blocked.stderr
+    assert not Path("other").exists()
+    wrong = run_cpuft(*other, "--output", "y.npy", "--text-columns", "txt")
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert wrong.stderr == "cpuft: error: texts.csv has no column 'txt': did you mean text?\n"
+    assert not Path("other").exists()
+
+
+def test_embeddings_that_cannot_be_stored_are_found_by_hand(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The launch is replaced by one whose results this machine cannot take, and by one whose file is gone."""
+
+    def fail(*words: Any) -> int:
+        raise NotStoredError("continue with --resume")
+
+    (tmp_path / "hosts").write_text("localhost\n")
+    asked = PredictConfig(model="tiny", file="x.csv", output="x.npy")
+    config = LaunchConfig(hostfile="hosts", check=False, run_dir="run")
+    monkeypatch.setattr(remote, "run_attempt", fail)
+    message = f"{tmp_path}/run/embeddings.npy on localhost could not be stored in {tmp_path}/run here: make room, then"
+    with pytest.raises(NotStoredError, match=re.escape(message)):
+        embed_on_hosts(asked, config, False)
+    monkeypatch.setattr(remote, "run_attempt", lambda *words: 0)
+    with pytest.raises(SystemExit) as ended:
+        embed_on_hosts(asked, config, False)
+    assert ended.value.code == 74
+    message = f"cpuft: error: {tmp_path}/run/embeddings.npy could not be moved to x.npy: make room there, then move"
+    assert capfd.readouterr().err.splitlines()[-1].startswith(message)
+    assert os.listdir() == ["hosts"]
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
+def test_a_rank_that_is_killed_ends_the_command(texts: tuple[str, ...]) -> None:
+    """Nothing is left of the other rank, nor of the file that it was writing."""
+    Path("texts.csv").write_text("text\n" + "a cat\na dog is here\n" * 100_000)
+    command = [sys.executable, "-m", "cpuft", *texts, "--output", "x.npy", "--batch-size", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        limit = time.monotonic() + 60
+        while not list(Path("run").glob("embeddings.npy.*.new")) and process.poll() is None:
+            assert time.monotonic() < limit, "the ranks did not begin to write"
+            time.sleep(0.1)
+        children = [int(line.split()[0]) for line in list_children() if "embed_on_hosts" in line]
+        for child in children:
+            if b"\0RANK=1\0" in Path(f"/proc/{child}/environ").read_bytes():
+                os.kill(child, signal.SIGKILL)
+        output, errors = process.communicate(timeout=60)
+    assert (process.returncode, output) == (137, ""), errors
+    assert "cpuft: rank 1 on localhost failed (killed by signal 9). Last lines of rank 1:" in errors
+    assert list_children() == set()
+    assert sorted(os.listdir("run")) == ["logs", "plan.sh"]
+    assert not Path("x.npy").exists()
 
 
 def test_good_requests(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from cpuft.cli import cli
-from cpuft.config import TrainConfig
+from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer, run_stage
 from cpuft.hosts import cluster as clusters
@@ -30,6 +30,7 @@ from cpuft.launch.inputs import (
     list_input_paths,
     load_allowed_paths,
     make_bundle,
+    pack_embedding,
     pack_script,
     pack_training,
     plan_sending,
@@ -76,6 +77,29 @@ def test_nothing_is_sent_to_hosts_that_share_files(work: Path) -> None:
     assert pack_script(replace(AWAY, works_remotely=False), command) == (command, ())
     train = TrainConfig(model="model")
     assert pack_training(SHARED, train) == (train, ())
+
+
+def test_embeddings_need_the_model_on_all_hosts_and_the_files_on_the_head_host(work: Path) -> None:
+    (work / "more.csv").write_text("text")
+    request = PredictConfig(run="run", file="*.csv,hub:a/b", output="x.npy")
+    assert pack_embedding(SHARED, request) == (replace(request, run="", model="run/model"), ())
+    sent, (more, rows) = pack_embedding(AWAY, request)
+    assert sent.file == f"{more.remote_folder}/more.csv,{rows.remote_folder}/rows.csv,hub:a/b"
+    assert (sent.run, sent.model, more.is_for_head, rows.is_for_head) == ("", "run/model", True, True)
+    (work / "model").rename(work / "run")
+    (work / "run" / "model").mkdir()
+    (work / "run" / "model" / "config.json").write_text("{}")
+    sent, (more, rows, model) = pack_embedding(AWAY, request)
+    assert (sent.model, model.is_for_head) == (f"{model.remote_folder}/model", False)
+    folders = {more.remote_folder, rows.remote_folder, model.remote_folder}
+    missing = dict.fromkeys("abc", folders)
+    steps = plan_sending((more, rows, model), missing, AWAY)
+    assert [[step.why.split(" (")[0] for step in stage] for stage in steps] == [
+        ["send more.csv to a"],
+        ["send rows.csv to a"],
+        ["send model to a", "send model to b", "send model to c"],
+    ]
+    assert pack_embedding(AWAY, replace(request, run="", model="minilm", file="none"))[1] == ()
 
 
 def test_modules_and_packages_beside_a_script_are_sent(work: Path) -> None:

@@ -15,11 +15,13 @@ from itertools import takewhile
 from pathlib import Path
 from typing import IO
 
+import numpy as np
 import pytest
 
 from cpuft.record import read_record
 from tests.launch import hanging
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
+from tests.train.tiny import save_tiny
 
 pytestmark = needs_root
 TRAINING = ("--np", "2", "--task", "demo", "--max-train-samples", "64", "--max-steps", "2", "--precision", "fp32")
@@ -114,6 +116,57 @@ def test_a_script_and_its_data_are_sent_once(cluster: Simulated) -> None:
     second = cluster.cpuft(*words, "--run-dir", "second", "--", "reads.py", "rows.csv")
     assert "send" not in second.stderr
     assert second.returncode == 0, second.stderr
+
+
+def write_texts(cluster: Simulated, count: int) -> tuple[str, ...]:
+    """Write a tiny embedding model and texts, and return options of `cpuft predict` on two hosts."""
+    if not (cluster.folder / "tiny").exists():
+        save_tiny(cluster.folder / "tiny")
+    (cluster.folder / "texts.csv").write_text("text\n" + "".join(f"a cat {number}\n" for number in range(count)))
+    return ("predict", "--model", "tiny", "--file", "texts.csv", "--precision", "fp32", "--output", "vectors.npy")
+
+
+def test_embeddings_of_two_hosts_come_back(cluster: Simulated) -> None:
+    """Only the head host gets the texts. But for the inputs, hosts keep nothing."""
+    words = write_texts(cluster, 2500)
+    done = cluster.cpuft(*words, "--cluster", cluster.name, "--np", "2", "--no-check", "--run-dir", "embedded")
+    assert (done.returncode, done.stdout) == (0, "embeddings: vectors.npy\n"), done.stderr
+    found = np.load(cluster.folder / "vectors.npy")
+    alone = cluster.cpuft(*words, "--overwrite")
+    assert alone.returncode == 0, alone.stderr
+    assert found.shape == (2500, 32)
+    assert np.abs(found - np.load(cluster.folder / "vectors.npy")).max() < 1e-6
+    (cluster.folder / "vectors.npy").unlink()
+    nodes = cluster.folder / "state" / cluster.name / "nodes"
+    sent = {index: {path.name for path in (nodes / index / "upper/var/tmp").rglob("*.*")} for index in "12"}
+    assert ("texts.csv" in sent["1"], "texts.csv" in sent["2"]) == (True, False)
+    assert ("config.json" in sent["1"], "config.json" in sent["2"]) == (True, True)
+    assert not [path for path in files_of(cluster, "var/tmp") if "vectors" in path or path.endswith("embeddings.npy")]
+    assert sorted(path.name for path in (cluster.folder / "embedded").iterdir()) == ["logs", "plan.sh"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("index", [1, 2])
+def test_a_lost_host_ends_embeddings_with_its_name(index: int, cluster: Simulated) -> None:
+    words = [*write_texts(cluster, 400_000), "--batch-size", "1", "--cluster", cluster.name, "--np", "2", "--no-check"]
+    command = [sys.executable, "-m", "cpuft", *words, "--run-dir", f"lost-{index}"]
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    disk = cluster.folder / "state" / cluster.name / "nodes" / "1" / "upper" / "var" / "tmp"
+    with subprocess.Popen(command, cwd=cluster.folder, env=environ, stderr=subprocess.PIPE, text=True) as process:
+        limit = time.monotonic() + 60
+        while not list(disk.glob(f"cpuft-*/*/lost-{index}/*.new")) and process.poll() is None:
+            assert time.monotonic() < limit, "the ranks did not begin to write"
+            time.sleep(0.1)
+        switch_off(cluster, index)
+        said = process.communicate(timeout=150)[1]
+    repair(cluster)
+    name = cluster.hosts[index - 1].name
+    assert process.returncode == 3 - index, said
+    assert f"host {name} does not answer" in said, said
+    assert not (cluster.folder / "vectors.npy").exists()
+    assert not list(cluster.folder.glob("lost-*/*.new"))
+    for host in (1, 2):
+        assert "embed_on_hosts" not in cluster.on(host, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
 
 
 def checkpoints_of(cluster: Simulated, index: int) -> list[str]:

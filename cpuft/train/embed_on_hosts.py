@@ -1,0 +1,220 @@
+"""Embeddings of the texts of a file, computed by the ranks of several hosts, which `cpuft predict --hostfile` starts.
+
+Rank 0 reads the file, so that only its host needs it, sends windows of texts to all ranks in turn, and writes the
+embeddings that come back in the order of the file. At any time each rank has two windows: one that it computes, and one
+that follows. So neither texts nor embeddings have to fit into memory, and no rank waits while rank 0 computes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import socket
+import sys
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cpuft.config import PredictConfig, parse_arguments
+from cpuft.errors import CpuftError
+from cpuft.files import take_secrets
+from cpuft.rank.diagnostics import start_reporting
+from cpuft.rank.world import World, parse_world
+from cpuft.train.startup import resume_garbage_collection, run_as_process
+from cpuft.train.write_embeddings import (
+    Computed,
+    EmbeddingModel,
+    Window,
+    compute_here,
+    name_output,
+    open_windows,
+    open_writer,
+    write_all,
+)
+
+if TYPE_CHECKING:
+    from cpuft.train.embedding import Embedder, Embeddings
+
+CHECK = "check"
+"""First argument of `python -m cpuft.train.embed_on_hosts` that only checks the request, before any rank starts."""
+_WINDOW_TEXTS = 1024
+"""Most texts of a window. With smaller windows than those of one process, all ranks end at about the same time."""
+_WINDOWS_AHEAD = 2
+_TIMEOUT_SECONDS = 3600.0
+"""How long a rank waits for another one that still answers: a window may take long. Lost ranks are noticed at once."""
+
+
+def embed_on_hosts(request: PredictConfig, world: World) -> None:
+    """Compute embeddings as one of the ranks; rank 0 writes the file of `name_output`. Collective.
+
+    Parameters
+    ----------
+    request: the same on all ranks, but only rank 0 needs its --file.
+    world: the place of this rank.
+
+    Raises
+    ------
+    CpuftError
+        The file, the model or the options do not allow it, or the ranks do not form one job or have different models.
+    OSError
+        The file cannot be written, for example because the disk is full.
+    """
+    import torch.distributed as dist
+
+    from cpuft.hardware import choose_precision
+    from cpuft.train.precision import read_cpu
+    from cpuft.train.process_group import check_ranks, checksum_parameters, gather, join_process_group
+
+    with join_process_group(world, "gloo", _TIMEOUT_SECONDS):
+        check_ranks(world)
+        # Hosts with and without bf16 compute in the same format, as in a training.
+        precisions = set(gather(choose_precision(request.precision, False, read_cpu().flags).name))
+        precision = precisions.pop() if len(precisions) == 1 else "fp32"
+        embedder = replace(EmbeddingModel.of(request), precision=precision).load()
+        refuse_other_models(gather((checksum_parameters(embedder.model), repr(embedder.form), socket.gethostname())))
+        resume_garbage_collection()
+        if world.rank:
+            compute_for_rank_0(embedder, request.batch_size)
+        else:
+            windows = open_windows(request, _WINDOW_TEXTS)
+            with open_writer(name_output(request), embedder.dimensions, bool(request.id_column)) as writer:
+                write_all(writer, compute_on_ranks(embedder, request.batch_size, windows, world.size))
+        dist.barrier()  # rank 0, through which ranks notice losses, ends last
+
+
+def refuse_other_models(found: list[tuple[str, str, str]]) -> None:
+    """Raise CpuftError if a rank has another model than rank 0.
+
+    Parameters
+    ----------
+    found: for each rank the checksum of its parameters, its form of embeddings, and its host.
+    """
+    for rank, (*model, host) in enumerate(found):
+        if model != list(found[0][:2]):
+            raise CpuftError(
+                f"rank {rank} on {host} has loaded another model than rank 0 on {found[0][2]}: give --model a folder, "
+                f"and check with cpuft doctor that the hosts have the same versions"
+            )
+
+
+def compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Window], ranks: int) -> Iterator[Computed]:
+    """Yield windows and their embeddings in the order of the windows, which all ranks compute in turn. Rank 0 calls it.
+
+    The other ranks have to be in `compute_for_rank_0`, and leave it after the last window.
+
+    Raises RuntimeError: the connection to a rank failed.
+    """
+    import torch
+    import torch.distributed as dist
+
+    reader = ThreadPoolExecutor(1)
+
+    def start(window: Window, rank: int) -> Callable[[], Embeddings]:
+        if rank:
+            return send_window(window.texts, embedder.dimensions, rank)
+        encoded = reader.submit(embedder.encode, window.texts)
+        return lambda: embedder.embed_encoded(encoded.result(), batch_size)
+
+    waiting = deque[tuple[Window, Callable[[], "Embeddings"]]]()
+    for window, rank in zip(windows, itertools.cycle(range(ranks))):
+        waiting.append((window, start(window, rank)))
+        if len(waiting) == _WINDOWS_AHEAD * ranks:
+            window, finish = waiting.popleft()
+            yield window, finish()
+    for window, finish in waiting:
+        yield window, finish()
+    for rank in range(1, ranks):
+        dist.send(torch.zeros(1, dtype=torch.int64), rank)
+
+
+def send_window(texts: list[str], dimensions: int, rank: int) -> Callable[[], Embeddings]:
+    """Begin to send texts to a rank, and to receive their embeddings; return a function that waits for these.
+
+    The rank gets the number of bytes of a JSON list, then that list. The function raises RuntimeError if the connection
+    failed.
+    """
+    import torch
+    import torch.distributed as dist
+
+    payload = torch.frombuffer(bytearray(json.dumps(texts).encode()), dtype=torch.uint8)
+    found = torch.empty(len(texts), dimensions)
+    works = [dist.isend(torch.tensor([len(payload)]), rank), dist.isend(payload, rank), dist.irecv(found, rank)]
+
+    def finish() -> Embeddings:
+        for work in works:
+            assert work is not None  # this process is a member of the group
+            work.wait()
+        return found.numpy()
+
+    return finish
+
+
+def receive_windows() -> Iterator[Window]:
+    """Yield the windows that rank 0 sends to this rank, without ids, until rank 0 says that no more follow."""
+    import torch
+    import torch.distributed as dist
+
+    size = torch.empty(1, dtype=torch.int64)
+    while True:
+        dist.recv(size, 0)
+        if not size.item():
+            return
+        payload = torch.empty(int(size.item()), dtype=torch.uint8)
+        dist.recv(payload, 0)
+        yield Window(json.loads(payload.numpy().tobytes()), [])
+
+
+def compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
+    """Compute the windows that rank 0 sends, and send their embeddings back; the next one is received meanwhile.
+
+    Raises RuntimeError: the connection to rank 0 failed.
+    """
+    import torch
+    import torch.distributed as dist
+
+    # After an error nobody waits for the thread, which may wait for rank 0: this process has to end at once.
+    reader = ThreadPoolExecutor(1)
+    for _, embeddings in compute_here(embedder, batch_size, receive_windows(), reader):
+        dist.send(torch.from_numpy(embeddings), 0)
+
+
+def check_request(request: PredictConfig) -> None:
+    """Check file, model and output on the host that reads and writes them, without loading the model.
+
+    Raises CpuftError: one of them cannot be used.
+    """
+    os.environ.update(take_secrets(os.environ, "prepare"))
+    name_output(request)
+    open_windows(request, _WINDOW_TEXTS)
+
+
+def main() -> None:
+    """Compute embeddings as a rank, or with the first argument `check` only check the request.
+
+    The other arguments are those of PredictConfig. The exit code is 0, that of `run_as_process` after bad input, or 1
+    with a traceback after any other exception.
+    """
+    if sys.argv[1:2] == [CHECK]:
+        run_as_process(lambda: check_request(parse_arguments(PredictConfig, sys.argv[2:])))
+        return
+    start_reporting()
+    code = 0
+    try:
+        run_as_process(lambda: embed_on_hosts(parse_arguments(PredictConfig, sys.argv[1:]), parse_world(os.environ)))
+    except SystemExit as ended:
+        code = ended.code if isinstance(ended.code, int) else 1
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    from cpuft.comm.registration import exit_process  # imports torch, so not before garbage collection is paused
+
+    # Other ranks may hang in an operation, and a normal exit would wait for them.
+    exit_process(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""Embeddings on several ranks: the file of one process, whatever the number of ranks, and errors that end all ranks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pyarrow import parquet
+
+import cpuft.train.write_embeddings
+from cpuft.config import PredictConfig, format_arguments
+from cpuft.errors import CpuftError
+from cpuft.train.embed_on_hosts import CHECK, check_request, refuse_other_models
+from cpuft.train.embedding_form import EmbeddingForm, write_form
+from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.write_embeddings import write_embeddings
+from tests.comm.ranks import MPIRUN, settings
+from tests.train.tiny import save_tiny
+
+TEXTS = [f"a cat number {number} \u00e9 " * (number % 5) for number in range(5000)]
+RANK = """
+# Only rank 0 is told which file it is.
+import os, sys
+from cpuft.train import embed_on_hosts, embedding
+own, calls = embedding.Embedder.embed_encoded, []
+def fail(*words):
+    calls.append(words)
+    if len(calls) == 2:
+        raise MemoryError("a rank without memory")
+    return own(*words)
+if os.environ["PMI_RANK"] == os.environ.get("FAILING_RANK"):
+    embedding.Embedder.embed_encoded = fail
+if os.environ["PMI_RANK"] != "0":
+    sys.argv.append("--file=none")
+embed_on_hosts.main()
+"""
+
+
+@pytest.fixture(autouse=True)
+def _alone(own_cache: None) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch, plain_torch():  # nothing is to be compiled
+        patch.setenv("CPUFT_KERNELS", "0")  # of processes that are started
+        yield
+
+
+@pytest.fixture
+def request_(tmp_path: Path) -> PredictConfig:
+    save_tiny(tmp_path / "tiny")
+    write_form(tmp_path / "tiny", EmbeddingForm("mean", True, prompts={"query": "ask: "}, max_length=40), 32)
+    rows = "".join(f"n{number},{text}\n" for number, text in enumerate(TEXTS))
+    (tmp_path / "texts.csv").write_text(f"name,text\n{rows}")
+    return PredictConfig(model="tiny", file="texts.csv", output="ranks/vectors.npy", precision="fp32", prompt="query")
+
+
+def run_ranks(request: PredictConfig, ranks: int, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [str(MPIRUN), "-iface", "lo", "-host", "localhost", "-n", str(ranks), sys.executable, "-c", RANK]
+    return subprocess.run(
+        [*command, *format_arguments(request)],
+        env=settings(**variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+    )
+
+
+def write_in_one_process(request: PredictConfig, output: str) -> None:
+    """With the windows and the number of threads that the ranks have, so that all sums are in the same order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(cpuft.train.write_embeddings, "_WINDOW_TEXTS", 1024)
+            write_embeddings(replace(request, output=output))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_two_ranks_write_the_file_of_one_process(request_: PredictConfig) -> None:
+    """There are more windows than the ranks have at a time. Rank 1 does not see the file."""
+    done = run_ranks(request_, 2)
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.startswith("5000 texts embedded, ")
+    write_in_one_process(request_, "one.npy")
+    assert Path("ranks/vectors.npy").read_bytes() == Path("one.npy").read_bytes()
+    assert np.load("one.npy").shape == (5000, 32)
+    assert os.listdir("ranks") == ["vectors.npy"]
+
+
+@pytest.mark.parametrize("ranks, id_column", [(2, "name"), (1, "")])
+def test_a_parquet_file_has_the_ids_in_their_order(ranks: int, id_column: str, request_: PredictConfig) -> None:
+    request = replace(request_, output="ranks.parquet", id_column=id_column, dimensions=8)
+    done = run_ranks(request, ranks)
+    assert done.returncode == 0, done.stdout
+    write_in_one_process(request, "one.parquet")
+    found, wanted = parquet.read_table("ranks.parquet"), parquet.read_table("one.parquet")
+    assert found.equals(wanted)
+    assert found["id"].to_pylist() == [f"n{number}" if id_column else number for number in range(5000)]
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_an_error_of_one_rank_ends_all(rank: str, request_: PredictConfig) -> None:
+    """Also while that rank waits on its other thread: its second window is the last one of rank 1."""
+    done = run_ranks(request_, 2, FAILING_RANK=rank)
+    assert done.returncode != 0
+    assert "MemoryError: a rank without memory" in done.stdout
+    assert not Path("ranks/vectors.npy").exists()
+
+
+def test_a_row_that_is_wrong_ends_all_ranks(request_: PredictConfig) -> None:
+    Path("late.jsonl").write_text('{"text": "a", "b": "c"}\n' * 3000 + '{"b": "c"}\n')
+    done = run_ranks(replace(request_, file="late.jsonl"), 2)
+    assert done.returncode != 0
+    assert "cpuft: error: late.jsonl, line 3001 has no text in the column 'text': correct that row" in done.stdout
+    assert os.listdir("ranks") == []
+
+
+def test_other_models_are_named() -> None:
+    refuse_other_models([("a", "form", "node1"), ("a", "form", "node2")])
+    for other in (("b", "form", "node2"), ("a", "another form", "node2")):
+        with pytest.raises(CpuftError, match="rank 1 on node2 has loaded another model than rank 0 on node1: give --m"):
+            refuse_other_models([("a", "form", "node1"), other])
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"file": "none.csv"}, "there is no file none.csv: check --file"),
+        ({"text_columns": "txt"}, "texts.csv has no column 'txt': did you mean text?"),
+        ({"prompt": "querry"}, "tiny has no prompt 'querry': did you mean query?"),
+        ({"id_column": "name"}, "vectors.npy has no room for the ids of --id-column: give an --output that ends in .p"),
+    ],
+)
+def test_what_is_checked_before_ranks_start(options: dict[str, Any], message: str, request_: PredictConfig) -> None:
+    check_request(request_)
+    with pytest.raises(CpuftError) as error:
+        check_request(replace(request_, **options))
+    assert message in str(error.value)
+
+
+def test_the_check_is_a_command(request_: PredictConfig) -> None:
+    command = [sys.executable, "-m", "cpuft.train.embed_on_hosts", CHECK]
+    asked = format_arguments(replace(request_, file="none.csv"))
+    done = subprocess.run([*command, *asked], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (2, "cpuft: error: there is no file none.csv: check --file\n")
