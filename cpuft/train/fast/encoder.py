@@ -19,7 +19,7 @@ from cpuft.train.fast.architectures import ARCHITECTURES, LayerParts, PositionBi
 from cpuft.train.fast.attention import Grid, attention, make_bias
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
-from cpuft.train.fast.projection import PackedLinear, is_adapted, linear, product
+from cpuft.train.fast.projection import PackedLinear, can_pack, is_adapted, linear, product
 
 MIN_PADDING = 0.05
 """Share of padding in a batch above which its tokens are packed. With less, packing the tokens at the encoder's entry
@@ -104,7 +104,7 @@ def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> Layer
 
     None is returned for a layer that is no encoder layer of `ARCHITECTURES`, is patched already, or is a decoder's; and
     for one that has cross-attention, chunked feed-forward, a linear layer without bias, another module in the place of
-    a linear layer, query, key and value of different classes, or a layer norm without weights.
+    a linear layer, an adapter of another form, or a layer norm without weights.
 
     Parameters
     ----------
@@ -122,7 +122,7 @@ def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> Layer
         (type(linear) is nn.Linear or (adapters and is_adapted(linear))) and linear.bias is not None
         for linear in parts.linears
     )
-    known &= len({type(linear) for linear in (parts.query, parts.key, parts.value)}) == 1
+    known &= can_pack((parts.query, parts.key, parts.value), adapters)
     norms = (parts.attention_norm, parts.outer_norm)
     known &= all(type(norm) is nn.LayerNorm and norm.elementwise_affine for norm in norms)
     return parts if known else None
