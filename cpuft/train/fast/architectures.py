@@ -22,11 +22,23 @@ class Heads:
     """The attention heads of one layer."""
 
     count: int
-    """Number of heads."""
+    """Number of query heads."""
     size: int
-    """Width of a head: the hidden size is count * size."""
+    """Width of a head. Of BERT and its kin the hidden size is count * size."""
     factor: float
-    """By which scores are multiplied before softmax: 1 / sqrt(size)."""
+    """By which scores are multiplied before softmax, such as 1 / sqrt(size)."""
+    key_count: int = 0
+    """Number of heads of keys and of values, a divisor of `count`; 0: as many as `count`. Query head h uses number
+    h // (count // key_count)."""
+    back: int = -1
+    """How many positions before its own a query looks at; -1: all of them."""
+    ahead: int = -1
+    """How many positions after its own a query looks at; -1: all of them. 0 is causal attention."""
+
+    @property
+    def keys(self) -> int:
+        """The number of heads of keys and of values, also where `key_count` is 0."""
+        return self.key_count or self.count
 
 
 @dataclass

@@ -23,6 +23,8 @@ from tests.train.fast.encoders import relative_error
 
 MASK = Mask(seed=99, threshold=6554)
 HEADS = Heads(count=2, size=5, factor=0.5)
+# Both query heads share one of keys and values, and see a part of the longest rows.
+NARROW = Heads(count=2, size=5, factor=0.5, key_count=1, back=20, ahead=2)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2 / 256}
 ROWS = 5
 # Less than any vector, vectors and a part, whole ones.
@@ -62,9 +64,13 @@ def run_layers(dtype: torch.dtype, cols: int) -> list[Tensor]:
     norm = nn.LayerNorm(cols)
     nn.init.normal_(norm.weight)
     context = attention(None, packed, bias[:, None, None], HEADS, MASK, grid, position_bias=positions)
-    outputs = [dropout_add_norm(x, shift, residual, norm, MASK), gelu(x, shift), context]
+    shared = (
+        torch.randn(grid.tokens, 4 * NARROW.size, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+    )
+    near = attention(None, shared, bias[:, None, None], NARROW, MASK, grid)
+    outputs = [dropout_add_norm(x, shift, residual, norm, MASK), gelu(x, shift), context, near]
     weights = [torch.randn(output.shape).to(dtype) for output in outputs]
-    found = torch.autograd.grad(outputs, [x, shift, residual, packed, positions, *norm.parameters()], weights)
+    found = torch.autograd.grad(outputs, [x, shift, residual, packed, shared, positions, *norm.parameters()], weights)
     return [masked(x.detach(), MASK), *outputs, *found, column_sums(x.detach())]
 
 
