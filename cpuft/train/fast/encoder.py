@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpuft.errors import counted
 from cpuft.train.fast.architectures import ARCHITECTURES, LayerParts, PositionBias, find_architecture
 from cpuft.train.fast.attention import Grid, attention, make_bias
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
@@ -367,35 +366,4 @@ def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]
         if len(known) == len(parts):
             architecture = find_architecture(layers[0])
             found.append(FastEncoder(module, list(layers), known, architecture.position_bias if architecture else None))
-    return found
-
-
-def describe_layers(model: nn.Module) -> str:
-    """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`.
-
-    If it has replaced none, the reason follows: the layers have parts that it does not know, or they are unknown, as in
-    `0 of 12 layers replaced, because it does not know GPT2Block (it knows the layers of BERT, ... and DistilBERT)`.
-    """
-    layers = _find_layers(model)
-    replaced = sum(isinstance(layer, FastLayer) for layer in layers)
-    counts = f"{replaced} of {counted(len(layers), 'layer')} replaced"
-    if replaced:
-        return counts
-    if any(map(find_architecture, layers)):
-        why = "they have parts that it does not know (a decoder, chunked feed-forward, or adapters with dropout)"
-    else:
-        names = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or type(model).__name__
-        *titles, last = (architecture.title for architecture in ARCHITECTURES)
-        why = f"it does not know {names} (it knows the layers of {', '.join(titles)} and {last})"
-    return f"{counts}, because {why}"
-
-
-def _find_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: members of a ModuleList whose class is named a layer or a block, the outermost ones."""
-    found, inside = list[nn.Module](), set[nn.Module]()
-    for module in model.modules():
-        for layer in module if isinstance(module, nn.ModuleList) and module not in inside else ():
-            if type(layer).__name__.endswith(("Layer", "Block")):
-                found.append(layer)
-                inside.update(layer.modules())
     return found
