@@ -2,7 +2,8 @@
 // queries, keys and values and writes rows of the context; scores never leave the cache. Backward recomputes them.
 //
 // Several query heads may share a head of keys and values. A query may be limited to a window of keys around its own
-// position; then only the keys that a block of queries sees are multiplied, so that the cost grows with the window.
+// position; then only the keys that a block of queries sees are multiplied, and an example is processed in parts, so
+// that cost and memory grow with the window.
 
 #pragma once
 
@@ -18,6 +19,8 @@ namespace {
 
 // Number of queries that are processed at a time.
 constexpr int64_t TALL = 32;
+// Least number of queries of a part of an example; a part's keys, and the sums of their gradients, stay in the cache.
+constexpr int64_t PART = 256;
 
 // The part of the tokens' rows that belongs to one head. Token t of an example is in row places[t], or absent if that
 // is negative. If `places` is null, the tokens are in consecutive rows from `first` on.
@@ -72,9 +75,12 @@ struct Heads {
         return {back < 0 ? 0 : std::max<int64_t>(first - back, 0),
                 ahead < 0 ? used : std::min(first + count + ahead, used)};
     }
-    // The largest number of keys of such a range for a block of queries whose first key is rounded down to `step`.
-    int64_t most_seen(int64_t step) const {
-        return back < 0 || ahead < 0 ? keys : std::min(keys, back + ahead + TALL + step);
+    bool has_window() const { return back >= 0 && ahead >= 0; }
+    // The number of queries of a part. Adjacent parts have back + ahead keys in common, at most half of a part's.
+    int64_t part() const { return has_window() ? filled_up(std::max(PART, 2 * (back + ahead)), TALL) : queries; }
+    // The largest number of keys that `count` adjacent queries see, if the first key is rounded down to `step`.
+    int64_t most_seen(int64_t count, int64_t step) const {
+        return has_window() ? std::min(keys, count + back + ahead + step) : keys;
     }
     // The number of tokens of an example up to the last one that has a row.
     static int64_t count(const int64_t *places, int64_t n, int64_t length) {
@@ -88,12 +94,13 @@ struct Heads {
 template <class T> int64_t length_of(int64_t tokens) { return filled_up(tokens, COLS<T>); }
 template <class T> int64_t width_of(int64_t size) { return filled_up(size, std::max(COLS<T>, W * IN_WORD<T>)); }
 
-// The working memory of one thread: blocks that are aligned to cache lines and stay in the cache.
+// The working memory of one thread: blocks that are aligned to cache lines and stay in the cache. All is zero at first,
+// also the sums of gradients.
 template <class T> struct Desk {
     struct alignas(64) Line {
         uint8_t bytes[64];
     };
-    int64_t length, most, width;  // the largest padded numbers of keys and of keys in a range; the padded head size
+    int64_t length, most, width;  // the largest padded numbers of keys of a part and of a block; the padded head size
     Lanes lanes;
     std::vector<Line> lines;
     T *rows, *queries, *grads, *dropped, *slopes;
@@ -102,8 +109,8 @@ template <class T> struct Desk {
     Tiles<T> tiles;
 
     explicit Desk(const Heads &g)
-        : length(length_of<T>(g.keys)), most(length_of<T>(g.most_seen(COLS<T>))), width(width_of<T>(g.size)),
-          lanes(most) {
+        : length(length_of<T>(g.most_seen(g.part(), COLS<T>))), most(length_of<T>(g.most_seen(TALL, COLS<T>))),
+          width(width_of<T>(g.size)), lanes(most) {
         int64_t tall = TALL * width, block = TALL * most, whole = length * width;
         int64_t taken = 0;
         for (int64_t pass = 0; pass < 2; pass++) {  // first adds up the sizes, then assigns the addresses
@@ -174,26 +181,25 @@ inline float exponentials(float *s, const float *bias, const float *position_bia
     return 1.0f / sum_of(totals);
 }
 
-// A block of queries, and the keys that are multiplied with it. `seen.low` is rounded down to a multiple of COLS<T>.
+// A block of queries, or a larger part of an example, and the keys that it sees.
 struct Block {
-    int64_t first, count, high;  // the queries; their number, also padded for products
-    Range seen;
-    int64_t length;  // the padded number of keys
+    int64_t first, count, low, end;  // the queries, and the keys, of which the first is a multiple of COLS<T>
+    int64_t high, length;            // the numbers of queries and of keys, padded for products
 };
 
-template <class T> Block block_of(const Heads &g, int64_t first, int64_t asked, int64_t used) {
-    int64_t count = std::min(TALL, asked - first);
+template <class T> Block block_of(const Heads &g, int64_t first, int64_t count, int64_t used) {
     Range seen = g.seen_by(first, count, used);
-    seen.low = std::min(seen.low, std::max<int64_t>(seen.end, 0)) / COLS<T> * COLS<T>;
-    return {first, count, filled_up(count, ROWS<T>), seen, length_of<T>(std::max<int64_t>(seen.end - seen.low, 0))};
+    int64_t low = std::min(seen.low, seen.end) / COLS<T> * COLS<T>;
+    return {first, count, low, seen.end, filled_up(count, ROWS<T>), length_of<T>(seen.end - low)};
 }
 
 // Computes the probabilities of a block of queries in `scores`, and after dropout in `dropped`. Their rows begin with
-// key seen.low. Both are zero for keys that a query does not see, and padded with zeros.
-template <class T> void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, const Block &b, int64_t used) {
-    int64_t length = b.length, low = b.seen.low, stride = length_of<T>(used), width = width_of<T>(g.size);
-    multiply<T>(words(desk.queries), width / IN_WORD<T>, desk.keys + low, stride, desk.scores, length, b.high, length,
-                width);
+// key b.low. Both are zero for keys that a query does not see, and padded with zeros. `keys` begins with that key, too.
+template <class T>
+void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, const Block &b, const word *keys, int64_t stride,
+          int64_t used) {
+    int64_t length = b.length, low = b.low, width = width_of<T>(g.size);
+    multiply<T>(words(desk.queries), width / IN_WORD<T>, keys, stride, desk.scores, length, b.high, length, width);
     for (int64_t t = 0; t < b.high; t++) {
         float *s = desk.scores + t * length;
         T *d = desk.dropped + t * length;
@@ -230,26 +236,31 @@ void attention_forward(const T *q, const T *k, const T *v, T *context, const flo
     {
         Desk<T> desk(g);
         const word *values = nullptr;
-        int64_t there = -1;  // which head of keys and values is on the desk: a thread mostly takes a group in a row
+        int64_t there = -1;  // which keys and values are on the desk: often, a thread takes the heads of a group in a row
 #pragma omp for collapse(2) schedule(static)
         for (int64_t n = 0; n < batch; n++)
             for (int64_t h = 0; h < heads; h++) {
                 int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
-                int64_t length = length_of<T>(used), shared = h / g.group();
-                if (there != n * key_heads + shared) {
-                    there = n * key_heads + shared;
-                    collect(g.key_rows(k, n, shared), 0, used, length, size, width, desk.rows);
-                    exchange(words(desk.rows), across, desk.keys, length, length, across);
-                    collect(g.key_rows(v, n, shared), 0, used, length, size, width, desk.rows);
-                    values = pair_rows(desk.rows, desk.values, length, width);
-                }
-                for (int64_t first = 0; first < asked; first += TALL) {
-                    Block b = block_of<T>(g, first, asked, used);
-                    collect(g.query_rows(q, query_stride, n, h), first, b.count, TALL, size, width, desk.queries);
-                    look(g, desk, n, h, b, used);
-                    multiply<T>(words(desk.dropped), b.length / IN_WORD<T>, values + b.seen.low / IN_WORD<T> * width,
-                                width, desk.sums, width, b.high, width, b.length);
-                    deliver(desk.sums, width, g.query_rows(context, heads * size, n, h), first, b.count, size);
+                int64_t shared = h / g.group();
+                for (int64_t from = 0; from < asked; from += g.part()) {
+                    Block p = block_of<T>(g, from, std::min(g.part(), asked - from), used);
+                    int64_t these = (n * key_heads + shared) * queries + from;
+                    if (there != these) {
+                        collect(g.key_rows(k, n, shared), p.low, p.end - p.low, p.length, size, width, desk.rows);
+                        exchange(words(desk.rows), across, desk.keys, p.length, p.length, across);
+                        collect(g.key_rows(v, n, shared), p.low, p.end - p.low, p.length, size, width, desk.rows);
+                        values = pair_rows(desk.rows, desk.values, p.length, width);
+                        there = these;
+                    }
+                    for (int64_t first = from; first < from + p.count; first += TALL) {
+                        Block b = block_of<T>(g, first, std::min(TALL, from + p.count - first), used);
+                        int64_t at = b.low - p.low;
+                        collect(g.query_rows(q, query_stride, n, h), first, b.count, TALL, size, width, desk.queries);
+                        look(g, desk, n, h, b, desk.keys + at, p.length, used);
+                        multiply<T>(words(desk.dropped), b.length / IN_WORD<T>, values + at / IN_WORD<T> * width,
+                                    width, desk.sums, width, b.high, width, b.length);
+                        deliver(desk.sums, width, g.query_rows(context, heads * size, n, h), first, b.count, size);
+                    }
                 }
             }
     }
@@ -260,12 +271,12 @@ void attention_forward(const T *q, const T *k, const T *v, T *context, const flo
 // Adds that of the scores to `position_grad`, the gradient of each distance's bias, unless it is null.
 template <class T>
 void slope(const Heads &g, Desk<T> &desk, const Block &b, float *position_grad) {
-    int64_t length = b.length, used = b.seen.end - b.seen.low;
+    int64_t length = b.length, used = b.end - b.low;
     for (int64_t t = 0; t < b.high; t++) {
         const float *p = desk.scores + t * length, *w = desk.wanted + t * length;
         const T *d = desk.dropped + t * length;
         T *s = desk.slopes + t * length;
-        float *sums = position_grad && t < b.count ? position_grad + g.distance_of(b.first + t) + b.seen.low : nullptr;
+        float *sums = position_grad && t < b.count ? position_grad + g.distance_of(b.first + t) + b.low : nullptr;
         vec totals{};
         for (int64_t j = 0; j < length; j += W) totals += get(d + j, W) * read<vec>(w + j);
         float total = sum_of(totals);
@@ -288,6 +299,19 @@ void add_block(Desk<T> &desk, const T *left, const T *right, float *sums, int64_
     multiply<T>(desk.turned, tall, pairs, length, sums, stride, width, length, high, true);
 }
 
+// Writes the gradients of `count` keys or values from `first` on, whose sums are the first columns of (width, stride).
+// Then the columns after these take their place, and zeros follow: in the end, all sums are zero again.
+template <class T>
+void finish(Desk<T> &desk, float *sums, int64_t stride, Rows<T> to, int64_t first, int64_t count, int64_t size) {
+    int64_t columns = filled_up(count, W);
+    exchange(words(sums), stride, desk.paired, desk.width, desk.width, columns);
+    deliver(reinterpret_cast<const float *>(desk.paired), desk.width, to, first, count, size);
+    for (float *row = sums; row < sums + desk.width * stride; row += stride) {
+        std::copy(row + columns, row + stride, row);
+        std::fill(row + stride - columns, row + stride, 0.0f);
+    }
+}
+
 // dq, dk and dv have the layout of q, k and v; `grad`, the gradient of the context, has that of the context. The gradient
 // of the position bias is added to `position_grad`, (batch, heads, distances), unless that is null.
 template <class T>
@@ -303,42 +327,53 @@ void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq
 #pragma omp parallel num_threads(threads)
     {
         Desk<T> desk(g);
-        float *turned = reinterpret_cast<float *>(desk.paired);
         // One thread adds up the gradients of a head of keys and values, over all query heads that share it.
 #pragma omp for collapse(2) schedule(static)
         for (int64_t n = 0; n < batch; n++)
             for (int64_t shared = 0; shared < key_heads; shared++) {
                 int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
-                int64_t length = length_of<T>(used);
-                collect(g.key_rows(v, n, shared), 0, used, length, size, width, desk.rows);
-                exchange(words(desk.rows), across, desk.values, length, length, across);
-                collect(g.key_rows(k, n, shared), 0, used, length, size, width, desk.rows);
-                exchange(words(desk.rows), across, desk.keys, length, length, across);
-                const word *paired = pair_rows(desk.rows, desk.paired, length, width);
-                std::fill_n(desk.key_sums, width * length, 0.0f);
-                std::fill_n(desk.value_sums, width * length, 0.0f);
-                for (int64_t h = shared * g.group(); h < (shared + 1) * g.group(); h++)
-                    for (int64_t first = 0; first < asked; first += TALL) {
-                        Block b = block_of<T>(g, first, asked, used);
-                        int64_t low = b.seen.low;
-                        collect(g.query_rows(q, query_stride, n, h), first, b.count, TALL, size, width, desk.queries);
-                        collect(g.query_rows(grad, heads * size, n, h), first, b.count, TALL, size, width, desk.grads);
-                        look(g, desk, n, h, b, used);
-                        multiply<T>(words(desk.grads), across, desk.values + low, length, desk.wanted, b.length, b.high,
-                                    b.length, width);
-                        slope(g, desk, b, position_grad ? position_grad + (n * heads + h) * g.distances() : nullptr);
-                        add_block(desk, desk.grads, desk.dropped, desk.value_sums + low, length, width, b.length,
-                                  b.high);
-                        add_block(desk, desk.queries, desk.slopes, desk.key_sums + low, length, width, b.length,
-                                  b.high);
-                        multiply<T>(words(desk.slopes), b.length / IN_WORD<T>, paired + low / IN_WORD<T> * width, width,
-                                    desk.sums, width, b.high, width, b.length);
-                        deliver(desk.sums, width, g.query_rows(dq, query_stride, n, h), first, b.count, size);
+                // The sums of a part are in the first columns; those that the next part shares with it are moved there.
+                int64_t stride = std::min(desk.length, length_of<T>(used)), low = 0;
+                Rows<T> dkeys = g.key_rows(dk, n, shared), dvalues = g.key_rows(dv, n, shared);
+                for (int64_t from = 0; from < asked; from += g.part()) {
+                    Block p = block_of<T>(g, from, std::min(g.part(), asked - from), used);
+                    if (p.low > low) {
+                        finish(desk, desk.key_sums, stride, dkeys, low, p.low - low, size);
+                        finish(desk, desk.value_sums, stride, dvalues, low, p.low - low, size);
+                        low = p.low;
                     }
-                exchange(words(desk.key_sums), length, desk.paired, width, width, length);
-                deliver(turned, width, g.key_rows(dk, n, shared), 0, used, size);
-                exchange(words(desk.value_sums), length, desk.paired, width, width, length);
-                deliver(turned, width, g.key_rows(dv, n, shared), 0, used, size);
+                    collect(g.key_rows(v, n, shared), low, p.end - low, p.length, size, width, desk.rows);
+                    exchange(words(desk.rows), across, desk.values, p.length, p.length, across);
+                    collect(g.key_rows(k, n, shared), low, p.end - low, p.length, size, width, desk.rows);
+                    exchange(words(desk.rows), across, desk.keys, p.length, p.length, across);
+                    const word *paired = pair_rows(desk.rows, desk.paired, p.length, width);
+                    for (int64_t h = shared * g.group(); h < (shared + 1) * g.group(); h++)
+                        for (int64_t first = from; first < from + p.count; first += TALL) {
+                            Block b = block_of<T>(g, first, std::min(TALL, from + p.count - first), used);
+                            int64_t at = b.low - low;
+                            collect(g.query_rows(q, query_stride, n, h), first, b.count, TALL, size, width,
+                                    desk.queries);
+                            collect(g.query_rows(grad, heads * size, n, h), first, b.count, TALL, size, width,
+                                    desk.grads);
+                            look(g, desk, n, h, b, desk.keys + at, p.length, used);
+                            multiply<T>(words(desk.grads), across, desk.values + at, p.length, desk.wanted, b.length,
+                                        b.high, b.length, width);
+                            slope(g, desk, b,
+                                  position_grad ? position_grad + (n * heads + h) * g.distances() : nullptr);
+                            add_block(desk, desk.grads, desk.dropped, desk.value_sums + at, stride, width, b.length,
+                                      b.high);
+                            add_block(desk, desk.queries, desk.slopes, desk.key_sums + at, stride, width, b.length,
+                                      b.high);
+                            multiply<T>(words(desk.slopes), b.length / IN_WORD<T>, paired + at / IN_WORD<T> * width,
+                                        width, desk.sums, width, b.high, width, b.length);
+                            deliver(desk.sums, width, g.query_rows(dq, query_stride, n, h), first, b.count, size);
+                        }
+                }
+                // Without a window these are all keys; with one, those after the last part's have no gradient.
+                for (; low < used; low += stride) {
+                    finish(desk, desk.key_sums, stride, dkeys, low, std::min(stride, used - low), size);
+                    finish(desk, desk.value_sums, stride, dvalues, low, std::min(stride, used - low), size);
+                }
             }
     }
 }

@@ -33,7 +33,8 @@ void dropout(const T *x, T *y, int64_t n, uint64_t seed, uint32_t threshold, flo
     }
 }
 
-// y = layer_norm(sum), where sum = residual + dropout(x + shift).
+// y = norm(sum), where sum = residual + dropout(x + shift). The norm is layer norm, or RMSNorm if `mean` is null. shift,
+// residual, weight and bias may be null: there is none. If `sum` is null, there is only the norm: y = norm(x).
 template <class T>
 void norm_forward(const T *x, const T *shift, const T *residual, const float *weight, const float *bias, T *sum, T *y,
                   float *mean, float *rstd, int64_t rows, int64_t cols, uint64_t seed, uint32_t threshold, float scale,
@@ -43,17 +44,19 @@ void norm_forward(const T *x, const T *shift, const T *residual, const float *we
         Lanes lanes(cols);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows; i++) {
-            const T *xi = x + i * cols, *ri = residual + i * cols;
-            T *si = sum + i * cols, *yi = y + i * cols;
+            const T *xi = x + i * cols, *si = sum ? sum + i * cols : xi;
+            T *yi = y + i * cols;
             const uint16_t *bits = threshold ? lanes.fill(seed, i * cols, cols) : nullptr;
-            vec total{}, squares{};
-            for (int64_t j = 0; j < cols; j += W) {
+            for (int64_t j = 0; sum && j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
-                vec v = get(xi + j, m) + get(shift + j, m);
+                vec v = get(xi + j, m);
+                if (shift) v += get(shift + j, m);
                 if (bits) v = keep(v * scale, bits + j, threshold);
-                put(si + j, get(ri + j, m) + v, m);
-                total += get(si + j, m);  // rounded to T, as backward reads it
+                if (residual) v += get(residual + i * cols + j, m);
+                put(sum + i * cols + j, v, m);
             }
+            vec total{}, squares{};  // of the sum rounded to T, as backward reads it
+            for (int64_t j = 0; mean && j < cols; j += W) total += get(si + j, lanes_of(j, cols));
             float mu = sum_of(total) / float(cols);
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
@@ -63,19 +66,22 @@ void norm_forward(const T *x, const T *shift, const T *residual, const float *we
             float r = 1.0f / std::sqrt(sum_of(squares) / float(cols) + eps);
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
-                put(yi + j, (get(si + j, m) - mu) * r * get(weight + j, m) + get(bias + j, m), m);
+                vec w = weight ? get(weight + j, m) : all(1.0f), b = bias ? get(bias + j, m) : vec{};
+                put(yi + j, (get(si + j, m) - mu) * r * w + b, m);
             }
-            mean[i] = mu;
+            if (mean) mean[i] = mu;
             rstd[i] = r;
         }
     }
 }
 
-// The gradients of the norm's weight and bias, and of the shift, are added to `dweight`, `dbias` and `dshift`.
+// dresidual is the gradient of `sum`, given that of y, in dy, and that which `sum` has otherwise, in dsum (null: none).
+// dx is that of x; it may be dresidual if nothing was dropped. The gradients of the norm's weight and bias, and of the
+// shift, are added to `dweight`, `dbias` and `dshift`, each of which may be null. `mean` is null for RMSNorm.
 template <class T>
-void norm_backward(const T *dy, const T *sum, const float *mean, const float *rstd, const float *weight, T *dx,
-                   T *dresidual, float *dweight, float *dbias, float *dshift, int64_t rows, int64_t cols, uint64_t seed,
-                   uint32_t threshold, float scale, int threads) {
+void norm_backward(const T *dy, const T *dsum, const T *sum, const float *mean, const float *rstd, const float *weight,
+                   T *dx, T *dresidual, float *dweight, float *dbias, float *dshift, int64_t rows, int64_t cols,
+                   uint64_t seed, uint32_t threshold, float scale, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         Lanes lanes(cols);
@@ -86,35 +92,38 @@ void norm_backward(const T *dy, const T *sum, const float *mean, const float *rs
             const T *dyi = dy + i * cols, *si = sum + i * cols;
             T *dxi = dx + i * cols, *dri = dresidual + i * cols;
             const uint16_t *bits = threshold ? lanes.fill(seed, i * cols, cols) : nullptr;
-            float mu = mean[i], r = rstd[i];
+            float mu = mean ? mean[i] : 0.0f, r = rstd[i];
             vec ones{}, hats{};
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
                 vec d = get(dyi + j, m), z = (get(si + j, m) - mu) * r;  // where d is masked, it and its products are 0
-                put(dw + j, get(dw + j, m) + d * z, m);
-                put(db + j, get(db + j, m) + d, m);
-                vec g = d * get(weight + j, m);
+                vec w = weight ? get(weight + j, m) : all(1.0f);
+                if (dweight) put(dw + j, get(dw + j, m) + d * z, m);
+                if (dbias) put(db + j, get(db + j, m) + d, m);
+                vec g = d * w;
                 ones += g;
                 hats += g * z;
             }
-            float first = sum_of(ones) / float(cols), second = sum_of(hats) / float(cols);
+            float first = mean ? sum_of(ones) / float(cols) : 0.0f, second = sum_of(hats) / float(cols);
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
+                vec w = weight ? get(weight + j, m) : all(1.0f);
                 vec z = (get(si + j, m) - mu) * r;
-                vec d = (get(dyi + j, m) * get(weight + j, m) - first - z * second) * r;
+                vec d = (get(dyi + j, m) * w - first - z * second) * r;
+                if (dsum) d += get(dsum + i * cols + j, m);
                 put(dri + j, d, m);
                 if (bits) {
                     d = keep(d * scale, bits + j, threshold);
                     put(dxi + j, d, m);
                 }
-                put(ds + j, get(ds + j, m) + d, m);
+                if (dshift) put(ds + j, get(ds + j, m) + d, m);
             }
         }
 #pragma omp critical
         for (int64_t j = 0; j < cols; j++) {
-            dweight[j] += dw[j];
-            dbias[j] += db[j];
-            dshift[j] += ds[j];
+            if (dweight) dweight[j] += dw[j];
+            if (dbias) dbias[j] += db[j];
+            if (dshift) dshift[j] += ds[j];
         }
     }
 }
@@ -169,6 +178,66 @@ void gelu_backward(const T *dy, const T *slope, T *dx, float *dbias, int64_t row
 #pragma omp critical
         for (int64_t j = 0; j < cols; j++) dbias[j] += mine[j];
     }
+}
+
+// An activation and its slope at the same place. `Gate` numbers them as the Python caller does.
+enum Gate : int64_t { SILU, GELU, GELU_TANH };
+struct Activation {
+    vec value, slope;
+};
+
+inline vec sigmoid(vec x) { return inverse(exp_of(-x) + 1.0f); }
+
+template <Gate gate> inline Activation activate(vec x) {
+    if constexpr (gate == GELU) {
+        Normal n = normal(x);
+        return {x * n.cdf, x * n.bell * 0.39894228040143268f + n.cdf};
+    }
+    // x * sigmoid(u), where u is x, or 2 sqrt(2 / pi) (x + 0.044715 x^3): 0.5 (1 + tanh(v)) is sigmoid(2 v). Beyond 30,
+    // where the sigmoid is 0 or 1 as a float, the cube could overflow.
+    vec u = x, du = all(1.0f);
+    if constexpr (gate == GELU_TANH) {
+        vec a = x > 30.0f ? all(30.0f) : (x < -30.0f ? all(-30.0f) : x);
+        u = a * (a * a * 0.0713548162726f + 1.5957691216057f);
+        du = a * a * 0.2140644488179f + 1.5957691216057f;
+    }
+    vec s = sigmoid(u);
+    return {x * s, s + x * s * (1.0f - s) * du};
+}
+
+// y = activation(x1) * x2, where x1 and x2 are the halves of x's rows, which have 2 * cols numbers.
+template <Gate gate, class T>
+void glu_rows(const T *x, T *y, int64_t rows, int64_t cols, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0, at = i * cols; j < cols; j += W) {
+            int64_t m = lanes_of(j, cols);
+            put(y + at + j, activate<gate>(get(x + 2 * at + j, m)).value * get(x + 2 * at + cols + j, m), m);
+        }
+}
+
+template <Gate gate, class T>
+void glu_gradients(const T *dy, const T *x, T *dx, int64_t rows, int64_t cols, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0, at = i * cols; j < cols; j += W) {
+            int64_t m = lanes_of(j, cols);
+            vec d = get(dy + at + j, m);
+            Activation a = activate<gate>(get(x + 2 * at + j, m));
+            put(dx + 2 * at + j, d * get(x + 2 * at + cols + j, m) * a.slope, m);
+            put(dx + 2 * at + cols + j, d * a.value, m);
+        }
+}
+
+template <class T> void glu_forward(const T *x, T *y, int64_t rows, int64_t cols, int64_t gate, int threads) {
+    (gate == SILU ? glu_rows<SILU, T> : gate == GELU ? glu_rows<GELU, T> : glu_rows<GELU_TANH, T>)(x, y, rows, cols,
+                                                                                                  threads);
+}
+
+template <class T>
+void glu_backward(const T *dy, const T *x, T *dx, int64_t rows, int64_t cols, int64_t gate, int threads) {
+    (gate == SILU ? glu_gradients<SILU, T> : gate == GELU ? glu_gradients<GELU, T> : glu_gradients<GELU_TANH, T>)(
+        dy, x, dx, rows, cols, threads);
 }
 
 // sums += the sum of all rows of x. The gradient of a linear layer's bias is this sum of its output's gradient.
@@ -325,6 +394,8 @@ EXPORT(attention_forward)
 EXPORT(attention_backward)
 EXPORT(gelu_forward)
 EXPORT(gelu_backward)
+EXPORT(glu_forward)
+EXPORT(glu_backward)
 EXPORT(column_sums)
 EXPORT(quantise_rows)
 EXPORT(dequantise)

@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.attention import Grid, attention
-from cpuft.train.fast.elementwise import Mask, dropout_add_norm, gelu, masked
+from cpuft.train.fast.elementwise import Mask, Norm, add_norm, dropout_add_norm, gelu, glu, masked
 from cpuft.train.fast.int8 import multiply, quantise_rows
 from cpuft.train.fast.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
 from cpuft.train.fast.projection import column_sums
@@ -74,6 +74,17 @@ def run_layers(dtype: torch.dtype, cols: int) -> list[Tensor]:
     return [masked(x.detach(), MASK), *outputs, *found, column_sums(x.detach())]
 
 
+def run_gated(dtype: torch.dtype, cols: int) -> list[Tensor]:
+    """Outputs and gradients of what a layer has whose norms come first."""
+    torch.manual_seed(3)
+    x, residual = (torch.randn(ROWS, 2 * cols).to(dtype).requires_grad_() for _ in range(2))
+    norm = Norm(torch.randn(2 * cols, requires_grad=True), None, 1e-5, is_centred=False)
+    assert norm.weight is not None
+    outputs = [*add_norm(x, residual, norm, MASK), *(glu(x, kind) for kind in ("silu", "gelu", "gelu_tanh"))]
+    weights = [torch.randn(output.shape).to(dtype) for output in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, [x, residual, norm.weight], weights)]
+
+
 def run_int8(dtype: torch.dtype, cols: int) -> list[Tensor]:
     """Rows in 8 bits, and a product of them."""
     torch.manual_seed(1)
@@ -102,7 +113,7 @@ def run_update(dtype: torch.dtype, cols: int) -> list[Tensor]:
 )
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
 def test_every_processor_s_build_gives_what_plain_torch_does(processor: str, dtype: torch.dtype) -> None:
-    for run in (run_layers, run_int8, run_update):
+    for run in (run_layers, run_gated, run_int8, run_update):
         for cols in WIDTHS:
             with use_kernels(build_for(processor)):
                 assert kernels_for(torch.empty(0)) is build_for(processor)
