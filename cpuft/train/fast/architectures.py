@@ -309,6 +309,8 @@ class PreNormArchitecture:
     read_layer: Callable[[Any, bool, bool], PreNormParts]
     """Return the parts of a layer, given the layer and whether it is the first and the last one. It raises
     AttributeError if the layer has other modules than a layer of `layer_class`."""
+    keeps_sequences_apart: bool = True
+    """Whether sequences that are packed into one row, which their position ids tell, do not attend to each other."""
 
 
 @dataclass(frozen=True)
@@ -372,8 +374,8 @@ ARCHITECTURES = (
 )
 
 PRE_NORM_ARCHITECTURES = (
-    PreNormArchitecture("modernbert", "ModernBERT", "ModernBertEncoderLayer", _read_modernbert_layer),
-    PreNormArchitecture("eurobert", "EuroBERT", "EuroBertDecoderLayer", _read_llama_layer),
+    PreNormArchitecture("modernbert", "ModernBERT", "ModernBertEncoderLayer", _read_modernbert_layer, False),
+    PreNormArchitecture("eurobert", "EuroBERT", "EuroBertDecoderLayer", _read_llama_layer, False),
     PreNormArchitecture("llama", "Llama", "LlamaDecoderLayer", _read_llama_layer),
     PreNormArchitecture("qwen3", "Qwen3", "Qwen3DecoderLayer", _read_llama_layer),
     PreNormArchitecture("smollm3", "SmolLM3", "SmolLM3DecoderLayer", _read_llama_layer),

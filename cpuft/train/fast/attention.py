@@ -131,6 +131,14 @@ def _hidden_keys(heads: Heads, queries: int, keys: int) -> Tensor | None:
     return hidden
 
 
+def _absent_keys(grid: Grid) -> Tensor | None:
+    """(batch, 1, 1, length) bool: positions after the last token of their example; None if there are none."""
+    if grid.rows is None:
+        return None
+    seen = grid.rows.view(grid.batch, grid.length) >= 0
+    return ~seen.flip(1).cummax(1).values.flip(1)[:, None, None]
+
+
 def _probabilities(q: Tensor, k: Tensor, arguments: _Arguments) -> Tensor:
     """(batch * heads, queries, keys), from split heads."""
     scores = torch.bmm(q, k.transpose(1, 2))
@@ -140,10 +148,13 @@ def _probabilities(q: Tensor, k: Tensor, arguments: _Arguments) -> Tensor:
         weighted += arguments.bias
     if arguments.position_bias is not None:
         weighted += arguments.position_bias[:, _distance_columns(*scores.shape[1:])]
-    if (hidden := _hidden_keys(arguments.heads, *scores.shape[1:])) is None:
+    hidden, absent = _hidden_keys(arguments.heads, *scores.shape[1:]), _absent_keys(arguments.keys)
+    if absent is not None:
+        hidden = absent if hidden is None else hidden | absent
+    if hidden is None:
         return weighted.softmax(-1).to(scores.dtype).view_as(scores)
     probabilities = weighted.masked_fill_(hidden, -torch.inf).softmax(-1)
-    # A query whose window is beyond all keys would get NaN.
+    # A query that sees no key would get NaN.
     return probabilities.masked_fill_(hidden, 0.0).to(scores.dtype).view_as(scores)
 
 
@@ -246,7 +257,8 @@ def attention(
     packed: (tokens, (count + 2 * keys) * size), query, key and value side by side; (tokens, 2 * keys * size), key and
         value, with `query`. The same dtype as `query`.
     bias: fp32, (batch or 1, heads or 1, queries or 1, length), contiguous over the keys, without a gradient; None for
-        no mask. Positions of the grid without a token have zero keys and values: the bias has to exclude them.
+        no mask. Positions of the grid after the last token of their example are excluded; other ones without a
+        token have zero keys and values: the bias has to exclude them.
     mask: dropout of the probabilities.
     heads: also says which positions a query sees.
     grid: positions of the rows of `packed`.

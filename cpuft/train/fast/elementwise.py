@@ -127,6 +127,11 @@ class _Dropout(torch.autograd.Function):
 _dropout: Callable[..., Tensor] = _Dropout.apply
 
 
+def dropout(x: Tensor, mask: Mask) -> Tensor:
+    """Return dropout of `x`, any shape, with a mask that was drawn before; `x` itself if the mask drops nothing."""
+    return _dropout(x, mask) if mask.threshold else x
+
+
 class FastDropout(nn.Dropout):
     """`torch.nn.Dropout` with a cheap mask: the same probability (to 1/65536) and scale, other random numbers."""
 
@@ -137,7 +142,7 @@ class FastDropout(nn.Dropout):
         """
         if not self.training or self.p == 0.0 or self.inplace or x.device.type != "cpu" or self.p == 1.0:
             return super().forward(x)
-        return _dropout(x, draw_mask(self.p, True))
+        return dropout(x, draw_mask(self.p, True))
 
 
 class _Gelu(torch.autograd.Function):

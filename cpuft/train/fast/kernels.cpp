@@ -321,7 +321,8 @@ void square_sum(const G *const *grads, const int64_t *sizes, double *sum, int64_
 }
 
 struct Adam {
-    float beta1, beta2, eps, shrink, pull, step, root, gain;
+    // One minus each beta: these small numbers are not exact as differences of numbers near 1.
+    float rest1, rest2, eps, shrink, pull, step, root, gain;
 };
 
 template <class G>
@@ -329,8 +330,8 @@ void adamw_block(float *master, bf16 *compute, const G *grad, float *first, floa
     for (int64_t i = 0; i < n; i++) {
         float p = master[i];
         float g = load(grad[i]) * a.gain + a.pull * p;
-        float m = first[i] + (g - first[i]) * (1.0f - a.beta1);
-        float v = second[i] * a.beta2 + g * g * (1.0f - a.beta2);
+        float m = first[i] + (g - first[i]) * a.rest1;
+        float v = second[i] + (g * g - second[i]) * a.rest2;
         first[i] = m;
         second[i] = v;
         master[i] = p * a.shrink - a.step * m / (std::sqrt(v) * a.root + a.eps);
@@ -359,9 +360,9 @@ template <class G> bool is_still(const G *grad, const float *first, const float 
 template <class G>
 void adamw(float *const *master, bf16 *const *compute, const G *const *grad, float *const *first,
            float *const *second, const uint8_t *const *awake, const int64_t *sizes, const int64_t *widths,
-           int64_t count, float beta1, float beta2, float eps, float shrink,
+           int64_t count, float rest1, float rest2, float eps, float shrink,
            float pull, float step, float root, float gain, int threads) {
-    Adam a{beta1, beta2, eps, shrink, pull, step, root, gain};
+    Adam a{rest1, rest2, eps, shrink, pull, step, root, gain};
     bool skips = shrink == 1.0f && pull == 0.0f;
 #pragma omp parallel num_threads(threads)
     for (int64_t k = 0; k < count; k++) {

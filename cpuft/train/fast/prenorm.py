@@ -54,8 +54,8 @@ class PackedLayout:
         return rows.view(self.batch, self.length, -1)
 
 
-def make_layout(batch: int, length: int, mask: Tensor | None, position_ids: Tensor | None) -> PackedLayout:
-    """Return the layout of a batch.
+def make_layout(batch: int, length: int, mask: Tensor | None, position_ids: Tensor | None) -> PackedLayout | None:
+    """Return the layout of a batch; None if there is padding between the tokens of an example.
 
     Parameters
     ----------
@@ -64,9 +64,18 @@ def make_layout(batch: int, length: int, mask: Tensor | None, position_ids: Tens
         number before it, as in transformers. None for positions in order.
     """
     if mask is not None:
-        places = mask.reshape(-1).nonzero().squeeze(1)
-        sources = None if len(places) == batch * length else places
-        return PackedLayout(Grid.of(batch, length, sources), batch, length, sources)
+        seen = mask != 0
+        if bool(seen.all()):
+            return PackedLayout(Grid(batch, length), batch, length, None)
+        # Attention excludes no position before an example's last token, so that the first one has to be position 0.
+        first = seen.int().argmax(1, keepdim=True)
+        positions = torch.arange(length)
+        is_between = (positions >= first) & (positions < first + seen.sum(1, keepdim=True))
+        if bool((seen != is_between).any()):
+            return None
+        sources = seen.view(-1).nonzero().squeeze(1)
+        places = sources - first.expand(-1, length).reshape(-1)[sources]
+        return PackedLayout(Grid.of(batch, length, places), batch, length, sources)
     starts = _find_starts(position_ids.expand(batch, -1)) if position_ids is not None else None
     if starts is None or len(starts) == batch:
         return PackedLayout(Grid(batch, length), batch, length, None)
@@ -207,10 +216,14 @@ class FastStack:
     owner: the module that holds the layers, such as LlamaModel.
     layers: in their order.
     parts: those of each layer, from `read_parts`.
+    keeps_sequences_apart: of the architecture.
     """
 
-    def __init__(self, owner: nn.Module, layers: list[Any], parts: list[PreNormParts]) -> None:
+    def __init__(
+        self, owner: nn.Module, layers: list[Any], parts: list[PreNormParts], keeps_sequences_apart: bool
+    ) -> None:
         self.owner = owner
+        self.keeps_sequences_apart = keeps_sequences_apart
         self.layers = layers
         self.parts = parts
         self.dtype = torch.float32
@@ -264,7 +277,9 @@ class FastStack:
         mask, position_ids = given.get("attention_mask"), given.get("position_ids")
         if mask is not None and tuple(mask.shape) != (batch, length):
             return None
-        self.layout = make_layout(batch, length, mask, position_ids)
+        self.layout = make_layout(batch, length, mask, position_ids if self.keeps_sequences_apart else None)
+        if self.layout is None:
+            return None
         given["attention_mask"] = _NO_MASK_NEEDED
         return bound.args[1:], bound.kwargs
 
@@ -323,11 +338,13 @@ def find_stacks(model: nn.Module, adapters: bool = False) -> list[FastStack]:
     """
     found = []
     for module in model.modules():
-        layers = getattr(module, "layers", None)
+        layers = module._modules.get("layers")  # getattr would look through peft's wrappers
         if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
             continue
         read = [read_parts(one, one is layers[0], one is layers[-1]) for one in layers]
         parts = [one for one in read if one is not None]
         if len(parts) == len(read) and not any(find_obstacle(one, adapters) for one in parts):
-            found.append(FastStack(module, list(layers), parts))
+            architecture = find_pre_norm_architecture(layers[0])
+            assert architecture is not None
+            found.append(FastStack(module, list(layers), parts, architecture.keeps_sequences_apart))
     return found

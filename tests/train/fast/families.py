@@ -69,7 +69,7 @@ def make_model(family: str, **settings: Any) -> Any:
     for parameter in model.parameters():
         # Large enough that attention is far from uniform; and norms and biases are not 1 and 0.
         if parameter.dim() > 1:
-            parameter.data.mul_(4.0)
+            parameter.data.mul_(2.0)
         else:
             parameter.data.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
     return model.train()
@@ -91,5 +91,5 @@ def compute_loss(model: Any, batch: dict[str, Tensor], seen: Tensor | None = Non
     hidden = model(**batch).last_hidden_state
     seen = batch["attention_mask"].bool() if seen is None else seen
     weights = torch.randn(hidden.shape[-1], generator=torch.Generator().manual_seed(4))
-    values: Tensor = torch.sin(hidden[seen] * 3.0) @ weights
+    values: Tensor = torch.sin(hidden[seen]) @ weights
     return values.square().mean()

@@ -17,6 +17,9 @@ from cpuft.train.lora import add_adapters
 from tests.train.fast.encoders import make_optimizer, relative_error
 from tests.train.fast.families import CONFIGS, FAMILIES, LONGEST, WINDOW, compute_loss, make_batch, make_model
 
+# Gemma norms what it adds to the hidden states, too, which makes errors of rounding larger: those of transformers' own
+# layers are 6e-6 of the gradient then.
+LIMITS = {family: 5e-5 if "gemma" in family else 1e-5 for family in FAMILIES}
 LENGTHS = (WINDOW + 1, 1, LONGEST, WINDOW - 1, 2, WINDOW)
 UPDATES = 5
 
@@ -25,11 +28,11 @@ def make_pair(family: str, precision: str, **settings: Any) -> tuple[Any, Any, A
     """A plain model and an accelerated copy of it, and the optimizers of both."""
     plain = make_model(family, **settings)
     fast = copy.deepcopy(plain)
-    optimizer = make_optimizer(fast)
+    optimizer = make_optimizer(fast, eps=1e-3)  # so that it divides no difference of rounding by a small number
     accelerate(fast, optimizer, precision=precision)
     layers = plain.config.num_hidden_layers
     assert describe_layers(fast) == f"{layers} of {layers} layers replaced"
-    return plain, fast, make_optimizer(plain), optimizer
+    return plain, fast, make_optimizer(plain, eps=1e-3), optimizer
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
@@ -49,14 +52,13 @@ def test_losses_and_gradients_are_those_of_the_plain_layers(family: str, lengths
     plain, fast, optimizer, fast_optimizer = make_pair(family, "fp32")
     batch = make_batch(lengths)
     seen = set()
-    for update in range(UPDATES):
+    for _ in range(UPDATES):
         wanted, found = compute_loss(plain, batch), compute_loss(fast, batch)
-        assert relative_error(found, wanted) < 1e-5
-        seen.add(float(wanted))
+        assert relative_error(found, wanted) < LIMITS[family]
+        seen.add(float(wanted.detach()))
         wanted.backward()
         found.backward()
-        # Later, AdamW has divided differences of rounding by small numbers.
-        check_gradients(fast, plain, 1e-5 if update == 0 else 1e-3)
+        check_gradients(fast, plain, LIMITS[family])
         for one in (optimizer, fast_optimizer):
             one.step()
             one.zero_grad()
@@ -95,9 +97,7 @@ def test_bf16_is_within_its_noise(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_sequences_do_not_see_each_other(family: str) -> None:
-    if family == "modernbert":
-        pytest.skip("transformers' ModernBERT does not know packed sequences")
+def test_packed_sequences_see_each_other_only_where_transformers_lets_them(family: str) -> None:
     _, fast, _, _ = make_pair(family, "fp32")
     plain = make_model(family)
     lengths = (7, 3, 12, 1)
@@ -113,17 +113,20 @@ def test_packed_sequences_do_not_see_each_other(family: str) -> None:
         compute_loss(plain, packed, seen),
         compute_loss(plain, apart),
     )
-    assert relative_error(found, wanted) < 1e-5
-    assert relative_error(theirs, wanted) < 1e-5
+    assert relative_error(found, theirs) < 1e-5
+    assert (relative_error(found, wanted) < 1e-5) == (family not in ("modernbert", "eurobert"))
 
 
 def test_places_of_packed_sequences() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
     layout = make_layout(2, 5, None, positions)
+    assert layout is not None
     assert layout.grid.places is not None
     assert (layout.grid.batch, layout.grid.length) == (4, 4)
     assert layout.grid.places.tolist() == [0, 1, 2, 4, 5, 8, 12, 13, 14, 15]
-    assert make_layout(2, 5, None, torch.arange(5)[None]).grid.places is None
+    alone = make_layout(2, 5, None, torch.arange(5)[None])
+    assert alone is not None
+    assert alone.grid.places is None
 
 
 @pytest.mark.parametrize("family", ["modernbert", "llama", "gemma3"])
