@@ -240,6 +240,120 @@ void glu_backward(const T *dy, const T *x, T *dx, int64_t rows, int64_t cols, in
         dy, x, dx, rows, cols, threads);
 }
 
+// What happens to the heads of queries, or to those of keys, before attention: RMSNorm over a head, unless eps is
+// negative, and a rotation of its first 2 * half numbers, number j together with number half + j, by an angle of the row.
+struct Turn {
+    const float *weight;  // null: ones
+    float eps;
+    int64_t size, half;
+
+    // One over the root mean square of a head.
+    template <class T> float inverse_root(const T *x) const {
+        if (eps < 0.0f) return 1.0f;
+        vec squares{};
+        for (int64_t j = 0; j < size; j += W) {
+            vec v = get(x + j, lanes_of(j, size));
+            squares += v * v;
+        }
+        return 1.0f / std::sqrt(sum_of(squares) / float(size) + eps);
+    }
+    vec weights(int64_t j, int64_t m) const { return weight ? get(weight + j, m) : all(1.0f); }
+
+    // y may have the same memory as x.
+    template <class T> void forward(const T *x, const float *cos, const float *sin, T *y) const {
+        float r = inverse_root(x);
+        auto normed = [&](int64_t j, int64_t m) { return get(x + j, m) * r * weights(j, m); };
+        for (int64_t j = 0; j < half; j += W) {
+            int64_t m = lanes_of(j, half);
+            vec a = normed(j, m), b = normed(half + j, m), c = get(cos + j, m), s = get(sin + j, m);
+            put(y + j, a * c - b * s, m);
+            put(y + half + j, b * c + a * s, m);
+        }
+        for (int64_t j = 2 * half; j < size; j += W) put(y + j, normed(j, lanes_of(j, size)), lanes_of(j, size));
+    }
+
+    // `line` is memory for `size` numbers; the gradient of the weight is added to `dweight`. x is read for the norm only.
+    template <class T>
+    void backward(const T *dy, const T *x, const float *cos, const float *sin, T *dx, float *line,
+                  float *dweight) const {
+        for (int64_t j = 0; j < half; j += W) {
+            int64_t m = lanes_of(j, half);
+            vec a = get(dy + j, m), b = get(dy + half + j, m), c = get(cos + j, m), s = get(sin + j, m);
+            put(line + j, a * c + b * s, m);
+            put(line + half + j, b * c - a * s, m);
+        }
+        for (int64_t j = 2 * half; j < size; j += W)
+            put(line + j, get(dy + j, lanes_of(j, size)), lanes_of(j, size));
+        float r = 1.0f, second = 0.0f;
+        if (eps >= 0.0f) {
+            r = inverse_root(x);
+            vec hats{};
+            for (int64_t j = 0; j < size; j += W) {
+                int64_t m = lanes_of(j, size);
+                vec d = get(line + j, m) * get(x + j, m) * r;
+                put(dweight + j, get(dweight + j, m) + d, m);
+                hats += d * weights(j, m);
+            }
+            second = sum_of(hats) / float(size);
+        }
+        for (int64_t j = 0; j < size; j += W) {
+            int64_t m = lanes_of(j, size);
+            vec d = get(line + j, m) * weights(j, m);
+            if (eps >= 0.0f) d = (d - get(x + j, m) * r * second) * r;
+            put(dx + j, d, m);
+        }
+    }
+};
+
+// Rows have `queries` heads, then `keys` heads, then `values` numbers that are copied. Those of cos and sin have `half`
+// numbers; half is 0 for no rotation. y may have the same memory as x.
+template <class T>
+void rotate_forward(const T *x, const float *cos, const float *sin, const float *query_weight, const float *key_weight,
+                    T *y, int64_t rows, int64_t queries, int64_t keys, int64_t values, int64_t size, int64_t half,
+                    float query_eps, float key_eps, int threads) {
+    Turn query{query_weight, query_eps, size, half}, key{key_weight, key_eps, size, half};
+    int64_t turned = (queries + keys) * size, width = turned + values;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const T *xi = x + i * width;
+        T *yi = y + i * width;
+        for (int64_t h = 0; h < queries + keys; h++)
+            (h < queries ? query : key).forward(xi + h * size, cos + i * half, sin + i * half, yi + h * size);
+        if (x != y) std::memcpy(yi + turned, xi + turned, size_t(values) * sizeof(T));
+    }
+}
+
+// x, the rows before forward, may be null without norms. The gradients of the norms' weights are added to
+// `query_grad` and `key_grad`; null: they are not wanted.
+template <class T>
+void rotate_backward(const T *dy, const T *x, const float *cos, const float *sin, const float *query_weight,
+                     const float *key_weight, T *dx, float *query_grad, float *key_grad, int64_t rows, int64_t queries,
+                     int64_t keys, int64_t values, int64_t size, int64_t half, float query_eps, float key_eps,
+                     int threads) {
+    Turn query{query_weight, query_eps, size, half}, key{key_weight, key_eps, size, half};
+    int64_t turned = (queries + keys) * size, width = turned + values;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> room(static_cast<size_t>(3 * size));
+        float *line = room.data(), *dquery = line + size, *dkey = dquery + size;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows; i++) {
+            const T *dyi = dy + i * width, *xi = x ? x + i * width : dyi;
+            T *dxi = dx + i * width;
+            for (int64_t h = 0; h < queries + keys; h++)
+                (h < queries ? query : key)
+                    .backward(dyi + h * size, xi + h * size, cos + i * half, sin + i * half, dxi + h * size, line,
+                              h < queries ? dquery : dkey);
+            std::memcpy(dxi + turned, dyi + turned, size_t(values) * sizeof(T));
+        }
+#pragma omp critical
+        for (int64_t j = 0; j < size; j++) {
+            if (query_grad) query_grad[j] += dquery[j];
+            if (key_grad) key_grad[j] += dkey[j];
+        }
+    }
+}
+
 // sums += the sum of all rows of x. The gradient of a linear layer's bias is this sum of its output's gradient.
 template <class T> void column_sums(const T *x, float *sums, int64_t rows, int64_t cols, int threads) {
 #pragma omp parallel num_threads(threads)
@@ -397,6 +511,8 @@ EXPORT(gelu_forward)
 EXPORT(gelu_backward)
 EXPORT(glu_forward)
 EXPORT(glu_backward)
+EXPORT(rotate_forward)
+EXPORT(rotate_backward)
 EXPORT(column_sums)
 EXPORT(quantise_rows)
 EXPORT(dequantise)

@@ -36,6 +36,8 @@ _SIGNATURES = {
     "gelu_backward": "ppppqqi",
     "glu_forward": "ppqqqi",
     "glu_backward": "pppqqqi",
+    "rotate_forward": "ppppppqqqqqqffi",
+    "rotate_backward": "pppppppppqqqqqqffi",
     "column_sums": "ppqqi",
     "quantise_rows": "ppppqqi",
     "dequantise": "pppppqqi",

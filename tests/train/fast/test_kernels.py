@@ -19,6 +19,7 @@ from cpuft.train.fast.elementwise import Mask, Norm, add_norm, dropout_add_norm,
 from cpuft.train.fast.int8 import multiply, quantise_rows
 from cpuft.train.fast.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
 from cpuft.train.fast.projection import column_sums
+from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 from tests.train.fast.encoders import relative_error
 
 MASK = Mask(seed=99, threshold=6554)
@@ -80,9 +81,12 @@ def run_gated(dtype: torch.dtype, cols: int) -> list[Tensor]:
     x, residual = (torch.randn(ROWS, 2 * cols).to(dtype).requires_grad_() for _ in range(2))
     norm = Norm(torch.randn(2 * cols, requires_grad=True), None, 1e-5, is_centred=False)
     assert norm.weight is not None
-    outputs = [*add_norm(x, residual, norm, MASK), *(glu(x, kind) for kind in ("silu", "gelu", "gelu_tanh"))]
+    packed = torch.randn(ROWS, 4 * 2 * cols).to(dtype).requires_grad_()
+    angles = Angles(*torch.randn(2, ROWS, cols))
+    turned = [rotate(packed, angles, Heads(2, 2 * cols, 1.0, 1), norms) for norms in (None, HeadNorms(norm, norm))]
+    outputs = [*add_norm(x, residual, norm, MASK), *(glu(x, kind) for kind in ("silu", "gelu", "gelu_tanh")), *turned]
     weights = [torch.randn(output.shape).to(dtype) for output in outputs]
-    return [*outputs, *torch.autograd.grad(outputs, [x, residual, norm.weight], weights)]
+    return [*outputs, *torch.autograd.grad(outputs, [x, residual, packed, norm.weight], weights)]
 
 
 def run_int8(dtype: torch.dtype, cols: int) -> list[Tensor]:
