@@ -51,9 +51,11 @@ def accelerate(
     """Make training of `model` with `optimizer` faster. The training loop does not change.
 
     Returns (model, optimizer), the same two objects, changed in place. Call this after the model is loaded and the
-    optimizer is made, and before DistributedDataParallel or a trainer gets them. Encoders of BERT, RoBERTa,
-    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and MPNet get the fast layers, also inside of another module such as a
-    SentenceTransformer; in any other model only dropout modules change.
+    optimizer is made, and before DistributedDataParallel or a trainer gets them. Layers of BERT, RoBERTa,
+    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet, ModernBERT, EuroBERT, Llama, Qwen3, SmolLM3 and Gemma 3 (text)
+    become fast, also inside of another module such as a SentenceTransformer; in any other model only dropout modules
+    change. To generate with keys and values of earlier tokens, or to return hidden states, decoders use their own
+    layers.
     A model that has been accelerated before keeps its layers and precision, whatever the options; the optimizer is
     connected to its master weights. For the whole process, malloc keeps freed memory (see `keep_freed_memory`).
 

@@ -1,9 +1,8 @@
 """Everything that cpuft knows about a model architecture by its name.
 
 To bring the fast path to another architecture, add an entry to `ARCHITECTURES` or to `PRE_NORM_ARCHITECTURES`, and a
-function that finds the modules of one of its layers unless `_read_bert_layer` or `_read_llama_layer` fits. No other file
-has to change. Data preparation reads this module,
-too, so that it imports no torch.
+function that finds the modules of one of its layers unless `_read_bert_layer` or `_read_llama_layer` fits. No other
+file has to change. Data preparation reads this module, too, so that it imports no torch.
 """
 
 from __future__ import annotations
@@ -298,7 +297,7 @@ def _read_modernbert_layer(layer: Any, is_first: bool, is_last: bool) -> PreNorm
 
 @dataclass(frozen=True)
 class PreNormArchitecture:
-    """An architecture with pre-norm layers, rotary positions and gated feed-forward, which the fast path can replace."""
+    """An architecture that the fast path can replace: pre-norm layers, rotary positions and gated feed-forward."""
 
     model_type: str
     """As in config.json, such as qwen3; it is the name of the package in transformers.models."""

@@ -8,6 +8,7 @@ parameters; their class becomes a subclass with another `forward`.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -182,6 +183,8 @@ class FastPreNormLayer:
     """The modules of this layer."""
     fast_stack: FastStack
     """The layers to which this one belongs."""
+    own_forward: Callable[..., Tensor]
+    """The forward of the model's own class."""
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the layer's output.
@@ -197,8 +200,7 @@ class FastPreNormLayer:
         parts, layout = self.fast_parts, self.fast_stack.layout
         if layout is None:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.fast_stack.dtype == torch.bfloat16):
-                output: Tensor = super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
-            return output
+                return self.own_forward(hidden_states, *args, **kwargs)
         if parts.is_first:
             hidden_states = layout.pack(hidden_states).to(self.fast_stack.dtype)
         angles = self.fast_stack.read_angles(kwargs["position_embeddings"]) if parts.is_rotated else None
@@ -267,11 +269,12 @@ class FastStack:
 
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self._leave()
-        bound = inspect.signature(type(module).forward).bind(module, *args, **kwargs)
-        given = bound.arguments
+        # By name: decorators of transformers look among the keywords, and add some.
+        names = [name for name in inspect.signature(type(module).forward).parameters if name != "self"]
+        given = {**dict(zip(names, args)), **kwargs}
         found = given.get("input_ids")
         found = given.get("inputs_embeds") if found is None else found
-        if found is None or self._needs_own_layers(module, {**given, **kwargs}):
+        if found is None or self._needs_own_layers(module, given):
             return None
         batch, length = found.shape[:2]
         mask, position_ids = given.get("attention_mask"), given.get("position_ids")
@@ -280,8 +283,7 @@ class FastStack:
         self.layout = make_layout(batch, length, mask, position_ids if self.keeps_sequences_apart else None)
         if self.layout is None:
             return None
-        given["attention_mask"] = _NO_MASK_NEEDED
-        return bound.args[1:], bound.kwargs
+        return (), {**given, "attention_mask": _NO_MASK_NEEDED}
 
     def _needs_own_layers(self, module: Any, given: dict[str, Any]) -> bool:
         """Return whether the caller asks for what only the model's own layers give.
@@ -325,7 +327,8 @@ def patch_layer(layer: Any, parts: PreNormParts, stack: FastStack) -> None:
     parts.recomputes = bool(getattr(layer, "gradient_checkpointing", False))
     layer.gradient_checkpointing = False
     layer.fast_parts, layer.fast_stack = parts, stack
-    layer.__class__ = type(f"Fast{own.__name__}", (FastPreNormLayer, own), {"__module__": __name__})
+    attributes = {"__module__": __name__, "own_forward": own.forward}
+    layer.__class__ = type(f"Fast{own.__name__}", (FastPreNormLayer, own), attributes)
 
 
 def find_stacks(model: nn.Module, adapters: bool = False) -> list[FastStack]:

@@ -154,14 +154,13 @@ def test_windows_over_several_parts(dtype: torch.dtype, queries: int, back: int,
 
 def test_a_window_saves_time() -> None:
     need_kernels()
-    packed, seconds = torch.randn(2048, 3 * 64, requires_grad=True), []
+    packed, seconds = torch.randn(2048, 3 * 64), []
     for window in (-1, 16):
         fastest = math.inf
         for _ in range(3):
-            start = time.perf_counter()
-            context = attention(None, packed, None, Heads(1, 64, 0.125, 0, window, window), NO_MASK, Grid(1, 2048))
-            torch.autograd.grad(context.sum(), packed)
-            fastest = min(fastest, time.perf_counter() - start)
+            start = time.thread_time()  # of this thread, which computes everything: there is one head
+            attention(None, packed, None, Heads(1, 64, 0.125, 0, window, window), NO_MASK, Grid(1, 2048))
+            fastest = min(fastest, time.thread_time() - start)
         seconds.append(fastest)
     # Of 2,048 keys, a block of queries sees 64 to 80. It takes about a twelfth of the time.
     assert seconds[1] < seconds[0] / 3
