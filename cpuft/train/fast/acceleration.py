@@ -18,8 +18,8 @@ from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, use_masters
 from cpuft.train.fast.architectures import ARCHITECTURES, PRE_NORM_ARCHITECTURES, find_architecture
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.fast.embedding import patch_embedding
-from cpuft.train.fast.encoder import FastLayer, find_encoders, reads_first_token
-from cpuft.train.fast.prenorm import FastPreNormLayer, find_obstacle, find_stacks
+from cpuft.train.fast.encoder import FastEncoder, FastLayer, find_encoders, reads_first_token
+from cpuft.train.fast.prenorm import FastPreNormLayer, FastStack, find_obstacle, find_stacks
 from cpuft.train.fast.prenorm import read_parts as read_pre_norm_parts
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -147,7 +147,7 @@ def _check(model: nn.Module, precision: str) -> None:
 
 def _patch(model: nn.Module, precision: str, first_token: bool, adapters: bool) -> MasterWeights:
     encoders, stacks = find_encoders(model, adapters), find_stacks(model, adapters)
-    found = [*encoders, *stacks]
+    found: list[FastEncoder | FastStack] = [*encoders, *stacks]
     if precision == "int8" and not found:
         raise CpuftError(
             f"precision int8 needs layers that the fast path knows, and {type(model).__name__} has none: choose "

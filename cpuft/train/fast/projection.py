@@ -62,8 +62,8 @@ class _PackedLinear(torch.autograd.Function):
             dx = grad @ weight if scales is None else multiply(quantise_rows(grad, scales), weight)
         dweights: tuple[Tensor | None, ...] = (None,) * (len(ctx.sizes) * (1 + ctx.biased))
         if any(ctx.needs_input_grad[5:]):
-            dweights = (grad.t() @ x).split(ctx.sizes)
-            dweights += column_sums(grad).split(ctx.sizes) if ctx.biased else ()
+            dweights = torch.split(grad.t() @ x, ctx.sizes)
+            dweights += torch.split(column_sums(grad), ctx.sizes) if ctx.biased else ()
         return dx, None, None, None, None, *dweights
 
 
@@ -196,7 +196,7 @@ class PackedLinear:
     @torch.no_grad()
     def _pack(parameters: Sequence[Tensor]) -> None:
         packed = torch.cat([p.detach() for p in parameters])
-        for parameter, view in zip(parameters, packed.split([len(p) for p in parameters]), strict=True):
+        for parameter, view in zip(parameters, torch.split(packed, [len(p) for p in parameters]), strict=True):
             parameter.data = view
 
     @staticmethod

@@ -56,8 +56,8 @@ def test_losses_and_gradients_are_those_of_the_plain_layers(family: str, lengths
         wanted, found = compute_loss(plain, batch), compute_loss(fast, batch)
         assert relative_error(found, wanted) < LIMITS[family]
         seen.add(float(wanted.detach()))
-        wanted.backward()
-        found.backward()
+        torch.autograd.backward(wanted)
+        torch.autograd.backward(found)
         check_gradients(fast, plain, LIMITS[family])
         for one in (optimizer, fast_optimizer):
             one.step()
@@ -71,9 +71,9 @@ def test_without_a_compiler_the_results_are_the_same(family: str) -> None:
     batch = make_batch(LENGTHS)
     with plain_torch():
         found = compute_loss(fast, batch)
-        found.backward()
+        torch.autograd.backward(found)
     wanted = compute_loss(plain, batch)
-    wanted.backward()
+    torch.autograd.backward(wanted)
     assert relative_error(found, wanted) < 1e-5
     check_gradients(fast, plain, 1e-5)
 
@@ -87,7 +87,7 @@ def test_bf16_is_within_its_noise(family: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         theirs = compute_loss(rounded, batch)
     for loss in (wanted, found, theirs):
-        loss.backward()
+        torch.autograd.backward(loss)
     both = {
         name: torch.cat([g.flatten() for _, g in sorted(gradients(m).items())])
         for name, m in (("plain", plain), ("fast", fast), ("rounded", rounded))
@@ -130,13 +130,13 @@ def test_places_of_packed_sequences() -> None:
 
 
 @pytest.mark.parametrize("family", ["modernbert", "llama", "gemma3"])
-@pytest.mark.parametrize("side", ["left", "middle"])
-def test_padding_may_be_anywhere(family: str, side: str) -> None:
+@pytest.mark.parametrize("shift", [8, 4, 1])
+def test_padding_may_be_anywhere(family: str, shift: int) -> None:
+    """Also between the tokens of an example, where the model's own layers run."""
     plain, fast, _, _ = make_pair(family, "fp32")
-    batch = make_batch((17, 9, 5))
-    shift = {"left": lambda row, count: row.roll(17 - count), "middle": lambda row, count: row.roll(4)}[side]
+    batch = make_batch((17, 9, 13))
     for name, value in batch.items():
-        batch[name] = torch.stack([shift(row, count) for row, count in zip(value, (17, 9, 5), strict=True)])
+        batch[name] = torch.stack([value[0], *(torch.roll(row, shift) for row in value[1:])])
     assert relative_error(compute_loss(fast, batch), compute_loss(plain, batch)) < 1e-5
 
 
@@ -205,7 +205,7 @@ def test_gradient_checkpointing_changes_no_gradient(family: str) -> None:
     batch = make_batch(LENGTHS)
     losses, kept = zip(*(measure_kept_bytes(model, batch) for model in (plain, fast)))
     for loss in losses:
-        loss.backward()
+        torch.autograd.backward(loss)
     assert torch.equal(*losses)
     check_gradients(fast, plain, 1e-6)
     assert kept[1] < kept[0]
@@ -224,8 +224,8 @@ def test_adapters_are_trained_as_by_peft_s_own_layers(family: str) -> None:
     assert describe_layers(fast)[0] != "0"
     batch = make_batch(LENGTHS)
     wanted, found = compute_loss(plain, batch), compute_loss(fast, batch)
-    wanted.backward()
-    found.backward()
+    torch.autograd.backward(wanted)
+    torch.autograd.backward(found)
     assert relative_error(found, wanted) < 1e-5
     check_gradients(fast, plain, 1e-5)
     assert all("lora" in name for name in gradients(fast))
