@@ -191,8 +191,6 @@ TESTED_ELSEWHERE = {
     "train/exchange/local_sgd.py": "train/exchange/test_exchange.py",
     "train/exchange/table.py": "train/exchange/test_exchange.py",
     "train/fast/architectures.py": "train/test_architectures.py",
-    "train/fast/attention.py": "train/fast/test_pieces.py",
-    "train/fast/elementwise.py": "train/fast/test_pieces.py",
     "train/fast/encoder.py": "train/fast/test_coverage.py",
     "train/fast/gradient_checkpointing.py": "train/test_gradient_checkpointing.py",
     "train/fast/projection.py": "train/fast/test_pieces.py",

@@ -15,8 +15,8 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.train.engines import ENGINES, optimize_with_engine
-from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.encoder import describe_layers, find_encoders
+from cpuft.train.fast.acceleration import accelerate, describe_layers
+from cpuft.train.fast.encoder import find_encoders
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:

@@ -27,8 +27,7 @@ def wrap_trainer(accelerated: list[str]) -> None:
     """
     from transformers import Trainer
 
-    from cpuft.train.fast.acceleration import accelerate
-    from cpuft.train.fast.encoder import describe_layers
+    from cpuft.train.fast.acceleration import accelerate, describe_layers
 
     original = Trainer.create_optimizer
 

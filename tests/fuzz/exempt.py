@@ -57,6 +57,7 @@ EXEMPT = {
     "read_lost_hosts": "a text, whatever it holds",
     "read_tags": "what boto3 has read by AWS's own model",
     "read_packages": "what pip has installed",
+    "read_norm": "a model's module",
     "read_parts": "a model's layers",
     "read_raw": "a text, whatever it holds",
     "read_predictions": "what cpuft predict has written",

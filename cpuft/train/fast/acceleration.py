@@ -12,12 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cpuft.compiler import read_cpu_flags
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, counted
 from cpuft.hardware import PRECISIONS, bf16_hardware
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, use_masters
+from cpuft.train.fast.architectures import ARCHITECTURES, PRE_NORM_ARCHITECTURES, find_architecture
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.fast.embedding import patch_embedding
-from cpuft.train.fast.encoder import find_encoders, reads_first_token
+from cpuft.train.fast.encoder import FastEncoder, FastLayer, find_encoders, reads_first_token
+from cpuft.train.fast.prenorm import FastPreNormLayer, FastStack, find_obstacle, find_stacks
+from cpuft.train.fast.prenorm import read_parts as read_pre_norm_parts
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -48,9 +51,11 @@ def accelerate(
     """Make training of `model` with `optimizer` faster. The training loop does not change.
 
     Returns (model, optimizer), the same two objects, changed in place. Call this after the model is loaded and the
-    optimizer is made, and before DistributedDataParallel or a trainer gets them. Encoders of BERT, RoBERTa,
-    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and MPNet get the fast layers, also inside of another module such as a
-    SentenceTransformer; in any other model only dropout modules change.
+    optimizer is made, and before DistributedDataParallel or a trainer gets them. Layers of BERT, RoBERTa,
+    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet, ModernBERT, EuroBERT, Llama, Qwen3, SmolLM3 and Gemma 3 (text)
+    become fast, also inside of another module such as a SentenceTransformer; in any other model only dropout modules
+    change. To generate with keys and values of earlier tokens, or to return hidden states, decoders use their own
+    layers.
     A model that has been accelerated before keeps its layers and precision, whatever the options; the optimizer is
     connected to its master weights. For the whole process, malloc keeps freed memory (see `keep_freed_memory`).
 
@@ -141,21 +146,22 @@ def _check(model: nn.Module, precision: str) -> None:
 
 
 def _patch(model: nn.Module, precision: str, first_token: bool, adapters: bool) -> MasterWeights:
-    encoders = find_encoders(model, adapters)
-    if precision == "int8" and not encoders:
+    encoders, stacks = find_encoders(model, adapters), find_stacks(model, adapters)
+    found: list[FastEncoder | FastStack] = [*encoders, *stacks]
+    if precision == "int8" and not found:
         raise CpuftError(
-            f"precision int8 needs encoder layers like BERT's, and {type(model).__name__} has none that the fast path "
-            f"knows: choose another precision"
+            f"precision int8 needs layers that the fast path knows, and {type(model).__name__} has none: choose "
+            f"another precision"
         )
-    linears = [linear for encoder in encoders for linear in encoder.linears]
+    linears = [linear for one in found for linear in one.linears]
     low: list[nn.Parameter] = [p for linear in linears for p in linear.parameters()] if precision == "bf16" else []
     masters = MasterWeights(model, [p for p in low if p.requires_grad or not adapters])
     for parameter in low:
         if masters.get(parameter) is None:
             parameter.data = parameter.detach().to(torch.bfloat16)
-    for encoder in encoders:
-        encoder.install(precision)
-    masters.embedding = patch_embedding(model) if encoders else None
+    for one in found:
+        one.install(precision)
+    masters.embedding = patch_embedding(model) if found else None
     if first_token and len(encoders) == 1:
         for module in list(model.modules()):
             if reads_first_token(module):
@@ -170,3 +176,39 @@ def _replace_dropout(model: nn.Module) -> None:
                 fast = FastDropout(child.p, child.inplace)
                 fast.training = child.training
                 setattr(module, name, fast)
+
+
+def describe_layers(model: nn.Module) -> str:
+    """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`.
+
+    If it has replaced none, the reason follows: it does not know these layers, as in `0 of 12 layers replaced, because
+    it does not know GPT2Block (it knows the layers of BERT, ... and Gemma 3 (text))`, or the part of them that it does
+    not know.
+    """
+    layers = _find_layers(model)
+    replaced = sum(isinstance(layer, (FastLayer, FastPreNormLayer)) for layer in layers)
+    counts = f"{replaced} of {counted(len(layers), 'layer')} replaced"
+    if replaced:
+        return counts
+    parts = [read_pre_norm_parts(layer, False, False) for layer in layers]
+    obstacle = next((found for one in parts if one is not None and (found := find_obstacle(one, True))), "")
+    if obstacle:
+        why = f"it does not know {obstacle}"
+    elif any(map(find_architecture, layers)):
+        why = "they have parts that it does not know (a decoder, chunked feed-forward, or adapters with dropout)"
+    else:
+        names = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or type(model).__name__
+        *titles, last = (one.title for one in (*ARCHITECTURES, *PRE_NORM_ARCHITECTURES))
+        why = f"it does not know {names} (it knows the layers of {', '.join(titles)} and {last})"
+    return f"{counts}, because {why}"
+
+
+def _find_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a model: members of a ModuleList whose class is named a layer or a block, the outermost ones."""
+    found, inside = list[nn.Module](), set[nn.Module]()
+    for module in model.modules():
+        for layer in module if isinstance(module, nn.ModuleList) and module not in inside else ():
+            if type(layer).__name__.endswith(("Layer", "Block")):
+                found.append(layer)
+                inside.update(layer.modules())
+    return found

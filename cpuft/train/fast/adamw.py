@@ -365,7 +365,7 @@ def run_adamw(
     sizes = int64_array([u.weights.numel() for u in updates])
     widths = int64_array([1 if u.touched is None else u.weights.shape[1] for u in updates])
     step, root = rate / (1.0 - beta1**count), (1.0 - beta2**count) ** -0.5
-    scalars = (beta1, beta2, float(group["eps"]), shrink, pull, step, root, factor)
+    scalars = (1.0 - beta1, 1.0 - beta2, float(group["eps"]), shrink, pull, step, root, factor)
     kernels.run("adamw", updates[0].grad.dtype, *columns, sizes, widths, len(updates), *scalars)
 
 

@@ -1,15 +1,15 @@
 """Everything that cpuft knows about a model architecture by its name.
 
-To bring the fast path to another architecture, add an entry to `ARCHITECTURES`, and a function that finds the modules
-of one of its layers unless `_read_bert_layer` fits. No other file has to change. Data preparation reads this module,
-too, so that it imports no torch.
+To bring the fast path to another architecture, add an entry to `ARCHITECTURES` or to `PRE_NORM_ARCHITECTURES`, and a
+function that finds the modules of one of its layers unless `_read_bert_layer` or `_read_llama_layer` fits. No other
+file has to change. Data preparation reads this module, too, so that it imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,11 +22,23 @@ class Heads:
     """The attention heads of one layer."""
 
     count: int
-    """Number of heads."""
+    """Number of query heads."""
     size: int
-    """Width of a head: the hidden size is count * size."""
+    """Width of a head. Of BERT and its kin the hidden size is count * size."""
     factor: float
-    """By which scores are multiplied before softmax: 1 / sqrt(size)."""
+    """By which scores are multiplied before softmax, such as 1 / sqrt(size)."""
+    key_count: int = 0
+    """Number of heads of keys and of values, a divisor of `count`; 0: as many as `count`. Query head h uses number
+    h // (count // key_count)."""
+    back: int = -1
+    """How many positions before its own a query looks at; -1: all of them."""
+    ahead: int = -1
+    """How many positions after its own a query looks at; -1: all of them. 0 is causal attention."""
+
+    @property
+    def keys(self) -> int:
+        """The number of heads of keys and of values, also where `key_count` is 0."""
+        return self.key_count or self.count
 
 
 @dataclass
@@ -153,6 +165,153 @@ def _make_mpnet_bias(encoder: Any, length: int) -> Tensor:
     return bias.T.float().contiguous()
 
 
+@dataclass
+class PreNormParts:
+    """The modules of one pre-norm layer by their purpose. They stay in the model; this object only refers to them.
+
+    Such a layer norms the input of attention and of feed-forward, and adds their outputs to the hidden states. Linear
+    layers are torch.nn.Linear, or peft's LoRA layers around one, see `projection.is_adapted`. Norms are modules that
+    `elementwise.read_norm` knows.
+    """
+
+    heads: Heads
+    attention_module: nn.Module
+    """The module that makes query, key, value and context. Hooks on it, of a caller who wants attentions, turn the fast
+    path off."""
+    attention_norm: nn.Module | None
+    """Norm before attention; None in ModernBERT's first layer, which has none."""
+    projections: list[Any]
+    """Linear layers whose outputs, side by side, are query, key and value: three, or one for all."""
+    attention_dropout: float
+    """Dropout rate of the attention probabilities."""
+    attention_output: Any
+    """Linear layer from the context to the hidden size."""
+    feed_forward_norm: nn.Module
+    """Norm before feed-forward."""
+    inner: list[Any]
+    """Linear layers whose outputs, side by side, are the gate, which is activated, and what it is multiplied with: two,
+    or one for both."""
+    activation: str
+    """Name of the activation in config.json, such as silu."""
+    outer: Any
+    """Linear layer from the intermediate size back to the hidden size."""
+    is_first: bool
+    is_last: bool
+    query_norm: nn.Module | None = None
+    """Norm of each query head before the rotation; None for none."""
+    key_norm: nn.Module | None = None
+    """Norm of each key head before the rotation; None for none."""
+    is_rotated: bool = True
+    """Whether queries and keys are rotated by their positions."""
+    attention_output_dropout: nn.Module | None = None
+    """Dropout after `attention_output`: torch.nn.Dropout, torch.nn.Identity or None."""
+    inner_dropout: nn.Module | None = None
+    """Dropout before `outer`: torch.nn.Dropout, torch.nn.Identity or None."""
+    attention_end_norm: nn.Module | None = None
+    """Norm of what attention adds to the hidden states; None for none."""
+    outer_norm: nn.Module | None = None
+    """Norm of what feed-forward adds to the hidden states; None for none."""
+    packed_projections: PackedLinear | None = None
+    """`projections` as one product; None until `prenorm` has patched the layer."""
+    packed_inner: PackedLinear | None = None
+    """`inner` as one product; None until `prenorm` has patched the layer."""
+    int8: bool = False
+    """Whether products have 8-bit operands while the layer is in training."""
+    recomputes: bool = False
+    """Whether backward recomputes attention scores and what lies between the products (gradient checkpointing)."""
+
+    @property
+    def linears(self) -> list[Any]:
+        """The linear layers of attention and feed-forward."""
+        return [*self.projections, self.attention_output, *self.inner, self.outer]
+
+    @property
+    def norms(self) -> list[nn.Module]:
+        """The norms that the layer has."""
+        every = (
+            self.attention_norm,
+            self.feed_forward_norm,
+            self.query_norm,
+            self.key_norm,
+            self.attention_end_norm,
+            self.outer_norm,
+        )
+        return [norm for norm in every if norm is not None]
+
+
+def _read_llama_layer(layer: Any, is_first: bool, is_last: bool) -> PreNormParts:
+    """Return the parts of a layer of Llama's form: also with norms of queries and keys, or norms after both halves."""
+    attention, mlp = layer.self_attn, layer.mlp
+    config, window = attention.config, getattr(attention, "sliding_window", None)
+    reach = -1 if window is None else window - 1
+    has_end_norms = hasattr(layer, "pre_feedforward_layernorm")
+    return PreNormParts(
+        heads=Heads(
+            config.num_attention_heads,
+            attention.head_dim,
+            attention.scaling,
+            key_count=config.num_key_value_heads,
+            back=reach,
+            ahead=0 if attention.is_causal else reach,
+        ),
+        attention_module=attention,
+        attention_norm=layer.input_layernorm,
+        projections=[attention.q_proj, attention.k_proj, attention.v_proj],
+        attention_dropout=attention.attention_dropout,
+        attention_output=attention.o_proj,
+        feed_forward_norm=layer.pre_feedforward_layernorm if has_end_norms else layer.post_attention_layernorm,
+        inner=[mlp.gate_proj, mlp.up_proj],
+        activation=getattr(config, "hidden_act", "") or getattr(config, "hidden_activation", ""),
+        outer=mlp.down_proj,
+        is_first=is_first,
+        is_last=is_last,
+        query_norm=getattr(attention, "q_norm", None),
+        key_norm=getattr(attention, "k_norm", None),
+        is_rotated=bool(getattr(attention, "use_rope", True)),
+        attention_end_norm=layer.post_attention_layernorm if has_end_norms else None,
+        outer_norm=layer.post_feedforward_layernorm if has_end_norms else None,
+    )
+
+
+def _read_modernbert_layer(layer: Any, is_first: bool, is_last: bool) -> PreNormParts:
+    attention, mlp, config = layer.attn, layer.mlp, layer.attn.config
+    # The module's own sliding_window is larger by one, for a library whose windows end before it.
+    reach = -1 if attention.sliding_window is None else attention.sliding_window - 1
+    return PreNormParts(
+        heads=Heads(config.num_attention_heads, attention.head_dim, attention.head_dim**-0.5, back=reach, ahead=reach),
+        attention_module=attention,
+        attention_norm=None if type(layer.attn_norm).__name__ == "Identity" else layer.attn_norm,
+        projections=[attention.Wqkv],
+        attention_dropout=attention.attention_dropout,
+        attention_output=attention.Wo,
+        feed_forward_norm=layer.mlp_norm,
+        inner=[mlp.Wi],
+        activation=config.hidden_activation,
+        outer=mlp.Wo,
+        is_first=is_first,
+        is_last=is_last,
+        attention_output_dropout=attention.out_drop,
+        inner_dropout=mlp.drop,
+    )
+
+
+@dataclass(frozen=True)
+class PreNormArchitecture:
+    """An architecture that the fast path can replace: pre-norm layers, rotary positions and gated feed-forward."""
+
+    model_type: str
+    """As in config.json, such as qwen3; it is the name of the package in transformers.models."""
+    title: str
+    """As people write it, such as Qwen3."""
+    layer_class: str
+    """Name of the class of a layer in transformers, such as Qwen3DecoderLayer."""
+    read_layer: Callable[[Any, bool, bool], PreNormParts]
+    """Return the parts of a layer, given the layer and whether it is the first and the last one. It raises
+    AttributeError if the layer has other modules than a layer of `layer_class`."""
+    keeps_sequences_apart: bool = True
+    """Whether sequences that are packed into one row, which their position ids tell, do not attend to each other."""
+
+
 @dataclass(frozen=True)
 class PositionBias:
     """The relative position bias of an encoder: what all its layers add to the attention scores.
@@ -213,6 +372,15 @@ ARCHITECTURES = (
     ),
 )
 
+PRE_NORM_ARCHITECTURES = (
+    PreNormArchitecture("modernbert", "ModernBERT", "ModernBertEncoderLayer", _read_modernbert_layer, False),
+    PreNormArchitecture("eurobert", "EuroBERT", "EuroBertDecoderLayer", _read_llama_layer, False),
+    PreNormArchitecture("llama", "Llama", "LlamaDecoderLayer", _read_llama_layer),
+    PreNormArchitecture("qwen3", "Qwen3", "Qwen3DecoderLayer", _read_llama_layer),
+    PreNormArchitecture("smollm3", "SmolLM3", "SmolLM3DecoderLayer", _read_llama_layer),
+    PreNormArchitecture("gemma3", "Gemma 3 (text)", "Gemma3DecoderLayer", _read_llama_layer),
+)
+
 SIZE_SETTINGS = {
     "layers": ("num_hidden_layers", "n_layers"),
     "hidden": ("hidden_size", "dim"),
@@ -263,14 +431,26 @@ ATTENTION_MODULE_NAMES = ("attention", "attn")
 """One of these is part of the names of attention modules, in the encoders and decoders of transformers."""
 
 
+Known = TypeVar("Known", Architecture, PreNormArchitecture)
+
+
 def find_architecture(layer: object) -> Architecture | None:
     """Return the entry of `ARCHITECTURES` whose class of transformers an encoder layer has, told by the class's name.
 
     Returns None for any other object: a layer of another architecture, of a class that is defined outside of
     transformers, also a subclass, or one that is patched already.
     """
+    return _find(layer, ARCHITECTURES)
+
+
+def find_pre_norm_architecture(layer: object) -> PreNormArchitecture | None:
+    """Return the entry of `PRE_NORM_ARCHITECTURES` for a layer, as `find_architecture` does."""
+    return _find(layer, PRE_NORM_ARCHITECTURES)
+
+
+def _find(layer: object, architectures: Sequence[Known]) -> Known | None:
     module = type(layer).__module__.split(".")
     if module[0] != "transformers":
         return None
-    found = (one for one in ARCHITECTURES if one.model_type.replace("-", "_") == module[-2])
+    found = (one for one in architectures if one.model_type.replace("-", "_") == module[-2])
     return next((one for one in found if one.layer_class == type(layer).__name__), None)

@@ -1,5 +1,9 @@
 // Softmax attention with dropout on the probabilities, one head at a time, with both products. The kernel reads rows of
 // queries, keys and values and writes rows of the context; scores never leave the cache. Backward recomputes them.
+//
+// Several query heads may share a head of keys and values. A query may be limited to a window of keys around its own
+// position; then only the keys that a block of queries sees are multiplied, and an example is processed in parts, so
+// that cost and memory grow with the window.
 
 #pragma once
 
@@ -15,6 +19,8 @@ namespace {
 
 // Number of queries that are processed at a time.
 constexpr int64_t TALL = 32;
+// Least number of queries of a part of an example; a part's keys, and the sums of their gradients, stay in the cache.
+constexpr int64_t PART = 256;
 
 // The part of the tokens' rows that belongs to one head. Token t of an example is in row places[t], or absent if that
 // is negative. If `places` is null, the tokens are in consecutive rows from `first` on.
@@ -29,10 +35,17 @@ template <class T> struct Rows {
     }
 };
 
+// The positions of keys from `low` on and before `end`.
+struct Range {
+    int64_t low, end;
+};
+
 struct Heads {
     const float *bias, *position_bias;
     const int64_t *query_places, *key_places;
-    int64_t batch, heads, queries, keys, size, query_stride, key_stride, bias_batch, bias_head, bias_query;
+    int64_t batch, heads, key_heads, queries, keys, size;
+    int64_t back, ahead;  // how many positions before and after its own a query looks at; negative: at all of them
+    int64_t query_stride, key_stride, bias_batch, bias_head, bias_query;
     float factor;
     uint64_t seed;
     uint32_t threshold;
@@ -41,8 +54,11 @@ struct Heads {
     template <class T> Rows<T> query_rows(T *x, int64_t stride, int64_t n, int64_t h) const {
         return {x + h * size, stride, query_places ? query_places + n * queries : nullptr, n * queries};
     }
-    template <class T> Rows<T> key_rows(T *x, int64_t n, int64_t h) const {
-        return {x + h * size, key_stride, key_places ? key_places + n * keys : nullptr, n * keys};
+    // The number of query heads that share one head of keys and values, whose number is h / group().
+    int64_t group() const { return heads / key_heads; }
+    // `shared` is the number of a head of keys and values.
+    template <class T> Rows<T> key_rows(T *x, int64_t n, int64_t shared) const {
+        return {x + shared * size, key_stride, key_places ? key_places + n * keys : nullptr, n * keys};
     }
     const float *bias_of(int64_t n, int64_t h, int64_t q) const {
         return bias ? bias + n * bias_batch + h * bias_head + q * bias_query : nullptr;
@@ -53,6 +69,18 @@ struct Heads {
     int64_t distance_of(int64_t q) const { return keys - 1 - q; }
     const float *position_bias_of(int64_t h, int64_t q) const {
         return position_bias ? position_bias + h * distances() + distance_of(q) : nullptr;
+    }
+    // The keys that at least one of `count` queries from `first` on looks at, among `used` keys; empty if low >= end.
+    Range seen_by(int64_t first, int64_t count, int64_t used) const {
+        return {back < 0 ? 0 : std::max<int64_t>(first - back, 0),
+                ahead < 0 ? used : std::min(first + count + ahead, used)};
+    }
+    bool has_window() const { return back >= 0 && ahead >= 0; }
+    // The number of queries of a part. Adjacent parts have back + ahead keys in common, at most half of a part's.
+    int64_t part() const { return has_window() ? filled_up(std::max(PART, 2 * (back + ahead)), TALL) : queries; }
+    // The largest number of keys that `count` adjacent queries see, if the first key is rounded down to `step`.
+    int64_t most_seen(int64_t count, int64_t step) const {
+        return has_window() ? std::min(keys, count + back + ahead + step) : keys;
     }
     // The number of tokens of an example up to the last one that has a row.
     static int64_t count(const int64_t *places, int64_t n, int64_t length) {
@@ -66,12 +94,13 @@ struct Heads {
 template <class T> int64_t length_of(int64_t tokens) { return filled_up(tokens, COLS<T>); }
 template <class T> int64_t width_of(int64_t size) { return filled_up(size, std::max(COLS<T>, W * IN_WORD<T>)); }
 
-// The working memory of one thread: blocks that are aligned to cache lines and stay in the cache.
+// The working memory of one thread: blocks that are aligned to cache lines and stay in the cache. All is zero at first,
+// also the sums of gradients.
 template <class T> struct Desk {
     struct alignas(64) Line {
         uint8_t bytes[64];
     };
-    int64_t length, width;  // the largest padded number of tokens, and the padded head size
+    int64_t length, most, width;  // the largest padded numbers of keys of a part and of a block; the padded head size
     Lanes lanes;
     std::vector<Line> lines;
     T *rows, *queries, *grads, *dropped, *slopes;
@@ -79,8 +108,10 @@ template <class T> struct Desk {
     float *scores, *wanted, *sums, *key_sums, *value_sums;
     Tiles<T> tiles;
 
-    Desk(int64_t most, int64_t size) : length(length_of<T>(most)), width(width_of<T>(size)), lanes(most) {
-        int64_t tall = TALL * width, block = TALL * length, whole = length * width;
+    explicit Desk(const Heads &g)
+        : length(length_of<T>(g.most_seen(g.part(), COLS<T>))), most(length_of<T>(g.most_seen(TALL, COLS<T>))),
+          width(width_of<T>(g.size)), lanes(most) {
+        int64_t tall = TALL * width, block = TALL * most, whole = length * width;
         int64_t taken = 0;
         for (int64_t pass = 0; pass < 2; pass++) {  // first adds up the sizes, then assigns the addresses
             uint8_t *from = lines.empty() ? nullptr : lines.data()->bytes;
@@ -123,22 +154,25 @@ void deliver(const float *from, int64_t width, Rows<T> to, int64_t first, int64_
             for (int64_t j = 0; j < size; j += W) put(row + j, get(from + j, lanes_of(j, size)), lanes_of(j, size));
 }
 
-// Replaces n scores in s by their exponentials, and fills the last vector with zeros. Returns the factor that makes
-// them the softmax. Either bias may be null.
-inline float exponentials(float *s, const float *bias, const float *position_bias, int64_t n, float factor) {
+// Replaces the scores s[begin] to s[end - 1] by their exponentials, and fills the vectors with zeros in which these
+// are. Returns the factor that makes them the softmax. Either bias may be null.
+inline float exponentials(float *s, const float *bias, const float *position_bias, int64_t begin, int64_t end,
+                          float factor) {
     vec tops = all(-INFINITY), totals{};
-    for (int64_t j = 0; j < n; j += W) {
-        int64_t m = lanes_of(j, n);
+    int64_t start = begin / W * W;
+    for (int64_t j = start; j < end; j += W) {
+        int64_t m = lanes_of(j, end);
         vec v = read<vec>(s + j) * factor;
         if (bias) v += get(bias + j, m);
         if (position_bias) v += get(position_bias + j, m);
         v = LANE < int32_t(m) ? v : all(-INFINITY);
+        if (j < begin) v = LANE < int32_t(begin - j) ? all(-INFINITY) : v;
         put(s + j, v, W);
         tops = v > tops ? v : tops;
     }
     float top = most_of(tops);
     // exp_of returns at least exp(-87), which is 1e-38, but the probability of a masked key must be exactly 0.
-    for (int64_t j = 0; j < n; j += W) {
+    for (int64_t j = start; j < end; j += W) {
         vec v = read<vec>(s + j) - top;
         v = v < -87.0f ? vec{} : exp_of(v);
         put(s + j, v, W);
@@ -147,23 +181,42 @@ inline float exponentials(float *s, const float *bias, const float *position_bia
     return 1.0f / sum_of(totals);
 }
 
-// Computes the probabilities of a block of queries in `scores`, and after dropout in `dropped`; both padded with zeros.
+// A block of queries, or a larger part of an example, and the keys that it sees.
+struct Block {
+    int64_t first, count, low, end;  // the queries, and the keys, of which the first is a multiple of COLS<T>
+    int64_t high, length;            // the numbers of queries and of keys, padded for products
+};
+
+template <class T> Block block_of(const Heads &g, int64_t first, int64_t count, int64_t used) {
+    Range seen = g.seen_by(first, count, used);
+    int64_t low = std::min(seen.low, seen.end) / COLS<T> * COLS<T>;
+    return {first, count, low, seen.end, filled_up(count, ROWS<T>), length_of<T>(seen.end - low)};
+}
+
+// Computes the probabilities of a block of queries in `scores`, and after dropout in `dropped`. Their rows begin with
+// key b.low. Both are zero for keys that a query does not see, and padded with zeros. `keys` begins with that key, too.
 template <class T>
-void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, int64_t first, int64_t count, int64_t used) {
-    int64_t length = length_of<T>(used), width = width_of<T>(g.size), high = filled_up(count, ROWS<T>);
-    multiply<T>(words(desk.queries), width / IN_WORD<T>, desk.keys, length, desk.scores, length, high, length, width);
-    for (int64_t t = 0; t < high; t++) {
+void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, const Block &b, const word *keys, int64_t stride,
+          int64_t used) {
+    int64_t length = b.length, low = b.low, width = width_of<T>(g.size);
+    multiply<T>(words(desk.queries), width / IN_WORD<T>, keys, stride, desk.scores, length, b.high, length, width);
+    for (int64_t t = 0; t < b.high; t++) {
         float *s = desk.scores + t * length;
         T *d = desk.dropped + t * length;
-        int64_t there = t < count ? used : 0;
-        const float *bias = g.bias_of(n, h, first + t), *position_bias = g.position_bias_of(h, first + t);
-        float share = there ? exponentials(s, bias, position_bias, used, g.factor) : 0.0f;
-        int64_t place = ((n * g.heads + h) * g.queries + first + t) * g.keys;
-        const uint16_t *bits = there && g.threshold ? desk.lanes.fill(g.seed, place, used) : nullptr;
+        int64_t q = b.first + t;
+        Range mine = g.seen_by(q, 1, used);
+        int64_t begin = mine.low - low, end = t < b.count && mine.low < mine.end ? mine.end - low : 0;
+        const float *bias = g.bias_of(n, h, q), *position_bias = g.position_bias_of(h, q);
+        if (bias) bias += low;
+        if (position_bias) position_bias += low;
+        float share = end ? exponentials(s, bias, position_bias, begin, end, g.factor) : 0.0f;
+        int64_t place = ((n * g.heads + h) * g.queries + q) * g.keys + low;
+        const uint16_t *bits = end && g.threshold ? desk.lanes.fill(g.seed, place, end) : nullptr;
         for (int64_t j = 0; j < length; j += W) {
-            vec v = j < there ? read<vec>(s + j) * share : vec{};
+            bool is_seen = j < end && j + W > begin;
+            vec v = is_seen ? read<vec>(s + j) * share : vec{};
             put(s + j, v, W);
-            put(d + j, bits && j < there ? keep(v * g.scale, bits + j, g.threshold) : v, W);
+            put(d + j, bits && is_seen ? keep(v * g.scale, bits + j, g.threshold) : v, W);
         }
     }
 }
@@ -172,31 +225,42 @@ void look(const Heads &g, Desk<T> &desk, int64_t n, int64_t h, int64_t first, in
 template <class T>
 void attention_forward(const T *q, const T *k, const T *v, T *context, const float *bias, const float *position_bias,
                        const int64_t *query_places, const int64_t *key_places, int64_t batch, int64_t heads,
-                       int64_t queries, int64_t keys, int64_t size, int64_t query_stride, int64_t key_stride,
-                       int64_t bias_batch, int64_t bias_head, int64_t bias_query, float factor, uint64_t seed,
-                       uint32_t threshold, float scale, int threads) {
-    Heads g{bias, position_bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride,
-            bias_batch, bias_head, bias_query, factor, seed, threshold, scale};
+                       int64_t key_heads, int64_t queries, int64_t keys, int64_t size, int64_t back, int64_t ahead,
+                       int64_t query_stride, int64_t key_stride, int64_t bias_batch, int64_t bias_head,
+                       int64_t bias_query, float factor, uint64_t seed, uint32_t threshold, float scale,
+                       int threads) {
+    Heads g{bias, position_bias, query_places, key_places, batch, heads, key_heads, queries, keys, size, back, ahead,
+            query_stride, key_stride, bias_batch, bias_head, bias_query, factor, seed, threshold, scale};
     int64_t width = width_of<T>(size), across = width / IN_WORD<T>;
 #pragma omp parallel num_threads(threads)
     {
-        Desk<T> desk(keys, size);
+        Desk<T> desk(g);
+        const word *values = nullptr;
+        int64_t there = -1;  // which keys and values are on the desk: often, a thread takes the heads of a group in a row
 #pragma omp for collapse(2) schedule(static)
         for (int64_t n = 0; n < batch; n++)
             for (int64_t h = 0; h < heads; h++) {
                 int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
-                int64_t length = length_of<T>(used);
-                collect(g.key_rows(k, n, h), 0, used, length, size, width, desk.rows);
-                exchange(words(desk.rows), across, desk.keys, length, length, across);
-                collect(g.key_rows(v, n, h), 0, used, length, size, width, desk.rows);
-                const word *values = pair_rows(desk.rows, desk.values, length, width);
-                for (int64_t first = 0; first < asked; first += TALL) {
-                    int64_t count = std::min(TALL, asked - first), high = filled_up(count, ROWS<T>);
-                    collect(g.query_rows(q, query_stride, n, h), first, count, TALL, size, width, desk.queries);
-                    look(g, desk, n, h, first, count, used);
-                    multiply<T>(words(desk.dropped), length / IN_WORD<T>, values, width, desk.sums, width, high, width,
-                                length);
-                    deliver(desk.sums, width, g.query_rows(context, heads * size, n, h), first, count, size);
+                int64_t shared = h / g.group();
+                for (int64_t from = 0; from < asked; from += g.part()) {
+                    Block p = block_of<T>(g, from, std::min(g.part(), asked - from), used);
+                    int64_t these = (n * key_heads + shared) * queries + from;
+                    if (there != these) {
+                        collect(g.key_rows(k, n, shared), p.low, p.end - p.low, p.length, size, width, desk.rows);
+                        exchange(words(desk.rows), across, desk.keys, p.length, p.length, across);
+                        collect(g.key_rows(v, n, shared), p.low, p.end - p.low, p.length, size, width, desk.rows);
+                        values = pair_rows(desk.rows, desk.values, p.length, width);
+                        there = these;
+                    }
+                    for (int64_t first = from; first < from + p.count; first += TALL) {
+                        Block b = block_of<T>(g, first, std::min(TALL, from + p.count - first), used);
+                        int64_t at = b.low - p.low;
+                        collect(g.query_rows(q, query_stride, n, h), first, b.count, TALL, size, width, desk.queries);
+                        look(g, desk, n, h, b, desk.keys + at, p.length, used);
+                        multiply<T>(words(desk.dropped), b.length / IN_WORD<T>, values + at / IN_WORD<T> * width,
+                                    width, desk.sums, width, b.high, width, b.length);
+                        deliver(desk.sums, width, g.query_rows(context, heads * size, n, h), first, b.count, size);
+                    }
                 }
             }
     }
@@ -206,14 +270,13 @@ void attention_forward(const T *q, const T *k, const T *v, T *context, const flo
 // sum(probs * dprobs) = sum(dropped * ddropped), and where `dropped` is zero, the probability was dropped or is zero.
 // Adds that of the scores to `position_grad`, the gradient of each distance's bias, unless it is null.
 template <class T>
-void slope(const Heads &g, Desk<T> &desk, int64_t first, int64_t count, int64_t used, int64_t high,
-           float *position_grad) {
-    int64_t length = length_of<T>(used);
-    for (int64_t t = 0; t < high; t++) {
+void slope(const Heads &g, Desk<T> &desk, const Block &b, float *position_grad) {
+    int64_t length = b.length, used = b.end - b.low;
+    for (int64_t t = 0; t < b.high; t++) {
         const float *p = desk.scores + t * length, *w = desk.wanted + t * length;
         const T *d = desk.dropped + t * length;
         T *s = desk.slopes + t * length;
-        float *sums = position_grad && t < count ? position_grad + g.distance_of(first + t) : nullptr;
+        float *sums = position_grad && t < b.count ? position_grad + g.distance_of(b.first + t) + b.low : nullptr;
         vec totals{};
         for (int64_t j = 0; j < length; j += W) totals += get(d + j, W) * read<vec>(w + j);
         float total = sum_of(totals);
@@ -226,14 +289,27 @@ void slope(const Heads &g, Desk<T> &desk, int64_t first, int64_t count, int64_t 
     }
 }
 
-// sums (width, length) += left^T (width, high) right (high, length).
+// sums (width, length) += left^T (width, high) right (high, length). A row of `sums` has `stride` numbers.
 template <class T>
-void add_block(Desk<T> &desk, const T *left, const T *right, float *sums, int64_t width, int64_t length,
-               int64_t high) {
+void add_block(Desk<T> &desk, const T *left, const T *right, float *sums, int64_t stride, int64_t width,
+               int64_t length, int64_t high) {
     constexpr int64_t tall = TALL / IN_WORD<T>;
     exchange(pair_rows(left, desk.pairs, TALL, width), width, desk.turned, tall, tall, width);
     const word *pairs = pair_rows(right, desk.pairs, high, length);
-    multiply<T>(desk.turned, tall, pairs, length, sums, length, width, length, high, true);
+    multiply<T>(desk.turned, tall, pairs, length, sums, stride, width, length, high, true);
+}
+
+// Writes the gradients of `count` keys or values from `first` on, whose sums are the first columns of (width, stride).
+// Then the columns after these take their place, and zeros follow: in the end, all sums are zero again.
+template <class T>
+void finish(Desk<T> &desk, float *sums, int64_t stride, Rows<T> to, int64_t first, int64_t count, int64_t size) {
+    int64_t columns = filled_up(count, W);
+    exchange(words(sums), stride, desk.paired, desk.width, desk.width, columns);
+    deliver(reinterpret_cast<const float *>(desk.paired), desk.width, to, first, count, size);
+    for (float *row = sums; row < sums + desk.width * stride; row += stride) {
+        std::copy(row + columns, row + stride, row);
+        std::fill(row + stride - columns, row + stride, 0.0f);
+    }
 }
 
 // dq, dk and dv have the layout of q, k and v; `grad`, the gradient of the context, has that of the context. The gradient
@@ -241,49 +317,63 @@ void add_block(Desk<T> &desk, const T *left, const T *right, float *sums, int64_
 template <class T>
 void attention_backward(const T *q, const T *k, const T *v, const T *grad, T *dq, T *dk, T *dv, float *position_grad,
                         const float *bias, const float *position_bias, const int64_t *query_places,
-                        const int64_t *key_places, int64_t batch, int64_t heads, int64_t queries, int64_t keys,
-                        int64_t size, int64_t query_stride, int64_t key_stride, int64_t bias_batch, int64_t bias_head,
-                        int64_t bias_query, float factor, uint64_t seed, uint32_t threshold, float scale,
-                        int threads) {
-    Heads g{bias, position_bias, query_places, key_places, batch, heads, queries, keys, size, query_stride, key_stride,
-            bias_batch, bias_head, bias_query, factor, seed, threshold, scale};
+                        const int64_t *key_places, int64_t batch, int64_t heads, int64_t key_heads, int64_t queries,
+                        int64_t keys, int64_t size, int64_t back, int64_t ahead, int64_t query_stride,
+                        int64_t key_stride, int64_t bias_batch, int64_t bias_head, int64_t bias_query, float factor,
+                        uint64_t seed, uint32_t threshold, float scale, int threads) {
+    Heads g{bias, position_bias, query_places, key_places, batch, heads, key_heads, queries, keys, size, back, ahead,
+            query_stride, key_stride, bias_batch, bias_head, bias_query, factor, seed, threshold, scale};
     int64_t width = width_of<T>(size), across = width / IN_WORD<T>;
 #pragma omp parallel num_threads(threads)
     {
-        Desk<T> desk(keys, size);
-        float *turned = reinterpret_cast<float *>(desk.paired);
+        Desk<T> desk(g);
+        // One thread adds up the gradients of a head of keys and values, over all query heads that share it.
 #pragma omp for collapse(2) schedule(static)
         for (int64_t n = 0; n < batch; n++)
-            for (int64_t h = 0; h < heads; h++) {
+            for (int64_t shared = 0; shared < key_heads; shared++) {
                 int64_t used = Heads::count(key_places, n, keys), asked = Heads::count(query_places, n, queries);
-                int64_t length = length_of<T>(used);
-                collect(g.key_rows(v, n, h), 0, used, length, size, width, desk.rows);
-                exchange(words(desk.rows), across, desk.values, length, length, across);
-                collect(g.key_rows(k, n, h), 0, used, length, size, width, desk.rows);
-                exchange(words(desk.rows), across, desk.keys, length, length, across);
-                const word *paired = pair_rows(desk.rows, desk.paired, length, width);
-                std::fill_n(desk.key_sums, width * length, 0.0f);
-                std::fill_n(desk.value_sums, width * length, 0.0f);
-                for (int64_t first = 0; first < asked; first += TALL) {
-                    int64_t count = std::min(TALL, asked - first), high = filled_up(count, ROWS<T>);
-                    collect(g.query_rows(q, query_stride, n, h), first, count, TALL, size, width, desk.queries);
-                    collect(g.query_rows(grad, heads * size, n, h), first, count, TALL, size, width,
-                            desk.grads);
-                    look(g, desk, n, h, first, count, used);
-                    multiply<T>(words(desk.grads), across, desk.values, length, desk.wanted, length, high,
-                                length, width);
-                    slope(g, desk, first, count, used, high,
-                          position_grad ? position_grad + (n * heads + h) * g.distances() : nullptr);
-                    add_block(desk, desk.grads, desk.dropped, desk.value_sums, width, length, high);
-                    add_block(desk, desk.queries, desk.slopes, desk.key_sums, width, length, high);
-                    multiply<T>(words(desk.slopes), length / IN_WORD<T>, paired, width, desk.sums, width, high, width,
-                                length);
-                    deliver(desk.sums, width, g.query_rows(dq, query_stride, n, h), first, count, size);
+                // The sums of a part are in the first columns; those that the next part shares with it are moved there.
+                int64_t stride = std::min(desk.length, length_of<T>(used)), low = 0;
+                Rows<T> dkeys = g.key_rows(dk, n, shared), dvalues = g.key_rows(dv, n, shared);
+                for (int64_t from = 0; from < asked; from += g.part()) {
+                    Block p = block_of<T>(g, from, std::min(g.part(), asked - from), used);
+                    if (p.low > low) {
+                        finish(desk, desk.key_sums, stride, dkeys, low, p.low - low, size);
+                        finish(desk, desk.value_sums, stride, dvalues, low, p.low - low, size);
+                        low = p.low;
+                    }
+                    collect(g.key_rows(v, n, shared), low, p.end - low, p.length, size, width, desk.rows);
+                    exchange(words(desk.rows), across, desk.values, p.length, p.length, across);
+                    collect(g.key_rows(k, n, shared), low, p.end - low, p.length, size, width, desk.rows);
+                    exchange(words(desk.rows), across, desk.keys, p.length, p.length, across);
+                    const word *paired = pair_rows(desk.rows, desk.paired, p.length, width);
+                    for (int64_t h = shared * g.group(); h < (shared + 1) * g.group(); h++)
+                        for (int64_t first = from; first < from + p.count; first += TALL) {
+                            Block b = block_of<T>(g, first, std::min(TALL, from + p.count - first), used);
+                            int64_t at = b.low - low;
+                            collect(g.query_rows(q, query_stride, n, h), first, b.count, TALL, size, width,
+                                    desk.queries);
+                            collect(g.query_rows(grad, heads * size, n, h), first, b.count, TALL, size, width,
+                                    desk.grads);
+                            look(g, desk, n, h, b, desk.keys + at, p.length, used);
+                            multiply<T>(words(desk.grads), across, desk.values + at, p.length, desk.wanted, b.length,
+                                        b.high, b.length, width);
+                            slope(g, desk, b,
+                                  position_grad ? position_grad + (n * heads + h) * g.distances() : nullptr);
+                            add_block(desk, desk.grads, desk.dropped, desk.value_sums + at, stride, width, b.length,
+                                      b.high);
+                            add_block(desk, desk.queries, desk.slopes, desk.key_sums + at, stride, width, b.length,
+                                      b.high);
+                            multiply<T>(words(desk.slopes), b.length / IN_WORD<T>, paired + at / IN_WORD<T> * width,
+                                        width, desk.sums, width, b.high, width, b.length);
+                            deliver(desk.sums, width, g.query_rows(dq, query_stride, n, h), first, b.count, size);
+                        }
                 }
-                exchange(words(desk.key_sums), length, desk.paired, width, width, length);
-                deliver(turned, width, g.key_rows(dk, n, h), 0, used, size);
-                exchange(words(desk.value_sums), length, desk.paired, width, width, length);
-                deliver(turned, width, g.key_rows(dv, n, h), 0, used, size);
+                // Without a window these are all keys; with one, those after the last part's have no gradient.
+                for (; low < used; low += stride) {
+                    finish(desk, desk.key_sums, stride, dkeys, low, std::min(stride, used - low), size);
+                    finish(desk, desk.value_sums, stride, dvalues, low, std::min(stride, used - low), size);
+                }
             }
     }
 }

@@ -2,7 +2,9 @@
 
 torch's flash attention on the CPU refuses dropout, and its plain form makes a dozen passes over the scores. The C++
 kernel computes one head at a time with both products: scores never leave the core's cache, and backward recomputes
-them.
+them. Several query heads may share a head of keys and values (grouped-query attention), and a query may see only a
+window of positions around its own: keys outside of it are skipped, so that the cost grows with the window and not with
+the length.
 """
 
 from __future__ import annotations
@@ -65,10 +67,11 @@ class _Arguments:
     def for_kernel(self, query: Tensor, key: Tensor) -> tuple[Any, ...]:
         """The kernel's arguments after the position bias; the strides are those of these two arrays of tokens."""
         bias, heads, keys = self.bias, self.heads, self.keys
-        sizes = (keys.batch, heads.count, self.queries.length, keys.length, heads.size)
+        sizes = (keys.batch, heads.count, heads.keys, self.queries.length, keys.length, heads.size)
+        window = min(heads.back, keys.length), min(heads.ahead, keys.length)
         strides = (query.stride(0), key.stride(0), *((0, 0, 0) if bias is None else _bias_strides(bias)))
         places = (self.queries.rows, keys.rows)
-        return bias, self.position_bias, *places, *sizes, *strides, heads.factor, *self.mask.kernel_arguments
+        return bias, self.position_bias, *places, *sizes, *window, *strides, heads.factor, *self.mask.kernel_arguments
 
     def blank_position_grad(self) -> Tensor:
         """Zeros for the position bias's gradient of each example: (batch, heads, 2 * length - 1), fp32."""
@@ -87,22 +90,53 @@ def _bias_strides(bias: Tensor) -> tuple[int, int, int]:
 
 
 def _split_packed(query: Tensor | None, packed: Tensor, heads: Heads) -> Sequence[Tensor]:
-    """Views of the queries, keys and values, each (tokens, heads * size)."""
-    parts = packed.chunk(packed.shape[1] // (heads.count * heads.size), 1)
-    return parts if query is None else (query, *parts)
+    """Views of the queries, (tokens, count * size), and of the keys and values, (tokens, keys * size) each."""
+    queries, keys = heads.count * heads.size, heads.keys * heads.size
+    return torch.split(packed, [queries, keys, keys], 1) if query is None else (query, *torch.split(packed, keys, 1))
 
 
-def _split_heads(x: Tensor, heads: Heads, grid: Grid) -> Tensor:
+def _split_heads(x: Tensor, size: int, grid: Grid) -> Tensor:
     """(tokens, heads * size) -> (batch * heads, length, size), zero where there is no token."""
     if grid.places is not None:
         x = x.new_zeros(grid.batch * grid.length, x.shape[-1]).index_copy(0, grid.places, x)
-    return x.view(grid.batch, grid.length, heads.count, heads.size).transpose(1, 2).flatten(0, 1)
+    return x.view(grid.batch, grid.length, -1, size).transpose(1, 2).flatten(0, 1)
 
 
-def _join_heads(x: Tensor, heads: Heads, grid: Grid) -> Tensor:
+def _join_heads(x: Tensor, grid: Grid) -> Tensor:
     """The inverse of `_split_heads`."""
-    joined = x.view(grid.batch, heads.count, grid.length, heads.size).transpose(1, 2).flatten(2).flatten(0, 1)
+    joined = x.view(grid.batch, -1, *x.shape[1:]).transpose(1, 2).flatten(2).flatten(0, 1)
     return joined if grid.places is None else joined.index_select(0, grid.places)
+
+
+def _repeat_keys(x: Tensor, heads: Heads) -> Tensor:
+    """(batch * key heads, length, size) -> (batch * heads, length, size): the keys or values of each query head."""
+    return x if heads.keys == heads.count else x.repeat_interleave(heads.count // heads.keys, 0)
+
+
+def _sum_groups(x: Tensor, heads: Heads) -> Tensor:
+    """The gradient of `_repeat_keys`, given that of its result."""
+    return x if heads.keys == heads.count else x.view(-1, heads.count // heads.keys, *x.shape[1:]).sum(1)
+
+
+def _hidden_keys(heads: Heads, queries: int, keys: int) -> Tensor | None:
+    """(queries, keys) bool, true where a key is outside of a query's window; None if queries see all positions."""
+    if heads.back < 0 and heads.ahead < 0:
+        return None
+    distances = torch.arange(keys) - torch.arange(queries)[:, None]
+    hidden = torch.zeros_like(distances, dtype=torch.bool)
+    if heads.back >= 0:
+        hidden |= distances < -heads.back
+    if heads.ahead >= 0:
+        hidden |= distances > heads.ahead
+    return hidden
+
+
+def _absent_keys(grid: Grid) -> Tensor | None:
+    """(batch, 1, 1, length) bool: positions after the last token of their example; None if there are none."""
+    if grid.rows is None:
+        return None
+    seen = grid.rows.view(grid.batch, grid.length) >= 0
+    return ~seen.flip(1).cummax(1).values.flip(1)[:, None, None]
 
 
 def _probabilities(q: Tensor, k: Tensor, arguments: _Arguments) -> Tensor:
@@ -114,14 +148,21 @@ def _probabilities(q: Tensor, k: Tensor, arguments: _Arguments) -> Tensor:
         weighted += arguments.bias
     if arguments.position_bias is not None:
         weighted += arguments.position_bias[:, _distance_columns(*scores.shape[1:])]
-    return weighted.softmax(-1).to(scores.dtype).view_as(scores)
+    hidden, absent = _hidden_keys(arguments.heads, *scores.shape[1:]), _absent_keys(arguments.keys)
+    if absent is not None:
+        hidden = absent if hidden is None else hidden | absent
+    if hidden is None:
+        return weighted.softmax(-1).to(scores.dtype).view_as(scores)
+    probabilities = weighted.masked_fill_(hidden, -torch.inf).softmax(-1)
+    # A query that sees no key would get NaN.
+    return probabilities.masked_fill_(hidden, 0.0).to(scores.dtype).view_as(scores)
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments) -> Tensor:
     heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
-    split = [_split_heads(x, heads, grid) for x, grid in zip((q, k, v), (queries, keys, keys))]
-    dropped = masked(_probabilities(split[0], split[1], arguments), arguments.mask)
-    return _join_heads(torch.bmm(dropped, split[2]), heads, queries)
+    q, k, v = (_split_heads(x, heads.size, grid) for x, grid in zip((q, k, v), (queries, keys, keys), strict=True))
+    dropped = masked(_probabilities(q, _repeat_keys(k, heads), arguments), arguments.mask)
+    return _join_heads(torch.bmm(dropped, _repeat_keys(v, heads)), queries)
 
 
 def _plain_backward(
@@ -129,8 +170,8 @@ def _plain_backward(
 ) -> list[Tensor]:
     """The gradients of q, k and v. Those of the position bias are added to `position_grad`, unless it is None."""
     heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
-    q, grad = (_split_heads(x, heads, queries) for x in (q, grad))
-    k, v = (_split_heads(x, heads, keys) for x in (k, v))
+    q, grad = (_split_heads(x, heads.size, queries) for x in (q, grad))
+    k, v = (_repeat_keys(_split_heads(x, heads.size, keys), heads) for x in (k, v))
     probs = _probabilities(q, k, arguments)
     dprobs = masked(torch.bmm(grad, v.transpose(1, 2)), arguments.mask).float()
     total = (probs * dprobs).sum(-1, keepdim=True)
@@ -140,8 +181,8 @@ def _plain_backward(
         columns = _distance_columns(*dweighted.shape[1:]).flatten()
         position_grad.index_add_(2, columns, dweighted.view(*position_grad.shape[:2], -1))
     dropped = masked(probs, arguments.mask)
-    grads = torch.bmm(dscores, k), torch.bmm(dscores.transpose(1, 2), q), torch.bmm(dropped.transpose(1, 2), grad)
-    return [_join_heads(x, heads, grid) for x, grid in zip(grads, (queries, keys, keys))]
+    dq, dk, dv = torch.bmm(dscores, k), torch.bmm(dscores.transpose(1, 2), q), torch.bmm(dropped.transpose(1, 2), grad)
+    return [_join_heads(dq, queries), *(_join_heads(_sum_groups(x, heads), keys) for x in (dk, dv))]
 
 
 class _Attention(torch.autograd.Function):
@@ -203,19 +244,23 @@ def attention(
 ) -> Tensor:
     """Return the context, dropout(softmax(factor * query key^T + biases)) value: one row for each query, in its order.
 
-    The context is (batch * queries, heads * size) with `query`, (tokens, heads * size) without, in the dtype of the
-    inputs. Softmax is computed in fp32 and rounded to the dtype once. Gradients go to `query`, `packed` and
-    `position_bias`; second derivatives raise RuntimeError. Shapes are not checked.
+    The context is (batch * queries, count * size) with `query`, (tokens, count * size) without, in the dtype of the
+    inputs; `count`, `keys` and `size` are those of `heads`. A query at position p sees the keys at positions
+    p - heads.back to p + heads.ahead and no others; its context is zero if there are none. Softmax is computed in fp32
+    and rounded to the dtype once. Gradients go to `query`, `packed` and `position_bias`; second derivatives raise
+    RuntimeError. Shapes are not checked.
 
     Parameters
     ----------
-    query: (batch * queries, heads * size), fp32 or bf16: the same number of queries for each example, example after
-        example; None when `packed` holds the queries.
-    packed: (tokens, 3 * heads * size), query, key and value side by side; (tokens, 2 * heads * size), key and value,
-        with `query`. The same dtype as `query`.
+    query: (batch * queries, count * size), fp32 or bf16: the same number of queries for each example, example after
+        example; query i of an example is at position i. None when `packed` holds the queries.
+    packed: (tokens, (count + 2 * keys) * size), query, key and value side by side; (tokens, 2 * keys * size), key and
+        value, with `query`. The same dtype as `query`.
     bias: fp32, (batch or 1, heads or 1, queries or 1, length), contiguous over the keys, without a gradient; None for
-        no mask. Positions of the grid without a token have zero keys and values: the bias has to exclude them.
+        no mask. Positions of the grid after the last token of their example are excluded; other ones without a
+        token have zero keys and values: the bias has to exclude them.
     mask: dropout of the probabilities.
+    heads: also says which positions a query sees.
     grid: positions of the rows of `packed`.
     forward_pass: which pass of a part under gradient checkpointing this is. The part must end with this function,
         because the values of the context are undefined in the pass RECOMPUTE.

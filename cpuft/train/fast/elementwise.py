@@ -1,4 +1,4 @@
-"""Passes over activations between matrix products: dropout, GELU with a bias, and dropout + residual + layer norm.
+"""Passes over activations between matrix products: dropout, gated and other activations, residuals and norms.
 
 Each runs as one C++ kernel forward and one backward, or as plain torch where there are no kernels.
 
@@ -10,7 +10,8 @@ takes 16 bits of word `e // 4` of the random stream SplitMix64 and is kept if th
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,6 +127,11 @@ class _Dropout(torch.autograd.Function):
 _dropout: Callable[..., Tensor] = _Dropout.apply
 
 
+def dropout(x: Tensor, mask: Mask) -> Tensor:
+    """Return dropout of `x`, any shape, with a mask that was drawn before; `x` itself if the mask drops nothing."""
+    return _dropout(x, mask) if mask.threshold else x
+
+
 class FastDropout(nn.Dropout):
     """`torch.nn.Dropout` with a cheap mask: the same probability (to 1/65536) and scale, other random numbers."""
 
@@ -136,7 +142,7 @@ class FastDropout(nn.Dropout):
         """
         if not self.training or self.p == 0.0 or self.inplace or x.device.type != "cpu" or self.p == 1.0:
             return super().forward(x)
-        return _dropout(x, draw_mask(self.p, True))
+        return dropout(x, draw_mask(self.p, True))
 
 
 class _Gelu(torch.autograd.Function):
@@ -178,61 +184,228 @@ def gelu(x: Tensor, bias: Tensor) -> Tensor:
     return functional.gelu(x + bias)
 
 
-def _plain_norm_forward(
-    x: Tensor, residual: Tensor, norm: tuple[Tensor, Tensor, float], mask: Mask
-) -> tuple[Tensor, ...]:
-    total = residual + masked(x, mask)
-    weight, bias, eps = norm
-    y, mean, rstd = torch.native_layer_norm(total, [total.shape[-1]], weight, bias, eps)
-    return total, y, mean, rstd
+GATES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "SiLUActivation": "silu",
+    "SiLU": "silu",
+    "GELUActivation": "gelu",
+    "GELUTanh": "gelu_tanh",
+}
+"""The activations that `glu` knows: by their name in config.json (hidden_act or hidden_activation), and by the name of
+the class that transformers has for them."""
+_PLAIN_GATES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": functional.silu,
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+}
+"""In the order of the kernels' numbers."""
 
 
-def _plain_norm_backward(dy: Tensor, saved: tuple[Tensor, ...], mask: Mask) -> tuple[Tensor, ...]:
-    total, weight, bias, mean, rstd = saved
-    dresidual, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
-        dy, total, [total.shape[-1]], mean, rstd, weight, bias, [True, True, True]
-    )
-    return masked(dresidual, mask), dresidual, dweight, dbias
-
-
-class _DropoutAddNorm(torch.autograd.Function):
+class _Glu(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, shift: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, mask: Mask
-    ) -> Tensor:
-        ctx.mask, ctx.dtype = mask, shift.dtype
-        if kernels := kernels_for(x, shift, residual):
-            x, residual = x.contiguous(), residual.contiguous()
-            total, y = torch.empty_like(x), torch.empty_like(x)
-            mean, rstd = torch.empty(2, x.shape[:-1].numel(), dtype=torch.float32)
-            rows, columns, mask_arguments = mean.numel(), x.shape[-1], mask.kernel_arguments
-            arrays = (x, shift, residual, weight.contiguous(), bias.contiguous(), total, y, mean, rstd)
-            kernels.run("norm_forward", x.dtype, *arrays, rows, columns, *mask_arguments, eps)
-        else:
-            total, y, mean, rstd = _plain_norm_forward(x + shift, residual, (weight, bias, eps), mask)
-        ctx.save_for_backward(total, weight, bias, mean, rstd)
+    def forward(ctx: Any, x: Tensor, gate: int, kernels: Kernels) -> Tensor:
+        x = x.contiguous()
+        rows, columns = x.shape[0], x.shape[1] // 2
+        y = torch.empty(rows, columns, dtype=x.dtype)
+        kernels.run("glu_forward", x.dtype, x, y, rows, columns, gate)
+        ctx.save_for_backward(x)
+        ctx.gate, ctx.kernels = gate, kernels
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        total, weight, _, mean, rstd = saved = ctx.saved_tensors
-        # The kernel's mean and rstd are flat, torch's are not: each backward must read its own forward's.
-        if (kernels := kernels_for(dy, total)) and mean.dim() == 1:
-            dy = dy.contiguous()
-            dresidual = torch.empty_like(total)
-            dx = torch.empty_like(total) if ctx.mask.threshold else dresidual
-            dweight, dbias, dshift = torch.zeros(3, weight.numel(), dtype=torch.float32)
-            arrays = (dy, total, mean, rstd, weight.contiguous(), dx, dresidual, dweight, dbias, dshift)
-            rows, columns = mean.numel(), total.shape[-1]
-            kernels.run("norm_backward", total.dtype, *arrays, rows, columns, *ctx.mask.kernel_arguments)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (x,) = ctx.saved_tensors
+        dx = torch.empty_like(x)
+        ctx.kernels.run("glu_backward", x.dtype, grad.contiguous(), x, dx, *grad.shape, ctx.gate)
+        return dx, None, None
+
+
+_glu: Callable[..., Tensor] = _Glu.apply
+
+
+def glu(x: Tensor, kind: str) -> Tensor:
+    """Return the gated linear unit `activation(x[:, :inner]) * x[:, inner:]`: (rows, 2 * inner) -> (rows, inner).
+
+    The result has the dtype of `x`. With the kernels, which round it once, backward keeps nothing but `x`.
+
+    Parameters
+    ----------
+    x: (rows, 2 * inner), fp32 or bf16.
+    kind: of the activation: silu, gelu (with erf), or gelu_tanh. `GATES` translates the names of transformers.
+
+    Raises
+    ------
+    KeyError: the kind is another one.
+    """
+    activation = _PLAIN_GATES[kind]
+    if kernels := kernels_for(x):
+        return _glu(x, list(_PLAIN_GATES).index(kind), kernels)
+    first, second = x.chunk(2, 1)
+    return activation(first) * second
+
+
+@dataclass(frozen=True)
+class Norm:
+    """The norm of a row: layer norm or RMSNorm, over the last dimension, with statistics in fp32."""
+
+    weight: Tensor | None
+    """(columns,) fp32, a parameter of the model; None for ones."""
+    bias: Tensor | None
+    """(columns,) fp32, a parameter of the model; None for zeros."""
+    eps: float
+    """What is added to the variance, or to the mean square."""
+    is_centred: bool
+    """Whether this is layer norm, which subtracts the mean and divides by the standard deviation. If not, it is
+    RMSNorm, which divides by the root mean square."""
+    weight_offset: float = 0.0
+    """What is added to `weight` before multiplying: 1 in Gemma 3, whose weights begin at 0."""
+
+    @property
+    def scale(self) -> Tensor | None:
+        """(columns,): by what normed rows are multiplied, without a gradient; None for ones."""
+        if self.weight is None:
+            return None
+        weight = self.weight.detach()
+        return weight + self.weight_offset if self.weight_offset else weight.contiguous()
+
+
+_RMS_NORMS = ("LlamaRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "EuroBertRMSNorm")
+"""Classes of transformers with a weight and `variance_epsilon`."""
+
+
+def read_norm(module: nn.Module) -> Norm | None:
+    """Return the norm that a module computes; None for any module that is not known.
+
+    Known are torch.nn.LayerNorm over the last dimension, with or without weight and bias, and the RMSNorm of Llama,
+    Qwen3, SmolLM3, EuroBERT and Gemma 3 in transformers; exactly these classes, not their subclasses. The result refers
+    to the module's parameters.
+    """
+    kind: Any = type(module)
+    parameters: Any = module
+    if kind is nn.LayerNorm:
+        one = len(parameters.normalized_shape) == 1
+        return Norm(parameters.weight, parameters.bias, parameters.eps, is_centred=True) if one else None
+    if not kind.__module__.startswith("transformers.models."):
+        return None
+    if kind.__name__ in _RMS_NORMS:
+        return Norm(parameters.weight, None, parameters.variance_epsilon, is_centred=False)
+    if kind.__name__ == "Gemma3RMSNorm":
+        return Norm(parameters.weight, None, parameters.eps, is_centred=False, weight_offset=1.0)
+    return None
+
+
+def _layer_norm_parameters(norm: Norm, columns: int) -> tuple[Tensor, Tensor]:
+    """Weight and bias: torch's layer norm of bf16 takes both in fp32, or none."""
+    scale, bias = norm.scale, norm.bias
+    return torch.ones(columns) if scale is None else scale, torch.zeros(columns) if bias is None else bias
+
+
+def _plain_norm_forward(total: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Return the normed rows, their means (None for RMSNorm) and one over their deviation."""
+    if norm.is_centred:
+        parameters = _layer_norm_parameters(norm, total.shape[-1])
+        y, mean, rstd = torch.native_layer_norm(total, [total.shape[-1]], *parameters, norm.eps)
+        return y, mean, rstd
+    wide = total.float()
+    rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
+    y = wide * rstd if norm.scale is None else wide * rstd * norm.scale
+    y = y if norm.bias is None else y + norm.bias
+    return y.to(total.dtype), None, rstd
+
+
+def _plain_norm_backward(
+    dy: Tensor, total: Tensor, norm: Norm, mean: Tensor | None, rstd: Tensor
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of `total`, of the weight and of the bias."""
+    if mean is not None:
+        parameters = _layer_norm_parameters(norm, total.shape[-1])
+        dtotal, dweight, dbias = torch.ops.aten.native_layer_norm_backward(
+            dy, total, [total.shape[-1]], mean, rstd, *parameters, [True, True, True]
+        )
+        return dtotal, None if norm.weight is None else dweight, None if norm.bias is None else dbias
+    z, wide = total.float() * rstd, dy.float()
+    grad = wide if norm.scale is None else wide * norm.scale
+    dtotal = (grad - z * (grad * z).mean(-1, keepdim=True)) * rstd
+    dweight = None if norm.weight is None else (wide * z).flatten(0, -2).sum(0)
+    return dtotal.to(total.dtype), dweight, None if norm.bias is None else wide.flatten(0, -2).sum(0)
+
+
+class _AddNorm(torch.autograd.Function):
+    """(residual + dropout(x + shift), its norm); without residual, only the norm of x."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        shift: Tensor | None,
+        residual: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        norm: Norm,
+        mask: Mask,
+    ) -> tuple[Tensor, Tensor] | Tensor:
+        ctx.set_materialize_grads(False)
+        ctx.mask, ctx.norm = mask, replace(norm, weight=None, bias=None)
+        ctx.shift_dtype = None if shift is None else shift.dtype
+        total, mean = x, None
+        if kernels := kernels_for(*(t for t in (x, shift, residual) if t is not None)):
+            x = total = x.contiguous()
+            if residual is not None:
+                residual, total = residual.contiguous(), torch.empty_like(x)
+            y = torch.empty_like(x)
+            rows, columns = x.shape[:-1].numel(), x.shape[-1]
+            statistics = torch.empty(2, rows, dtype=torch.float32)
+            mean, rstd = statistics[0] if norm.is_centred else None, statistics[1]
+            scale, bias = norm.scale, None if bias is None else bias.contiguous()
+            arrays = (x, shift, residual, scale, bias, None if residual is None else total, y, mean, rstd)
+            kernels.run("norm_forward", x.dtype, *arrays, rows, columns, *mask.kernel_arguments, norm.eps)
         else:
-            dx, dresidual, dweight, dbias = _plain_norm_backward(dy, saved, ctx.mask)
-            dshift = dx.flatten(0, -2).sum(0)
-        return dx, dshift.to(ctx.dtype), dresidual, dweight, dbias, None, None
+            if residual is not None:
+                total = residual + masked(x if shift is None else x + shift, mask)
+            y, mean, rstd = _plain_norm_forward(total, norm)
+        ctx.save_for_backward(total, mean, rstd, weight, norm.bias)
+        return y if residual is None else (total, y)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        total, mean, rstd, weight, bias = ctx.saved_tensors
+        norm, mask = replace(ctx.norm, weight=weight, bias=bias), ctx.mask
+        _, wants_shift, _, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        *dtotals, dy = grads
+        dtotal = dtotals[0] if dtotals else None
+        dweight = dbias = dshift = None
+        if dy is None:
+            assert dtotal is not None
+            dresidual, dx = dtotal, masked(dtotal, mask)
+        # The kernel's rstd is flat, torch's is not: each backward must read its own forward's.
+        elif (kernels := kernels_for(dy, total)) and rstd.dim() == 1:
+            dy, dtotal = dy.contiguous(), None if dtotal is None else dtotal.contiguous()
+            dresidual = torch.empty_like(total)
+            dx = torch.empty_like(total) if mask.threshold else dresidual
+            sums, wanted = torch.zeros(3, total.shape[-1]), (wants_weight, wants_bias, wants_shift)
+            dweight, dbias, dshift = (one if wants else None for one, wants in zip(sums, wanted, strict=True))
+            arrays = (dy, dtotal, total, mean, rstd, norm.scale, dx, dresidual, dweight, dbias, dshift)
+            kernels.run("norm_backward", total.dtype, *arrays, rstd.numel(), total.shape[-1], *mask.kernel_arguments)
+        else:
+            dresidual, dweight, dbias = _plain_norm_backward(dy, total, norm, mean, rstd)
+            if dtotal is not None:
+                dresidual = dresidual + dtotal
+            dx = masked(dresidual, mask)
+        if wants_shift:
+            dshift = (dx.flatten(0, -2).sum(0) if dshift is None else dshift).to(ctx.shift_dtype)
+        return dx, dshift, dresidual if dtotals else None, dweight, dbias, None, None
 
 
-_dropout_add_norm: Callable[..., Tensor] = _DropoutAddNorm.apply
+_add_norm: Callable[..., Any] = _AddNorm.apply
+
+
+def _run_add_norm(x: Tensor, shift: Tensor | None, residual: Tensor | None, norm: Norm, mask: Mask) -> Any:
+    return _add_norm(x, shift, residual, norm.weight, norm.bias, norm, mask)
 
 
 def dropout_add_norm(x: Tensor, shift: Tensor, residual: Tensor, norm: nn.LayerNorm, mask: Mask) -> Tensor:
@@ -248,4 +421,30 @@ def dropout_add_norm(x: Tensor, shift: Tensor, residual: Tensor, norm: nn.LayerN
     norm: layer norm over the last dimension, with fp32 weight and bias. Its statistics are fp32 for any dtype.
     mask: of the dropout; `NO_MASK` for none.
     """
-    return _dropout_add_norm(x, shift, residual, norm.weight, norm.bias, norm.eps, mask)
+    normed: Tensor = _run_add_norm(x, shift, residual, Norm(norm.weight, norm.bias, norm.eps, True), mask)[1]
+    return normed
+
+
+def add_norm(x: Tensor, residual: Tensor, norm: Norm, mask: Mask) -> tuple[Tensor, Tensor]:
+    """Return `total = residual + dropout(x)` and `norm(total)`, in the shape and dtype of `x`.
+
+    In a layer whose norms come first, `total` is the residual stream, which flows on, and the norm is that of the next
+    block. Gradients of both results are handled; they go to `x`, `residual` and the norm's weight and bias.
+
+    Parameters
+    ----------
+    x, residual: (..., hidden), one dtype, fp32 or bf16. bf16 rounds the total once, and the norm is that of the rounded
+        total.
+    mask: of the dropout; `NO_MASK` for none.
+    """
+    total, normed = _run_add_norm(x, None, residual, norm, mask)
+    return total, normed
+
+
+def apply_norm(x: Tensor, norm: Norm) -> Tensor:
+    """Return the norm of the rows of `x`, (..., hidden), fp32 or bf16, in its shape and dtype, rounded once.
+
+    Gradients go to `x` and the norm's weight and bias.
+    """
+    normed: Tensor = _run_add_norm(x, None, None, norm, NO_MASK)
+    return normed

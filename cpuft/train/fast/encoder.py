@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpuft.errors import counted
 from cpuft.train.fast.architectures import ARCHITECTURES, LayerParts, PositionBias, find_architecture
 from cpuft.train.fast.attention import Grid, attention, make_bias
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
-from cpuft.train.fast.projection import PackedLinear, is_adapted, linear, product
+from cpuft.train.fast.projection import PackedLinear, can_pack, is_adapted, linear, product
 
 MIN_PADDING = 0.05
 """Share of padding in a batch above which its tokens are packed. With less, packing the tokens at the encoder's entry
@@ -104,7 +103,7 @@ def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> Layer
 
     None is returned for a layer that is no encoder layer of `ARCHITECTURES`, is patched already, or is a decoder's; and
     for one that has cross-attention, chunked feed-forward, a linear layer without bias, another module in the place of
-    a linear layer, query, key and value of different classes, or a layer norm without weights.
+    a linear layer, an adapter of another form, or a layer norm without weights.
 
     Parameters
     ----------
@@ -122,7 +121,7 @@ def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> Layer
         (type(linear) is nn.Linear or (adapters and is_adapted(linear))) and linear.bias is not None
         for linear in parts.linears
     )
-    known &= len({type(linear) for linear in (parts.query, parts.key, parts.value)}) == 1
+    known &= can_pack((parts.query, parts.key, parts.value), adapters)
     norms = (parts.attention_norm, parts.outer_norm)
     known &= all(type(norm) is nn.LayerNorm and norm.elementwise_affine for norm in norms)
     return parts if known else None
@@ -367,35 +366,4 @@ def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]
         if len(known) == len(parts):
             architecture = find_architecture(layers[0])
             found.append(FastEncoder(module, list(layers), known, architecture.position_bias if architecture else None))
-    return found
-
-
-def describe_layers(model: nn.Module) -> str:
-    """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`.
-
-    If it has replaced none, the reason follows: the layers have parts that it does not know, or they are unknown, as in
-    `0 of 12 layers replaced, because it does not know GPT2Block (it knows the layers of BERT, ... and DistilBERT)`.
-    """
-    layers = _find_layers(model)
-    replaced = sum(isinstance(layer, FastLayer) for layer in layers)
-    counts = f"{replaced} of {counted(len(layers), 'layer')} replaced"
-    if replaced:
-        return counts
-    if any(map(find_architecture, layers)):
-        why = "they have parts that it does not know (a decoder, chunked feed-forward, or adapters with dropout)"
-    else:
-        names = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or type(model).__name__
-        *titles, last = (architecture.title for architecture in ARCHITECTURES)
-        why = f"it does not know {names} (it knows the layers of {', '.join(titles)} and {last})"
-    return f"{counts}, because {why}"
-
-
-def _find_layers(model: nn.Module) -> list[nn.Module]:
-    """The layers of a model: members of a ModuleList whose class is named a layer or a block, the outermost ones."""
-    found, inside = list[nn.Module](), set[nn.Module]()
-    for module in model.modules():
-        for layer in module if isinstance(module, nn.ModuleList) and module not in inside else ():
-            if type(layer).__name__.endswith(("Layer", "Block")):
-                found.append(layer)
-                inside.update(layer.modules())
     return found

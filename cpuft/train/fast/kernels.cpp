@@ -33,7 +33,8 @@ void dropout(const T *x, T *y, int64_t n, uint64_t seed, uint32_t threshold, flo
     }
 }
 
-// y = layer_norm(sum), where sum = residual + dropout(x + shift).
+// y = norm(sum), where sum = residual + dropout(x + shift). The norm is layer norm, or RMSNorm if `mean` is null. shift,
+// residual, weight and bias may be null: there is none. If `sum` is null, there is only the norm: y = norm(x).
 template <class T>
 void norm_forward(const T *x, const T *shift, const T *residual, const float *weight, const float *bias, T *sum, T *y,
                   float *mean, float *rstd, int64_t rows, int64_t cols, uint64_t seed, uint32_t threshold, float scale,
@@ -43,17 +44,19 @@ void norm_forward(const T *x, const T *shift, const T *residual, const float *we
         Lanes lanes(cols);
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows; i++) {
-            const T *xi = x + i * cols, *ri = residual + i * cols;
-            T *si = sum + i * cols, *yi = y + i * cols;
+            const T *xi = x + i * cols, *si = sum ? sum + i * cols : xi;
+            T *yi = y + i * cols;
             const uint16_t *bits = threshold ? lanes.fill(seed, i * cols, cols) : nullptr;
-            vec total{}, squares{};
-            for (int64_t j = 0; j < cols; j += W) {
+            for (int64_t j = 0; sum && j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
-                vec v = get(xi + j, m) + get(shift + j, m);
+                vec v = get(xi + j, m);
+                if (shift) v += get(shift + j, m);
                 if (bits) v = keep(v * scale, bits + j, threshold);
-                put(si + j, get(ri + j, m) + v, m);
-                total += get(si + j, m);  // rounded to T, as backward reads it
+                if (residual) v += get(residual + i * cols + j, m);
+                put(sum + i * cols + j, v, m);
             }
+            vec total{}, squares{};  // of the sum rounded to T, as backward reads it
+            for (int64_t j = 0; mean && j < cols; j += W) total += get(si + j, lanes_of(j, cols));
             float mu = sum_of(total) / float(cols);
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
@@ -63,19 +66,22 @@ void norm_forward(const T *x, const T *shift, const T *residual, const float *we
             float r = 1.0f / std::sqrt(sum_of(squares) / float(cols) + eps);
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
-                put(yi + j, (get(si + j, m) - mu) * r * get(weight + j, m) + get(bias + j, m), m);
+                vec w = weight ? get(weight + j, m) : all(1.0f), b = bias ? get(bias + j, m) : vec{};
+                put(yi + j, (get(si + j, m) - mu) * r * w + b, m);
             }
-            mean[i] = mu;
+            if (mean) mean[i] = mu;
             rstd[i] = r;
         }
     }
 }
 
-// The gradients of the norm's weight and bias, and of the shift, are added to `dweight`, `dbias` and `dshift`.
+// dresidual is the gradient of `sum`, given that of y, in dy, and that which `sum` has otherwise, in dsum (null: none).
+// dx is that of x; it may be dresidual if nothing was dropped. The gradients of the norm's weight and bias, and of the
+// shift, are added to `dweight`, `dbias` and `dshift`, each of which may be null. `mean` is null for RMSNorm.
 template <class T>
-void norm_backward(const T *dy, const T *sum, const float *mean, const float *rstd, const float *weight, T *dx,
-                   T *dresidual, float *dweight, float *dbias, float *dshift, int64_t rows, int64_t cols, uint64_t seed,
-                   uint32_t threshold, float scale, int threads) {
+void norm_backward(const T *dy, const T *dsum, const T *sum, const float *mean, const float *rstd, const float *weight,
+                   T *dx, T *dresidual, float *dweight, float *dbias, float *dshift, int64_t rows, int64_t cols,
+                   uint64_t seed, uint32_t threshold, float scale, int threads) {
 #pragma omp parallel num_threads(threads)
     {
         Lanes lanes(cols);
@@ -86,35 +92,38 @@ void norm_backward(const T *dy, const T *sum, const float *mean, const float *rs
             const T *dyi = dy + i * cols, *si = sum + i * cols;
             T *dxi = dx + i * cols, *dri = dresidual + i * cols;
             const uint16_t *bits = threshold ? lanes.fill(seed, i * cols, cols) : nullptr;
-            float mu = mean[i], r = rstd[i];
+            float mu = mean ? mean[i] : 0.0f, r = rstd[i];
             vec ones{}, hats{};
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
                 vec d = get(dyi + j, m), z = (get(si + j, m) - mu) * r;  // where d is masked, it and its products are 0
-                put(dw + j, get(dw + j, m) + d * z, m);
-                put(db + j, get(db + j, m) + d, m);
-                vec g = d * get(weight + j, m);
+                vec w = weight ? get(weight + j, m) : all(1.0f);
+                if (dweight) put(dw + j, get(dw + j, m) + d * z, m);
+                if (dbias) put(db + j, get(db + j, m) + d, m);
+                vec g = d * w;
                 ones += g;
                 hats += g * z;
             }
-            float first = sum_of(ones) / float(cols), second = sum_of(hats) / float(cols);
+            float first = mean ? sum_of(ones) / float(cols) : 0.0f, second = sum_of(hats) / float(cols);
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
+                vec w = weight ? get(weight + j, m) : all(1.0f);
                 vec z = (get(si + j, m) - mu) * r;
-                vec d = (get(dyi + j, m) * get(weight + j, m) - first - z * second) * r;
+                vec d = (get(dyi + j, m) * w - first - z * second) * r;
+                if (dsum) d += get(dsum + i * cols + j, m);
                 put(dri + j, d, m);
                 if (bits) {
                     d = keep(d * scale, bits + j, threshold);
                     put(dxi + j, d, m);
                 }
-                put(ds + j, get(ds + j, m) + d, m);
+                if (dshift) put(ds + j, get(ds + j, m) + d, m);
             }
         }
 #pragma omp critical
         for (int64_t j = 0; j < cols; j++) {
-            dweight[j] += dw[j];
-            dbias[j] += db[j];
-            dshift[j] += ds[j];
+            if (dweight) dweight[j] += dw[j];
+            if (dbias) dbias[j] += db[j];
+            if (dshift) dshift[j] += ds[j];
         }
     }
 }
@@ -168,6 +177,180 @@ void gelu_backward(const T *dy, const T *slope, T *dx, float *dbias, int64_t row
             }
 #pragma omp critical
         for (int64_t j = 0; j < cols; j++) dbias[j] += mine[j];
+    }
+}
+
+// An activation and its slope at the same place. `Gate` numbers them as the Python caller does.
+enum Gate : int64_t { SILU, GELU, GELU_TANH };
+struct Activation {
+    vec value, slope;
+};
+
+inline vec sigmoid(vec x) { return inverse(exp_of(-x) + 1.0f); }
+
+template <Gate gate> inline Activation activate(vec x) {
+    if constexpr (gate == GELU) {
+        Normal n = normal(x);
+        return {x * n.cdf, x * n.bell * 0.39894228040143268f + n.cdf};
+    }
+    // x * sigmoid(u), where u is x, or 2 sqrt(2 / pi) (x + 0.044715 x^3): 0.5 (1 + tanh(v)) is sigmoid(2 v). Beyond 30,
+    // where the sigmoid is 0 or 1 as a float, the cube could overflow.
+    vec u = x, du = all(1.0f);
+    if constexpr (gate == GELU_TANH) {
+        vec a = x > 30.0f ? all(30.0f) : (x < -30.0f ? all(-30.0f) : x);
+        u = a * (a * a * 0.0713548162726f + 1.5957691216057f);
+        du = a * a * 0.2140644488179f + 1.5957691216057f;
+    }
+    vec s = sigmoid(u);
+    return {x * s, s + x * s * (1.0f - s) * du};
+}
+
+// y = activation(x1) * x2, where x1 and x2 are the halves of x's rows, which have 2 * cols numbers.
+template <Gate gate, class T>
+void glu_rows(const T *x, T *y, int64_t rows, int64_t cols, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0, at = i * cols; j < cols; j += W) {
+            int64_t m = lanes_of(j, cols);
+            put(y + at + j, activate<gate>(get(x + 2 * at + j, m)).value * get(x + 2 * at + cols + j, m), m);
+        }
+}
+
+template <Gate gate, class T>
+void glu_gradients(const T *dy, const T *x, T *dx, int64_t rows, int64_t cols, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0, at = i * cols; j < cols; j += W) {
+            int64_t m = lanes_of(j, cols);
+            vec d = get(dy + at + j, m);
+            Activation a = activate<gate>(get(x + 2 * at + j, m));
+            put(dx + 2 * at + j, d * get(x + 2 * at + cols + j, m) * a.slope, m);
+            put(dx + 2 * at + cols + j, d * a.value, m);
+        }
+}
+
+template <class T> void glu_forward(const T *x, T *y, int64_t rows, int64_t cols, int64_t gate, int threads) {
+    (gate == SILU ? glu_rows<SILU, T> : gate == GELU ? glu_rows<GELU, T> : glu_rows<GELU_TANH, T>)(x, y, rows, cols,
+                                                                                                  threads);
+}
+
+template <class T>
+void glu_backward(const T *dy, const T *x, T *dx, int64_t rows, int64_t cols, int64_t gate, int threads) {
+    (gate == SILU ? glu_gradients<SILU, T> : gate == GELU ? glu_gradients<GELU, T> : glu_gradients<GELU_TANH, T>)(
+        dy, x, dx, rows, cols, threads);
+}
+
+// What happens to the heads of queries, or to those of keys, before attention: RMSNorm over a head, unless eps is
+// negative, and a rotation of its first 2 * half numbers, number j together with number half + j, by an angle of the row.
+struct Turn {
+    const float *weight;  // null: ones
+    float eps;
+    int64_t size, half;
+
+    // One over the root mean square of a head.
+    template <class T> float inverse_root(const T *x) const {
+        if (eps < 0.0f) return 1.0f;
+        vec squares{};
+        for (int64_t j = 0; j < size; j += W) {
+            vec v = get(x + j, lanes_of(j, size));
+            squares += v * v;
+        }
+        return 1.0f / std::sqrt(sum_of(squares) / float(size) + eps);
+    }
+    vec weights(int64_t j, int64_t m) const { return weight ? get(weight + j, m) : all(1.0f); }
+
+    // y may have the same memory as x.
+    template <class T> void forward(const T *x, const float *cos, const float *sin, T *y) const {
+        float r = inverse_root(x);
+        auto normed = [&](int64_t j, int64_t m) { return get(x + j, m) * r * weights(j, m); };
+        for (int64_t j = 0; j < half; j += W) {
+            int64_t m = lanes_of(j, half);
+            vec a = normed(j, m), b = normed(half + j, m), c = get(cos + j, m), s = get(sin + j, m);
+            put(y + j, a * c - b * s, m);
+            put(y + half + j, b * c + a * s, m);
+        }
+        for (int64_t j = 2 * half; j < size; j += W) put(y + j, normed(j, lanes_of(j, size)), lanes_of(j, size));
+    }
+
+    // `line` is memory for `size` numbers; the gradient of the weight is added to `dweight`. x is read for the norm only.
+    template <class T>
+    void backward(const T *dy, const T *x, const float *cos, const float *sin, T *dx, float *line,
+                  float *dweight) const {
+        for (int64_t j = 0; j < half; j += W) {
+            int64_t m = lanes_of(j, half);
+            vec a = get(dy + j, m), b = get(dy + half + j, m), c = get(cos + j, m), s = get(sin + j, m);
+            put(line + j, a * c + b * s, m);
+            put(line + half + j, b * c - a * s, m);
+        }
+        for (int64_t j = 2 * half; j < size; j += W)
+            put(line + j, get(dy + j, lanes_of(j, size)), lanes_of(j, size));
+        float r = 1.0f, second = 0.0f;
+        if (eps >= 0.0f) {
+            r = inverse_root(x);
+            vec hats{};
+            for (int64_t j = 0; j < size; j += W) {
+                int64_t m = lanes_of(j, size);
+                vec d = get(line + j, m) * get(x + j, m) * r;
+                put(dweight + j, get(dweight + j, m) + d, m);
+                hats += d * weights(j, m);
+            }
+            second = sum_of(hats) / float(size);
+        }
+        for (int64_t j = 0; j < size; j += W) {
+            int64_t m = lanes_of(j, size);
+            vec d = get(line + j, m) * weights(j, m);
+            if (eps >= 0.0f) d = (d - get(x + j, m) * r * second) * r;
+            put(dx + j, d, m);
+        }
+    }
+};
+
+// Rows have `queries` heads, then `keys` heads, then `values` numbers that are copied. Those of cos and sin have `half`
+// numbers; half is 0 for no rotation. y may have the same memory as x.
+template <class T>
+void rotate_forward(const T *x, const float *cos, const float *sin, const float *query_weight, const float *key_weight,
+                    T *y, int64_t rows, int64_t queries, int64_t keys, int64_t values, int64_t size, int64_t half,
+                    float query_eps, float key_eps, int threads) {
+    Turn query{query_weight, query_eps, size, half}, key{key_weight, key_eps, size, half};
+    int64_t turned = (queries + keys) * size, width = turned + values;
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const T *xi = x + i * width;
+        T *yi = y + i * width;
+        for (int64_t h = 0; h < queries + keys; h++)
+            (h < queries ? query : key).forward(xi + h * size, cos + i * half, sin + i * half, yi + h * size);
+        if (x != y) std::memcpy(yi + turned, xi + turned, size_t(values) * sizeof(T));
+    }
+}
+
+// x, the rows before forward, may be null without norms. The gradients of the norms' weights are added to
+// `query_grad` and `key_grad`; null: they are not wanted.
+template <class T>
+void rotate_backward(const T *dy, const T *x, const float *cos, const float *sin, const float *query_weight,
+                     const float *key_weight, T *dx, float *query_grad, float *key_grad, int64_t rows, int64_t queries,
+                     int64_t keys, int64_t values, int64_t size, int64_t half, float query_eps, float key_eps,
+                     int threads) {
+    Turn query{query_weight, query_eps, size, half}, key{key_weight, key_eps, size, half};
+    int64_t turned = (queries + keys) * size, width = turned + values;
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> room(static_cast<size_t>(3 * size));
+        float *line = room.data(), *dquery = line + size, *dkey = dquery + size;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows; i++) {
+            const T *dyi = dy + i * width, *xi = x ? x + i * width : dyi;
+            T *dxi = dx + i * width;
+            for (int64_t h = 0; h < queries + keys; h++)
+                (h < queries ? query : key)
+                    .backward(dyi + h * size, xi + h * size, cos + i * half, sin + i * half, dxi + h * size, line,
+                              h < queries ? dquery : dkey);
+            std::memcpy(dxi + turned, dyi + turned, size_t(values) * sizeof(T));
+        }
+#pragma omp critical
+        for (int64_t j = 0; j < size; j++) {
+            if (query_grad) query_grad[j] += dquery[j];
+            if (key_grad) key_grad[j] += dkey[j];
+        }
     }
 }
 
@@ -252,7 +435,8 @@ void square_sum(const G *const *grads, const int64_t *sizes, double *sum, int64_
 }
 
 struct Adam {
-    float beta1, beta2, eps, shrink, pull, step, root, gain;
+    // One minus each beta: these small numbers are not exact as differences of numbers near 1.
+    float rest1, rest2, eps, shrink, pull, step, root, gain;
 };
 
 template <class G>
@@ -260,8 +444,8 @@ void adamw_block(float *master, bf16 *compute, const G *grad, float *first, floa
     for (int64_t i = 0; i < n; i++) {
         float p = master[i];
         float g = load(grad[i]) * a.gain + a.pull * p;
-        float m = first[i] + (g - first[i]) * (1.0f - a.beta1);
-        float v = second[i] * a.beta2 + g * g * (1.0f - a.beta2);
+        float m = first[i] + (g - first[i]) * a.rest1;
+        float v = second[i] + (g * g - second[i]) * a.rest2;
         first[i] = m;
         second[i] = v;
         master[i] = p * a.shrink - a.step * m / (std::sqrt(v) * a.root + a.eps);
@@ -290,9 +474,9 @@ template <class G> bool is_still(const G *grad, const float *first, const float 
 template <class G>
 void adamw(float *const *master, bf16 *const *compute, const G *const *grad, float *const *first,
            float *const *second, const uint8_t *const *awake, const int64_t *sizes, const int64_t *widths,
-           int64_t count, float beta1, float beta2, float eps, float shrink,
+           int64_t count, float rest1, float rest2, float eps, float shrink,
            float pull, float step, float root, float gain, int threads) {
-    Adam a{beta1, beta2, eps, shrink, pull, step, root, gain};
+    Adam a{rest1, rest2, eps, shrink, pull, step, root, gain};
     bool skips = shrink == 1.0f && pull == 0.0f;
 #pragma omp parallel num_threads(threads)
     for (int64_t k = 0; k < count; k++) {
@@ -325,6 +509,10 @@ EXPORT(attention_forward)
 EXPORT(attention_backward)
 EXPORT(gelu_forward)
 EXPORT(gelu_backward)
+EXPORT(glu_forward)
+EXPORT(glu_backward)
+EXPORT(rotate_forward)
+EXPORT(rotate_backward)
 EXPORT(column_sums)
 EXPORT(quantise_rows)
 EXPORT(dequantise)

@@ -6,6 +6,7 @@ third of a training step's multiplications, is left out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -43,7 +44,8 @@ class _PackedLinear(torch.autograd.Function):
         int8: bool,
         *parameters: Tensor,
     ) -> Tensor:
-        ctx.count, ctx.biased = len(parameters) // (1 if bias is None else 2), bias is not None
+        count = len(parameters) // (1 if bias is None else 2)
+        ctx.sizes, ctx.biased = [len(parameter) for parameter in parameters[:count]], bias is not None
         weight, scales = quantise_rows(weight) if int8 else (weight, None)
         # Backward of a frozen layer does not need the input.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, weight, scales)
@@ -58,10 +60,10 @@ class _PackedLinear(torch.autograd.Function):
         dx = None
         if ctx.needs_input_grad[0]:
             dx = grad @ weight if scales is None else multiply(quantise_rows(grad, scales), weight)
-        dweights: tuple[Tensor | None, ...] = (None,) * (2 * ctx.count)
+        dweights: tuple[Tensor | None, ...] = (None,) * (len(ctx.sizes) * (1 + ctx.biased))
         if any(ctx.needs_input_grad[5:]):
-            dweights = (grad.t() @ x).chunk(ctx.count)
-            dweights += column_sums(grad).chunk(ctx.count) if ctx.biased else ()
+            dweights = torch.split(grad.t() @ x, ctx.sizes)
+            dweights += torch.split(column_sums(grad), ctx.sizes) if ctx.biased else ()
         return dx, None, None, None, None, *dweights
 
 
@@ -106,8 +108,28 @@ def is_adapted(layer: Any) -> bool:
     return plain and frozen and type(layer.lora_dropout[names[0]]) is nn.Identity and not layer.lora_bias[names[0]]
 
 
+def can_pack(layers: Sequence[Any], adapters: bool) -> bool:
+    """Return whether the outputs of these linear layers, which have the same input, can be one product.
+
+    All are torch.nn.Linear, with `adapters` also layers for which `is_adapted` holds; among adapted layers, the others
+    are frozen. All of them have a bias or none has.
+    """
+    if len({layer.bias is None for layer in layers if hasattr(layer, "bias")}) != 1:
+        return False
+    plain = [layer for layer in layers if type(layer) is nn.Linear]
+    if len(plain) == len(layers):
+        return True
+    frozen = not any(parameter.requires_grad for layer in plain for parameter in layer.parameters())
+    return adapters and frozen and all(is_adapted(layer) for layer in layers if layer not in plain)
+
+
 def _lora_factors(layer: Any) -> tuple[Tensor, Tensor]:
-    """An adapted layer's A, (rank, inputs), and its B times the adapter's scale, (outputs, rank)."""
+    """An adapted layer's A, (rank, inputs), and its B times the adapter's scale, (outputs, rank).
+
+    Of a layer without an adapter, factors of rank 0.
+    """
+    if type(layer) is nn.Linear:
+        return layer.weight.new_empty(0, layer.in_features), layer.weight.new_empty(layer.out_features, 0)
     (name,) = layer.active_adapters
     return layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
 
@@ -115,8 +137,8 @@ def _lora_factors(layer: Any) -> tuple[Tensor, Tensor]:
 def _project(
     x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor | None, forward_pass: ForwardPass, int8: bool
 ) -> Tensor:
-    """Return the outputs of `layers` side by side, given all their weights and biases; all are adapted or none is."""
-    if type(layers[0]) is nn.Linear:
+    """Return the outputs of `layers`, for which `can_pack` holds, side by side, given all their weights and biases."""
+    if all(type(layer) is nn.Linear for layer in layers):
         int8 = int8 and layers[0].training and len(x) >= MIN_ROWS
         parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers if bias is not None]
         return _packed_linear(x, weight, bias, forward_pass, int8, *parameters)
@@ -129,12 +151,13 @@ def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
 
     Parameters
     ----------
-    layer: a torch.nn.Linear, or a layer for which `is_adapted` holds, with a bias; AttributeError for another one.
+    layer: a torch.nn.Linear, or a layer for which `is_adapted` holds, with or without a bias.
     x: in the dtype of the layer's weight.
     int8: multiply 8-bit numbers, if the layer is a torch.nn.Linear in training and there are at least `MIN_ROWS`
         tokens. The weights are then fp32.
     """
-    return _project(x, [layer], layer.weight.detach(), layer.bias.detach(), ForwardPass.ONLY, int8)
+    bias = None if layer.bias is None else layer.bias.detach()
+    return _project(x, [layer], layer.weight.detach(), bias, ForwardPass.ONLY, int8)
 
 
 def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass = ForwardPass.ONLY) -> Tensor:
@@ -152,42 +175,44 @@ def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass
 
 
 class PackedLinear:
-    """Linear layers of equal shape whose weights become views of one tensor, so that one product serves all.
+    """Linear layers with the same input whose weights become views of one tensor, so that one product serves all.
 
     The layers stay in the model with their parameters and names. An optimizer that writes to their weights writes to
     the packed tensor. Weights may be moved together; if one of them gets other storage, the weights are concatenated at
     each call instead.
 
-    `layers`: with weight and bias; all of them torch.nn.Linear, or all layers for which `is_adapted` holds.
+    `layers`: for which `can_pack` holds. They may have different numbers of outputs.
     """
 
     def __init__(self, layers: list[Any]) -> None:
         self.layers = layers
         """The layers in the order of their outputs."""
-        self._pack([layer.weight for layer in layers])
-        self._pack([layer.bias for layer in layers])
+        if len(layers) > 1:
+            self._pack([layer.weight for layer in layers])
+            if layers[0].bias is not None:
+                self._pack([layer.bias for layer in layers])
 
     @staticmethod
     @torch.no_grad()
     def _pack(parameters: Sequence[Tensor]) -> None:
         packed = torch.cat([p.detach() for p in parameters])
-        for parameter, view in zip(parameters, packed.chunk(len(parameters)), strict=True):
+        for parameter, view in zip(parameters, torch.split(packed, [len(p) for p in parameters]), strict=True):
             parameter.data = view
 
     @staticmethod
     def _current(parameters: Sequence[Tensor]) -> Tensor:
         """All parameters as one tensor: a view of their memory if they lie there one after another, else a copy."""
         first, block = parameters[0].detach(), parameters[0].untyped_storage().data_ptr()
-        addresses = range(first.data_ptr(), first.data_ptr() + len(parameters) * first.nbytes, first.nbytes)
+        addresses = itertools.accumulate((p.nbytes for p in parameters[:-1]), initial=first.data_ptr())
         if all(
             p.data_ptr() == address and p.untyped_storage().data_ptr() == block and p.dtype == first.dtype
             for p, address in zip(parameters, addresses, strict=True)
         ):
-            return first.as_strided((len(parameters) * first.shape[0], *first.shape[1:]), first.stride())
+            return first.as_strided((sum(map(len, parameters)), *first.shape[1:]), first.stride())
         return torch.cat([p.detach() for p in parameters])
 
     def __call__(self, x: Tensor, first: int = 0, int8: bool = False) -> Tensor:
-        """Return the outputs, side by side, of the layers from number `first` on: (tokens, layers * outputs).
+        """Return the outputs, side by side, of the layers from number `first` on: (tokens, sum of outputs).
 
         Parameters
         ----------
@@ -196,5 +221,6 @@ class PackedLinear:
         int8: multiply 8-bit numbers, under the conditions of `linear`.
         """
         layers = self.layers[first:]
-        weight, bias = self._current([layer.weight for layer in layers]), self._current([one.bias for one in layers])
+        weight = self._current([layer.weight for layer in layers])
+        bias = None if layers[0].bias is None else self._current([layer.bias for layer in layers])
         return _project(x, layers, weight, bias, ForwardPass.ONLY, int8)

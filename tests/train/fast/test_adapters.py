@@ -104,7 +104,6 @@ def test_adapters_are_left_alone_unless_they_are_asked_for() -> None:
         {"use_dora": True},
         {"lora_bias": True},
         {"bias": "lora_only"},
-        {"target_modules": ["query"]},
     ],
     ids=str,
 )
@@ -112,6 +111,23 @@ def test_adapters_of_other_forms_run_unchanged(options: dict[str, Any]) -> None:
     settings = {"r": 4, "target_modules": ["query", "key", "value"], "task_type": "SEQ_CLS", **options}
     plain = with_weights(get_peft_model(make_model("bert"), LoraConfig(**settings)))
     assert find_encoders(plain, adapters=True) == []
+
+
+@pytest.mark.parametrize("targets", [["query"], ["key", "value", "output.dense"]], ids=str)
+def test_only_some_layers_may_have_adapters(targets: list[str]) -> None:
+    plain = with_weights(
+        get_peft_model(make_model("bert"), LoraConfig(r=4, target_modules=targets, task_type="SEQ_CLS"))
+    )
+    fast = copy.deepcopy(plain)
+    accelerate(fast, make_optimizer(fast), precision="fp32", adapters=True)
+    assert is_fast(fast)
+    wanted, found = plain(**make_batch()), fast(**make_batch())
+    wanted.loss.backward()
+    found.loss.backward()
+    theirs = dict(plain.named_parameters())
+    for name, parameter in fast.named_parameters():
+        if parameter.requires_grad and theirs[name].grad is not None:
+            assert relative_error(parameter.grad, theirs[name].grad) < TOLERANCE["fp32"], name
 
 
 def test_a_frozen_layer_keeps_no_input() -> None:

@@ -9,12 +9,14 @@ import torch
 from transformers import AlbertConfig, AutoModelForSequenceClassification, BertConfig, GPT2Config, ModernBertConfig
 
 from cpuft.config import TrainConfig
-from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.encoder import describe_layers
+from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.optimizer import describe_fast_path
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and MPNet)"
+UNKNOWN = (
+    "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet, ModernBERT, EuroBERT, "
+    "Llama, Qwen3, SmolLM3 and Gemma 3 (text))"
+)
 
 
 @pytest.mark.parametrize(
@@ -26,9 +28,10 @@ UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTR
             AlbertConfig(**SMALL, embedding_size=16),
             f"0 of 1 layer replaced, because it does not know AlbertLayer {UNKNOWN}",
         ),
+        (ModernBertConfig(**SMALL, pad_token_id=0), "2 of 2 layers replaced"),
         (
-            ModernBertConfig(**SMALL, pad_token_id=0),
-            f"0 of 2 layers replaced, because it does not know ModernBertEncoderLayer {UNKNOWN}",
+            ModernBertConfig(**SMALL, pad_token_id=0, hidden_activation="relu"),
+            "0 of 2 layers replaced, because it does not know the activation relu",
         ),
         (
             GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4),
@@ -40,7 +43,7 @@ UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTR
             "or adapters with dropout)",
         ),
     ],
-    ids=["bert", "albert", "modernbert", "gpt2", "chunked"],
+    ids=["bert", "albert", "modernbert", "activation", "gpt2", "chunked"],
 )
 def test_how_many_layers_are_replaced(config: Any, said: str) -> None:
     model = AutoModelForSequenceClassification.from_config(config)

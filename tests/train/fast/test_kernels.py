@@ -15,14 +15,17 @@ from cpuft.errors import CpuftError
 from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.attention import Grid, attention
-from cpuft.train.fast.elementwise import Mask, dropout_add_norm, gelu, masked
+from cpuft.train.fast.elementwise import Mask, Norm, add_norm, dropout_add_norm, gelu, glu, masked
 from cpuft.train.fast.int8 import multiply, quantise_rows
 from cpuft.train.fast.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
 from cpuft.train.fast.projection import column_sums
+from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 from tests.train.fast.encoders import relative_error
 
 MASK = Mask(seed=99, threshold=6554)
 HEADS = Heads(count=2, size=5, factor=0.5)
+# Both query heads share one of keys and values, and see a part of the longest rows.
+NARROW = Heads(count=2, size=5, factor=0.5, key_count=1, back=20, ahead=2)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2 / 256}
 ROWS = 5
 # Less than any vector, vectors and a part, whole ones.
@@ -62,10 +65,28 @@ def run_layers(dtype: torch.dtype, cols: int) -> list[Tensor]:
     norm = nn.LayerNorm(cols)
     nn.init.normal_(norm.weight)
     context = attention(None, packed, bias[:, None, None], HEADS, MASK, grid, position_bias=positions)
-    outputs = [dropout_add_norm(x, shift, residual, norm, MASK), gelu(x, shift), context]
+    shared = (
+        torch.randn(grid.tokens, 4 * NARROW.size, generator=torch.Generator().manual_seed(3)).to(dtype).requires_grad_()
+    )
+    near = attention(None, shared, bias[:, None, None], NARROW, MASK, grid)
+    outputs = [dropout_add_norm(x, shift, residual, norm, MASK), gelu(x, shift), context, near]
     weights = [torch.randn(output.shape).to(dtype) for output in outputs]
-    found = torch.autograd.grad(outputs, [x, shift, residual, packed, positions, *norm.parameters()], weights)
+    found = torch.autograd.grad(outputs, [x, shift, residual, packed, shared, positions, *norm.parameters()], weights)
     return [masked(x.detach(), MASK), *outputs, *found, column_sums(x.detach())]
+
+
+def run_gated(dtype: torch.dtype, cols: int) -> list[Tensor]:
+    """Outputs and gradients of what a layer has whose norms come first."""
+    torch.manual_seed(3)
+    x, residual = (torch.randn(ROWS, 2 * cols).to(dtype).requires_grad_() for _ in range(2))
+    norm = Norm(torch.randn(2 * cols, requires_grad=True), None, 1e-5, is_centred=False)
+    assert norm.weight is not None
+    packed = torch.randn(ROWS, 4 * 2 * cols).to(dtype).requires_grad_()
+    angles = Angles(*torch.randn(2, ROWS, cols))
+    turned = [rotate(packed, angles, Heads(2, 2 * cols, 1.0, 1), norms) for norms in (None, HeadNorms(norm, norm))]
+    outputs = [*add_norm(x, residual, norm, MASK), *(glu(x, kind) for kind in ("silu", "gelu", "gelu_tanh")), *turned]
+    weights = [torch.randn(output.shape).to(dtype) for output in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, [x, residual, packed, norm.weight], weights)]
 
 
 def run_int8(dtype: torch.dtype, cols: int) -> list[Tensor]:
@@ -96,7 +117,7 @@ def run_update(dtype: torch.dtype, cols: int) -> list[Tensor]:
 )
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
 def test_every_processor_s_build_gives_what_plain_torch_does(processor: str, dtype: torch.dtype) -> None:
-    for run in (run_layers, run_int8, run_update):
+    for run in (run_layers, run_gated, run_int8, run_update):
         for cols in WIDTHS:
             with use_kernels(build_for(processor)):
                 assert kernels_for(torch.empty(0)) is build_for(processor)

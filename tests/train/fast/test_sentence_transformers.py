@@ -13,9 +13,8 @@ from sentence_transformers import CrossEncoder, SentenceTransformer
 from sentence_transformers.cross_encoder import CrossEncoderTrainer, CrossEncoderTrainingArguments
 from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 
-from cpuft.train.fast.acceleration import accelerate
+from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
-from cpuft.train.fast.encoder import describe_layers
 from cpuft.train.model import find_model
 from tests.conftest import run_cpuft
 from tests.train.architectures import save_architecture

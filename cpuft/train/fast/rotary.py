@@ -1,0 +1,176 @@
+"""Rotary position embedding of queries and keys, with the norms that some models have before it, in one pass.
+
+The rotation is the one that transformers computes with `rotate_half`: number j of a head turns together with number
+half + j, by an angle that depends on j and on the position (Su et al. 2021, "RoFormer").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cpuft.train.fast.architectures import Heads
+from cpuft.train.fast.elementwise import Norm
+from cpuft.train.fast.kernels import Kernels, kernels_for
+
+
+@dataclass(frozen=True)
+class Angles:
+    """The rotation of each token: a row for each row of queries and keys, in the same order.
+
+    The rotary modules of transformers return (batch, length, size) with two equal halves, or less than `size` for a
+    partial rotation; of that, this is the first half, at the positions that have a token.
+    """
+
+    cos: Tensor
+    """(tokens, half) fp32: cosines, times the scaling of attention if the model has one."""
+    sin: Tensor
+    """(tokens, half) fp32: sines, likewise."""
+
+
+@dataclass(frozen=True)
+class HeadNorms:
+    """The norms of every head of queries and keys before the rotation: RMSNorm over `size`, without bias."""
+
+    query: Norm | None
+    """With a weight (size,), the same for all heads of queries; None for no norm."""
+    key: Norm | None
+    """Likewise of the keys."""
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for layer norm or a bias, which no known model has here."""
+        for norm in (self.query, self.key):
+            if norm is not None and (norm.is_centred or norm.bias is not None):
+                raise ValueError("the norms of queries and keys must be RMSNorm without bias")
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """The weights of both norms, as far as there are any."""
+        return [n.weight for n in (self.query, self.key) if n is not None and n.weight is not None]
+
+
+@dataclass(frozen=True)
+class _Columns:
+    """What is side by side in a row: heads of queries and of keys, of width `size`, and numbers that do not change."""
+
+    queries: int
+    keys: int
+    values: int
+    size: int
+
+
+class _Rotate(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        packed: Tensor,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        angles: Angles | None,
+        norms: HeadNorms,
+        columns: _Columns,
+        overwrites: bool,
+        kernels: Kernels,
+    ) -> Tensor:
+        if overwrites:
+            ctx.mark_dirty(packed)
+        cos, sin = (None, None) if angles is None else (angles.cos.contiguous(), angles.sin.contiguous())
+        half = 0 if cos is None else cos.shape[1]
+        sizes = (len(packed), columns.queries, columns.keys, columns.values, columns.size, half)
+        both = (norms.query, norms.key)
+        # A negative eps tells the kernel that there is no norm.
+        ctx.rest = (*sizes, *(-1.0 if norm is None else norm.eps for norm in both))
+        scales = [None if norm is None else norm.scale for norm in both]
+        y = packed if overwrites else torch.empty_like(packed)
+        kernels.run("rotate_forward", packed.dtype, packed, cos, sin, *scales, y, *ctx.rest)
+        has_norms = norms.query is not None or norms.key is not None
+        ctx.save_for_backward(packed if has_norms and not overwrites else None, cos, sin, *scales)
+        ctx.kernels = kernels
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed, cos, sin, *scales = ctx.saved_tensors
+        grad = grad.contiguous()
+        dpacked, size = torch.empty_like(grad), ctx.rest[4]
+        _, *wanted = ctx.needs_input_grad[:3]
+        dweights = [torch.zeros(size) if wants else None for wants in wanted]
+        arrays = (grad, packed, cos, sin, *scales, dpacked, *dweights)
+        ctx.kernels.run("rotate_backward", grad.dtype, *arrays, *ctx.rest)
+        return dpacked, *dweights, None, None, None, None, None
+
+
+_rotate: Callable[..., Tensor] = _Rotate.apply
+
+
+def _plain_heads(x: Tensor, angles: Angles | None, norm: Norm | None, size: int) -> Tensor:
+    """Norm and rotation of (tokens, heads * size)."""
+    heads = x.view(len(x), -1, size).float()
+    if norm is not None:
+        heads = heads * torch.rsqrt(heads.square().mean(-1, keepdim=True) + norm.eps)
+        heads = heads if norm.weight is None else heads * (norm.weight + norm.weight_offset)
+    if angles is not None:
+        half = angles.cos.shape[1]
+        first, second = heads[..., :half], heads[..., half : 2 * half]
+        cos, sin = angles.cos[:, None], angles.sin[:, None]
+        turned = (first * cos - second * sin, second * cos + first * sin, heads[..., 2 * half :])
+        heads = torch.cat(turned, -1)
+    return heads.to(x.dtype).view(x.shape)
+
+
+def _plain_rotate(packed: Tensor, angles: Angles | None, norms: HeadNorms, columns: _Columns) -> Tensor:
+    queries, keys = columns.queries * columns.size, columns.keys * columns.size
+    query, key, values = torch.split(packed, [queries, keys, columns.values], 1)
+    turned = (_plain_heads(x, angles, norm, columns.size) for x, norm in ((query, norms.query), (key, norms.key)))
+    return torch.cat([*turned, values], 1)
+
+
+def _may_overwrite(packed: Tensor, norms: HeadNorms) -> bool:
+    """Whether nothing needs the old values: backward needs them for norms, and autograd protects leaves and views."""
+    if packed._is_view() or (packed.is_leaf and packed.requires_grad):
+        return False
+    trains = torch.is_grad_enabled() and any(t.requires_grad for t in (packed, *norms.parameters))
+    return not trains or (norms.query is None and norms.key is None)
+
+
+def rotate(
+    packed: Tensor,
+    angles: Angles | None,
+    heads: Heads,
+    norms: HeadNorms | None,
+    *,
+    queries: bool = True,
+    keys: bool = True,
+) -> Tensor:
+    """Return queries, keys and values side by side, the queries and keys normed and then rotated, the values unchanged.
+
+    The result has the shape and dtype of `packed`, whose memory it may have: use `packed` no more, unless it is a leaf
+    that requires a gradient. Values are computed in fp32 and rounded once. Gradients go to `packed` and to the weights
+    of the norms, not to the angles.
+
+    Parameters
+    ----------
+    packed: (tokens, (count + 2 * keys) * size), fp32 or bf16: query, key and value as `attention` takes them.
+    angles: of the rows of `packed`, with at most size / 2 columns; numbers of a head from 2 * half on do not turn. None
+        for no rotation.
+    heads: their numbers and their size.
+    norms: before the rotation; None for none.
+    queries: whether `packed` holds queries; if not, it is (tokens, 2 * keys * size), keys and values.
+    keys: whether `packed` holds keys and values; if not, it is (tokens, count * size), queries.
+    """
+    norms = HeadNorms(norms.query if queries else None, norms.key if keys else None) if norms else HeadNorms(None, None)
+    if angles is None and norms.query is None and norms.key is None:
+        return packed
+    key_heads = heads.keys if keys else 0
+    columns = _Columns(heads.count if queries else 0, key_heads, key_heads * heads.size, heads.size)
+    if kernels := kernels_for(packed):
+        packed = packed.contiguous()
+        weights = [None if norm is None else norm.weight for norm in (norms.query, norms.key)]
+        return _rotate(packed, *weights, angles, norms, columns, _may_overwrite(packed, norms), kernels)
+    return _plain_rotate(packed, angles, norms, columns)
