@@ -20,7 +20,7 @@ from cpuft.compressions import COMPRESSIONS, REMOVED_COMPRESSIONS, SHARDED_COMPR
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.hardware import PRECISIONS
 from cpuft.serialization import load, parse_json
-from cpuft.tasks import EMBEDDING_KINDS, TASKS
+from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TASKS, find_task
 
 POOLINGS = ("mean", "cls", "lasttoken")
 """How the hidden states of a text's tokens become one vector: their mean, the first one, or the last one."""
@@ -123,7 +123,8 @@ class TrainConfig:
     task: str = _data(
         "demo",
         "What to train: a GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli); demo, a small built-in "
-        "task; files, your own labelled examples; text, masked language modelling on your own texts; an embedding "
+        "task; files, your own labelled examples; text, masked language modelling on your own texts, or next-token "
+        "prediction with --causal; chat, the assistant's turns of your own conversations; an embedding "
         "model: pairs, from texts that belong together, such as questions and answers, or scored-pairs, from pairs of "
         "texts with a score of their similarity; or rerank, a model that scores how relevant a document is to a query",
         choices=tuple(TASKS),
@@ -210,6 +211,11 @@ class TrainConfig:
         "is no --validation-file; of texts, up to 64 lines in a row are taken from all parts",
         least=0.001,
         most=0.5,
+    )
+    causal: bool = _data(
+        False,
+        "With --task text, train a decoder, such as Llama, Qwen3, SmolLM or Gemma 3, to predict each next token "
+        "(continued pre-training) instead of masked tokens",
     )
     mlm_probability: float = _data(
         0.15, "Fraction of the tokens that --task text masks for the model to predict", least=0.01, most=0.9
@@ -927,10 +933,11 @@ def refuse_conflicts(config: TrainConfig) -> None:
     the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a compression
     that does not work with it; LoRA with from_config; lora_merge without LoRA; what compares evaluations without
     evaluations; a warm-up with a constant learning rate; mining_model without hard_negatives; and an option of
-    embedding models with another task, or with another engine than torch. A compression that was removed is refused,
+    embedding models with another task, or with another engine than torch; causal with another task than text, and what
+    next-token prediction does not have. A compression that was removed is refused,
     too, and so is a value of eval_every that is none.
     """
-    default = TrainConfig()
+    default, kind = TrainConfig(), find_task(config.task, config.causal).kind
     if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
         raise CpuftError(REMOVED_COMPRESSIONS[config.grad_compression])
     for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
@@ -940,6 +947,10 @@ def refuse_conflicts(config: TrainConfig) -> None:
     if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
         # Under torch 2.3, DistributedDataParallel holds the GIL while it waits for process groups written in Python.
         raise CpuftError("--engine ort trains only in fp32 and over gloo: add --precision fp32 --backend gloo")
+    if config.causal and config.task != "text":
+        raise CpuftError(f"--causal is for --task text only, and this is --task {config.task}: leave it out")
+    if kind in DECODER_KINDS:
+        _refuse_decoder_conflicts(config, default)
     if config.engine == "ort" and config.task == "text":
         raise CpuftError(
             "--engine ort cannot train --task text, because it masks the same positions in every batch: leave out one "
@@ -984,7 +995,6 @@ def refuse_conflicts(config: TrainConfig) -> None:
         )
     if config.lr_schedule == "constant" and (config.warmup_ratio or config.warmup_steps):
         raise CpuftError("--lr-schedule constant has no warm-up: write constant-with-warmup")
-    kind = TASKS[config.task].kind
     for name, kinds in EMBEDDING_OPTIONS.items():
         if kind not in kinds and getattr(config, name) != getattr(default, name):
             flag = format_flag(name, getattr(config, name))
@@ -998,6 +1008,29 @@ def refuse_conflicts(config: TrainConfig) -> None:
         raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
     if config.lora_merge and not config.lora_rank:
         raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
+
+
+def _refuse_decoder_conflicts(config: TrainConfig, default: TrainConfig) -> None:
+    """Raise CpuftError for options that next-token prediction does not have."""
+    task = "--task chat" if config.task == "chat" else "--causal"
+    reasons = {
+        "engine": "decoders are trained with --engine torch only",
+        "compile": "decoders are not tested with it",
+        "mlm_probability": "no token is masked",
+        "whole_word_mask": "no token is masked",
+    }
+    for name, reason in reasons.items():
+        if getattr(config, name) != getattr(default, name):
+            raise CpuftError(
+                f"{task} excludes {format_flag(name, getattr(config, name))}, because {reason}: leave it out"
+            )
+    if config.precision == "int8":
+        raise CpuftError(f"{task} excludes --precision int8, which is for encoders: leave it out")
+    if config.from_config and not config.tokenizer:
+        raise CpuftError(
+            f"{task} with --from-config needs --tokenizer, because the tokenizers that cpuft makes drop spaces and "
+            f"capitals: name the tokenizer of a decoder"
+        )
 
 
 @dataclass(frozen=True)
@@ -1154,6 +1187,7 @@ DATA_OPTIONS = (
     "label_type",
     "max_length",
     "validation_split",
+    "causal",
     "pooling",
     "query_prompt",
     "document_prompt",

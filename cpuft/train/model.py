@@ -136,6 +136,29 @@ def _describe_bad_config(name: str, error: Exception) -> str:
     return f"no model can be made of {name} ({reason}): correct its settings, or take one of {', '.join(SIZES)}"
 
 
+def check_trainable(config: TrainConfig) -> None:
+    """Raise CpuftError if config.json in the model's folder says that its weights are quantised.
+
+    A hub name passes; its configuration is checked where the model is loaded.
+    """
+    path = Path(config.from_config) if config.from_config else Path(find_model(config.model), "config.json")
+    try:
+        settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # a hub name, one of SIZES, or what is refused elsewhere
+        return
+    _refuse_quantised(settings.get("quantization_config"), get_model_name(config))
+
+
+def _refuse_quantised(quantisation: Any, name: str) -> None:
+    if quantisation:
+        settings = quantisation if isinstance(quantisation, Mapping) else vars(quantisation)
+        method = settings.get("quant_method") or "another program"
+        raise CpuftError(
+            f"{name} holds weights that were quantised with {getattr(method, 'value', method)!s:.40}, which cannot be "
+            f"trained: give the model that they were made from"
+        )
+
+
 def check_positions(config: TrainConfig) -> None:
     """Raise CpuftError if the model has fewer positions than --max-length, or its configuration cannot be loaded.
 
@@ -152,7 +175,14 @@ def check_positions(config: TrainConfig) -> None:
         )
 
 
-def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], vocab_size: int = 0, pad_id: int = -1) -> Any:
+def load_model(
+    config: TrainConfig,
+    kind: str,
+    head: Mapping[str, Any],
+    vocab_size: int = 0,
+    pad_id: int = -1,
+    attention: str = "eager",
+) -> Any:
     """Load the model for a head of this kind, in fp32 on the CPU, and return it.
 
     The head is new, unless one for as many labels was saved with the model. With --from-config the model is untrained,
@@ -165,6 +195,8 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], vocab_si
         AutoModelForSequenceClassification.
     head: settings of the head, by their names in config.json.
     vocab_size, pad_id: as for `load_config`: the tokenizer's size for an untrained model, and the id of padding.
+    attention: the implementation in transformers: eager, which computes all scores, or auto, which is sdpa for models
+        that support it.
 
     Raises CpuftError: the model cannot be found or loaded, or its architecture has no such head or no attention for
     adapters.
@@ -175,19 +207,29 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], vocab_si
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     settings = load_config(config, head, vocab_size, pad_id)
+    _refuse_quantised(getattr(settings, "quantization_config", None), get_model_name(config))
     _set_dropout(settings, config.dropout)
     model_class = getattr(transformers, kind)
+    implementation = choose_attention(settings) if attention == "auto" else attention
     try:
         if config.from_config:
-            return model_class.from_config(settings, attn_implementation="eager", dtype=torch.float32)
+            return model_class.from_config(settings, attn_implementation=implementation, dtype=torch.float32)
         source = find_model(config.model)
-        read = partial(model_class.from_pretrained, config=settings, attn_implementation="eager")
+        read = partial(model_class.from_pretrained, config=settings, attn_implementation=implementation)
         model, new = load_weights(read, source)
     except CpuftError:
         raise
     except Exception as error:  # safetensors, pickle and zipfile raise errors of their own classes
         raise CpuftError(describe_load_failure(get_model_name(config), error)) from None
     return add_adapters(model, config.lora_rank, source, new) if config.lora_rank else model
+
+
+def choose_attention(settings: Any) -> str | None:
+    """Return None, with which transformers takes sdpa if a model supports it, or eager for models that need it.
+
+    Gemma 2 caps attention scores, which sdpa would leave out without a word. `settings` is the model's configuration.
+    """
+    return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:

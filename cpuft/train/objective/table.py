@@ -18,6 +18,7 @@ from cpuft.train.objective.labels import (
     TokenClassification,
 )
 from cpuft.train.objective.masked_lm import MaskedLanguageModelling
+from cpuft.train.objective.next_token import CausalLanguageModelling
 from cpuft.train.objective.relevance import Relevance, read_activation
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -26,6 +27,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "labels": MultiLabelClassification,
     "tags": TokenClassification,
     "masked": MaskedLanguageModelling,
+    "causal": CausalLanguageModelling,
     "pairs": Pairs,
     "similarity": ScoredPairs,
     "relevance": Relevance,
