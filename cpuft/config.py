@@ -165,7 +165,8 @@ class TrainConfig:
         "JSON lines files, also compressed with gzip, Parquet or Arrow files, folders of datasets.save_to_disk, or "
         "hub:OWNER/NAME/CONFIGURATION:SPLIT@REVISION for a data set of the Hugging Face hub, of which configuration, "
         "split and revision may be left out; so also with --task pairs and scored-pairs. With --task text: text files, "
-        "JSON lines files or folders of them",
+        "JSON lines files or folders of them. With --task chat: JSON lines files whose lines have messages, a list of "
+        "objects with role (system, user, assistant or tool) and content",
         takes="FILE",
     )
     validation_file: str = _data(
@@ -201,14 +202,15 @@ class TrainConfig:
     )
     max_length: int = _data(
         128,
-        "Maximum number of tokens per example: longer examples are truncated, and --task text cuts its texts "
-        "into pieces of this length",
+        "Maximum number of tokens per example: longer examples are truncated, conversations at the end of an answer, "
+        "and --task text cuts its texts into pieces of this length",
         least=8,
     )
     validation_split: float = _data(
         0.1,
-        "Fraction of the rows of --task files, or of the lines of --task text, that is kept for validation when there "
-        "is no --validation-file; of texts, up to 64 lines in a row are taken from all parts",
+        "Fraction of the rows of --task files, of the conversations of --task chat, or of the lines of --task text, "
+        "that is kept for validation when there is no --validation-file; of texts, up to 64 lines in a row are taken "
+        "from all parts",
         least=0.001,
         most=0.5,
     )
@@ -216,6 +218,17 @@ class TrainConfig:
         False,
         "With --task text, train a decoder, such as Llama, Qwen3, SmolLM or Gemma 3, to predict each next token "
         "(continued pre-training) instead of masked tokens",
+    )
+    chat_template: str = _data(
+        "",
+        "With --task chat, file with the jinja template that renders conversations, which is saved with the tokenizer "
+        "(default: the tokenizer's own)",
+        takes="FILE",
+    )
+    pack: bool = _data(
+        False,
+        "With --task chat, put several conversations into one sequence of up to --max-length tokens, so that little "
+        "is padded; attention stays within each conversation. --batch-size then counts such sequences",
     )
     mlm_probability: float = _data(
         0.15, "Fraction of the tokens that --task text masks for the model to predict", least=0.01, most=0.9
@@ -949,6 +962,9 @@ def refuse_conflicts(config: TrainConfig) -> None:
         raise CpuftError("--engine ort trains only in fp32 and over gloo: add --precision fp32 --backend gloo")
     if config.causal and config.task != "text":
         raise CpuftError(f"--causal is for --task text only, and this is --task {config.task}: leave it out")
+    for name in ("chat_template", "pack"):
+        if getattr(config, name) and kind != "chat":
+            raise CpuftError(f"{format_flag(name)} is for --task chat only: leave it out")
     if kind in DECODER_KINDS:
         _refuse_decoder_conflicts(config, default)
     if config.engine == "ort" and config.task == "text":
@@ -1188,6 +1204,8 @@ DATA_OPTIONS = (
     "max_length",
     "validation_split",
     "causal",
+    "chat_template",
+    "pack",
     "pooling",
     "query_prompt",
     "document_prompt",

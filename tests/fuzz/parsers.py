@@ -64,6 +64,7 @@ from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.chat import choose_validation, parse_conversation, read_chat_template, scan_chats
 from cpuft.train.data.pairs import read_pairs
 from cpuft.train.data.recipe import parse_dimensions
 from cpuft.train.data.relevance import read_documents_to_predict, read_relevance
@@ -79,6 +80,7 @@ from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORD
 from tests.launch.test_stack_dumps import DUMP, found
 from tests.records import make_record
 from tests.schedulers.test_aws_batch_node import CHILD
+from tests.train.decoders import CHATML, MARKED
 
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
@@ -210,6 +212,11 @@ def _read_texts(path: Path) -> object:
     return list(split_texts(scan_texts(str(path), "", "--train-file"), 0.1, None))
 
 
+def _read_chats(path: Path) -> object:
+    chats = scan_chats(str(path), "--train-file")
+    return list(chats.list_conversations(choose_validation(chats, 0.5)))
+
+
 def _log_in(path: Path) -> object:
     return [ssh_config.read_login(Host(name), str(path)) for name in ("127.0.0.1", "two")]
 
@@ -315,6 +322,8 @@ _MODEL = {
     "id2label": {"0": "no", "1": "yes"},
     "problem_type": "single_label_classification",
 }
+
+_CHAT = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
 
 _ARCHIVES = values.damaged([_make_archive()])
 _FILES_OF_ROWS = values.damaged(_make_files_of_rows())
@@ -449,6 +458,11 @@ PARSERS: dict[str, Parser] = {
     "read_file_to_predict of JSON": Parser(_from_file("rows.jsonl", _read_asked), _ROWS),
     "scan_texts": Parser(_from_file("texts.txt", _read_texts), _ROWS),
     "scan_texts of JSON": Parser(_from_file("texts.jsonl", _read_texts), _ROWS),
+    "parse_conversation": Parser(partial(parse_conversation, where="x"), values.damaged_json(_CHAT)),
+    "scan_chats": Parser(_from_file("chats.jsonl", _read_chats), values.damaged([json.dumps(_CHAT) * 2]) | _ROWS),
+    "read_chat_template": Parser(
+        _from_file("chat.jinja", lambda path: read_chat_template(str(path))), values.damaged([MARKED, CHATML])
+    ),
     "read_beir of a corpus": Parser(_read_beir("corpus.jsonl"), values.damaged([_BEIR["corpus.jsonl"]])),
     "read_beir of queries": Parser(_read_beir("queries.jsonl"), values.damaged([_BEIR["queries.jsonl"]])),
     "read_beir of judgements": Parser(_read_beir("qrels/test.tsv"), values.damaged([_BEIR["qrels/test.tsv"]])),

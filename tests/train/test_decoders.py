@@ -22,7 +22,16 @@ from cpuft.train.data.show import format_summary, summarize
 from cpuft.train.fast.kernels import plain_torch
 from tests.comm.ranks import mpirun
 from tests.train.decoder_ranks import learn
-from tests.train.decoders import FAMILIES, SPECIAL, save_decoder, save_tokenizer, write_text
+from tests.train.decoders import (
+    CHATML,
+    FAMILIES,
+    MARKED,
+    SPECIAL,
+    save_decoder,
+    save_tokenizer,
+    write_conversations,
+    write_text,
+)
 from tests.train.tiny import save_tiny
 
 pytestmark = pytest.mark.usefixtures("own_cache")
@@ -88,12 +97,14 @@ def test_what_the_tokenizer_puts_before_a_text_begins_each_document(tmp_path: Pa
             {"engine": "deepspeed"},
             "--causal excludes --engine, because decoders are trained with --engine torch only: leave it out",
         ),
+        ({"causal": False, "pack": True}, "--pack is for --task chat only: leave it out"),
+        ({"causal": False, "chat_template": "a"}, "--chat-template is for --task chat only: leave it out"),
         ({"from_config": "x.json"}, "--causal with --from-config needs --tokenizer, because the tokenizers that"),
     ],
 )
 def test_options_that_decoders_do_not_have_are_refused(change: dict[str, Any], message: str) -> None:
     with pytest.raises(CpuftError) as error:
-        refuse_conflicts(TrainConfig(**{"task": "text", "causal": True} | change))
+        refuse_conflicts(replace(TrainConfig(task="text", causal=True), **change))
     assert str(error.value).startswith(message)
 
 
@@ -140,6 +151,67 @@ def test_an_encoder_that_is_a_decoder_too_is_trained_or_refused_with_a_message(t
         learn(config)
 
 
+def make_chat_config(folder: Path, family: str = "llama", template: str = CHATML, **options: Any) -> TrainConfig:
+    model = save_decoder(folder / family, family, template)
+    chats = write_conversations(folder / "chats.jsonl", 60)
+    return replace(TrainConfig(task="chat", model=model, train_file=chats, **USUAL), **{"max_length": 128} | options)
+
+
+def test_conversations_are_prepared_for_the_options_that_matter(tmp_path: Path) -> None:
+    config = make_chat_config(tmp_path)
+    path = prepare(config)
+    prepared = read_prepared(str(path))
+    assert (prepared.kind, prepared.metrics) == ("chat", ("perplexity", "token_accuracy"))
+    assert (len(prepared.train) + len(prepared.validation[""]), len(prepared.train.types)) == (60, 0)
+    told = describe_data(prepared, config)
+    assert f"training on {len(prepared.train)} examples" in told
+    assert f"; {len(prepared.train)} conversations; the assistant says " in told
+    packed = read_prepared(str(prepare(replace(config, pack=True))))
+    assert len(packed.train) < len(prepared.train) / 2
+    assert len(packed.train.ids) == len(prepared.train.ids)
+    template = tmp_path / "chat.jinja"
+    template.write_text(MARKED)
+    others = [{"chat_template": str(template)}, {"max_length": 64}, {"max_train_samples": 9}, {"validation_split": 0.3}]
+    paths = [prepare(replace(config, **change)) for change in others]
+    assert len({path, *paths}) == 5
+    assert len(read_prepared(str(paths[2])).train) == 9
+    assert prepare(replace(config, seed=1)) == path
+    assert "the assistant's tokens in conversations" in "\n".join(format_summary(summarize(config)))
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"train_file": ""}, "--task chat needs --train-file: name JSON lines files of conversations"),
+        ({"train_file": "nothing"}, "there is no file nothing: check --train-file"),
+        ({"validation_file": "nothing"}, "there is no file nothing: check --validation-file"),
+        ({"chat_template": "nothing"}, "there is no file nothing: check --chat-template"),
+        ({"max_length": 512}, "llama has 256 positions, so that it cannot read examples of 512 tokens: give"),
+        ({"max_length": 8}, "in none of the conversations the first answer fits into --max-length 8: give a larger"),
+    ],
+)
+def test_conversations_that_cannot_be_trained_on_are_refused(change: dict[str, Any], message: str) -> None:
+    config = replace(make_chat_config(Path()), **change)
+    with pytest.raises(CpuftError) as error:
+        prepare(config)
+    assert str(error.value).startswith(message)
+
+
+def test_a_tokenizer_without_a_template_needs_one(tmp_path: Path) -> None:
+    config = make_chat_config(tmp_path, template="")
+    with pytest.raises(CpuftError, match="has no chat template: give a file with a jinja template by --chat-template"):
+        prepare(config)
+    Path("chat.jinja").write_text(CHATML)
+    assert len(read_prepared(str(prepare(replace(config, chat_template="chat.jinja")))).train) == 54
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_decoder_learns_to_answer(tmp_path: Path) -> None:
+    found = learn(make_chat_config(tmp_path, max_steps=40, pack=True, batch_size=4))
+    assert found["metrics"]["token_accuracy"] > 0.9
+    assert found["losses"][-1] < 0.2
+
+
 def train_on_two_ranks(folder: Path, configs: dict[str, TrainConfig]) -> dict[str, Any]:
     """What became of each training."""
     (folder / "wanted.json").write_text(json.dumps({name: asdict(one) for name, one in configs.items()}))
@@ -152,6 +224,10 @@ def train_on_two_ranks(folder: Path, configs: dict[str, TrainConfig]) -> dict[st
 def test_two_ranks_learn_what_one_learns_with_twice_the_batch(tmp_path: Path) -> None:
     configs = {family: make_text_config(tmp_path, family) for family in FAMILIES}
     configs["shards"] = replace(configs["qwen3"], shard="optimizer")
+    configs |= {
+        f"chat {family} {pack}": make_chat_config(tmp_path, family, pack=pack)
+        for family, pack in (("llama", False), ("qwen3", True), ("gemma3_text", True))
+    }
     found = train_on_two_ranks(tmp_path, configs)
     for name, config in configs.items():
         alone = learn(replace(config, batch_size=8, shard="none"))

@@ -100,6 +100,8 @@ class Prepared:
     """Number of training examples that were longer than the maximum length and were cut, or UNKNOWN."""
     unknown_share: float = 0.0
     """Share of the training texts' tokens that the tokenizer does not know."""
+    note: str = ""
+    """What else is to be said of the training examples, in a clause; empty if nothing."""
 
 
 def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
@@ -165,6 +167,7 @@ def read_prepared(path: str) -> Prepared:
             label=meta["label"],
             truncated=meta["cut"],
             unknown_share=meta["unknown"],
+            note=str(meta.get("note", "")),
         )
     except Exception as error:  # zipfile and NumPy raise many kinds of errors
         raise CpuftError(f"{path} is not prepared data ({error!r}): remove it, and start again") from None

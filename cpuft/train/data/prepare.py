@@ -19,7 +19,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,15 @@ from cpuft.train.data.archive import (
     explain_cache_failures,
     read_prepared,
     write_prepared,
+)
+from cpuft.train.data.chat import (
+    choose_validation,
+    describe_chats,
+    encode_chats,
+    join_examples,
+    read_chat_template,
+    scan_chats,
+    set_chat_template,
 )
 from cpuft.train.data.pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
@@ -238,6 +247,8 @@ def prepare(config: TrainConfig) -> Path:
     check_trainable(config)
     if config.task == "text":
         return _prepare_texts(config)
+    if config.task == "chat":
+        return _prepare_chats(config)
     data = read_task_data(config)
     data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     checksum = checksum_data(data, config)
@@ -308,6 +319,43 @@ def _prepare_texts(config: TrainConfig) -> Path:
         task = find_task(config.task, config.causal)
         meta = _make_meta(config, task, tokenizer, trained, checksum, tokens) | {"cut": 0}
         write_prepared(path, meta, tokens, {} if exact else {"word_kinds": classify_tokens(tokenizer)})
+    return path
+
+
+def _prepare_chats(config: TrainConfig) -> Path:
+    """Return what `prepare` does, for --task chat."""
+    if not config.train_file:
+        raise CpuftError("--task chat needs --train-file: name JSON lines files of conversations")
+    chats, other = scan_chats(config.train_file, "--train-file"), config.validation_file
+    validation = scan_chats(other, "--validation-file") if other else None
+    template = read_chat_template(config.chat_template) if config.chat_template else ""
+    own = Path(find_model(get_tokenizer_name(config)), "chat_template.jinja")
+    own_template = own.read_bytes() if own.exists() else b""
+    key = (chats.checksum, validation.checksum if validation else config.validation_split, template, own_template)
+    sizes = repr((FORMAT, key, config.max_length, config.max_train_samples, config.pack)).encode()
+    checksum = hashlib.sha256(sizes + digest_tokenizer(config)).hexdigest()[:16]
+    path = cache_folder(os.environ) / f"chat-{checksum}.npz"
+    if path.exists():
+        return _check_cached(config, path)
+    check_positions(config)
+    tokenizer, trained = choose_tokenizer(config, lambda: iter(()), "")
+    set_chat_template(tokenizer, config.chat_template, get_tokenizer_name(config))
+    if validation:
+        parts = [(chats, np.ones(len(chats.checksums), bool)), (validation, np.ones(len(validation.checksums), bool))]
+    else:
+        is_kept = choose_validation(chats, config.validation_split)
+        parts = [(chats, ~is_kept), (chats, is_kept)]
+    found = [
+        encode_chats(islice(some.list_conversations(chosen), most), tokenizer, config.max_length)
+        for (some, chosen), most in zip(parts, (config.max_train_samples or None, None))
+    ]
+    tokens = {
+        name: join_examples(encoded, config.max_length, config.pack)
+        for name, encoded in zip(("train", "validation"), found)
+    }
+    note = describe_chats(found[0], tokens["train"], config.max_length)
+    more = {"cut": found[0].cut, "note": note}
+    write_prepared(path, _make_meta(config, TASKS["chat"], tokenizer, trained, checksum, tokens) | more, tokens, {})
     return path
 
 
@@ -410,13 +458,19 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     Its parts are separated by `; `, for example: `training on 3,668 examples, validating on 408; labels: 2 classes, 0
     (1,194), 1 (2,474); columns: sentence1, sentence2 -> label; 1.2 % of the examples cut at --max-length 128`. The last
     part is missing if it is not known. For the kinds masked and causal, one part on pieces of text replaces labels and
-    columns.
+    columns, and for chat what became of the conversations.
     """
     validation = " and ".join(f"{len(tokens):,}" for tokens in prepared.validation.values())
     count = len(prepared.train)
     parts = [f"training on {count:,} example{'s' * (count != 1)}, validating on {validation}"]
     if prepared.kind == "pairs":
         parts += ["labels: none, each anchor belongs to its positive", f"columns: {', '.join(prepared.texts)}"]
+    elif prepared.kind == "chat":
+        said = int((prepared.train.labels == 1).sum())
+        parts += [
+            prepared.note,
+            f"the assistant says {said:,} of {len(prepared.train.ids):,} tokens, which are learned",
+        ]
     elif prepared.kind in ("masked", "causal"):
         parts.append(f"each example is a piece of text of up to {config.max_length} tokens, no labels are needed")
     else:

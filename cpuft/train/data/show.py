@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig, parse_arguments
 from cpuft.errors import counted
-from cpuft.tasks import EMBEDDING_KINDS, TEXT_KINDS, Task, find_task
+from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.train.data.archive import UNTAGGED, Tokens, read_prepared
+from cpuft.train.data.chat import choose_validation, scan_chats
 from cpuft.train.data.prepare import (
     MAX_UNKNOWN_SHARE,
     checksum_data,
@@ -124,6 +125,8 @@ def summarize(config: TrainConfig) -> DataSummary:
     check_untrained(config)
     if config.task == "text":
         return _summarize_texts(config)
+    if config.task == "chat":
+        return _summarize_chats(config)
     data = read_task_data(config, check_labels=False)
     data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     check_positions(config)
@@ -274,6 +277,37 @@ def _summarize_texts(config: TrainConfig) -> DataSummary:
     return _complete(config, replace(find_task(config.task, exact), texts=corpus.columns), splits)
 
 
+def _summarize_chats(config: TrainConfig) -> DataSummary:
+    """Return what `summarize` does, for --task chat. An example is a conversation, cut to --max-length tokens."""
+    config = replace(config, pack=False)
+    prepared = read_prepared(str(prepare(config)))
+    chats, other = scan_chats(config.train_file, "--train-file"), config.validation_file
+    if other:
+        train, validation = chats.checksums, scan_chats(other, "--validation-file").checksums
+    else:
+        is_kept = choose_validation(chats, config.validation_split)
+        train, validation = chats.checksums[~is_kept], chats.checksums[is_kept]
+    train = train[: config.max_train_samples or None]
+    found = {
+        "training": (prepared.train, prepared.truncated, len(train) - len(np.unique(train))),
+        "validation": (prepared.validation[""], 0, int(np.isin(validation, train).sum())),
+    }
+    splits = [
+        Split(
+            name,
+            len(tokens),
+            {},
+            [],
+            replace(summarize_lengths(tokens.lengths, config.max_length), cut=cut),
+            prepared.unknown_share if name == "training" else 0.0,
+            duplicates,
+            0,
+        )
+        for name, (tokens, cut, duplicates) in found.items()
+    ]
+    return _complete(config, TASKS["chat"], splits)
+
+
 def _hash_lines(corpus: Corpus, config: TrainConfig, validation: Corpus | None) -> Iterator[tuple[str, bytes]]:
     for validates, text, _ in split_texts(corpus, config.validation_split, validation):
         yield "validation" if validates else "training", hashlib.blake2b(text.encode(), digest_size=12).digest()
@@ -391,7 +425,7 @@ def format_summary(summary: DataSummary) -> list[str]:
         rows.append([f"cut at --max-length {summary.max_length}", *cut])
     unknown = [f"{100 * split.unknown_share:.2f} %" for split in summary.splits]
     rows.append(["unknown tokens", *unknown])
-    repeats = "duplicate lines" if summary.kind in TEXT_KINDS else "duplicates"
+    repeats = "duplicate lines" if summary.kind in ("masked", "causal") else "duplicates"
     rows.append([f"{repeats} of training", *(f"{split.duplicates:,}" for split in summary.splits)])
     if summary.kind not in (*TEXT_KINDS, *EMBEDDING_KINDS):
         rows.append(["  with another label", *(f"{split.contradictions:,}" for split in summary.splits)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import MethodType
 from typing import Any
 
@@ -14,6 +15,7 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import EMPTY, UNTAGGED, Tokens
 from cpuft.train.data.order import Indices
+from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.lora import has_adapters
 from cpuft.train.model import get_model_name, load_model
 from cpuft.train.objective.base import Batch, Objective, Predictions
@@ -115,6 +117,53 @@ class CausalLanguageModelling(NextTokenPrediction):
         labels = np.where(mask, 0, UNTAGGED)
         labels[:, 0] = UNTAGGED
         return torch.from_numpy(labels)
+
+
+@dataclass(frozen=True)
+class Chat(NextTokenPrediction):
+    """Predict the assistant's tokens in conversations, of which an example may have several (--pack)."""
+
+    template: str = ""
+    """The chat template of --chat-template, which is saved with the tokenizer; empty for the tokenizer's own."""
+
+    def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
+        """Return the batch of these examples; `epoch` has no effect.
+
+        Packed conversations have position_ids, which begin anew at each conversation and in padding, and no
+        attention_mask: transformers then lets no token attend to another conversation.
+        """
+        batch = super().make_batch(tokens, examples, epoch)
+        if len(tokens.types):
+            mask = np.arange(batch.labels.shape[1]) < tokens.lengths[examples][:, None]
+            begins = ~mask
+            begins[mask] = tokens.types[tokens.positions(examples)] == 1
+            places = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)
+            # Padding counts as one conversation: only its first position begins.
+            begins[:, 1:] &= mask[:, 1:] | mask[:, :-1]
+            batch.inputs.pop("attention_mask", None)
+            starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
+            batch.inputs["position_ids"] = torch.from_numpy(places - starts)
+        return batch
+
+    def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
+        """Return the number of the assistant's tokens in these examples. `epoch` has no effect."""
+        return float((tokens.labels[tokens.positions(examples)] == 1).sum())
+
+    def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
+        """Return 0 where the assistant speaks, elsewhere UNTAGGED; int64, with the shape of `mask`."""
+        labels = np.full(mask.shape, UNTAGGED, np.int64)
+        labels[mask] = np.where(tokens.labels[tokens.positions(examples)] == 1, 0, UNTAGGED)
+        return torch.from_numpy(labels)
+
+    def finish_folder(self, folder: Path, model: Any) -> None:
+        """Save the template of --chat-template with the tokenizer in the folder of the saved model.
+
+        Raises OSError: a file cannot be written.
+        """
+        if self.template:
+            tokenizer = load_tokenizer(str(folder))
+            tokenizer.chat_template = self.template
+            tokenizer.save_pretrained(folder)
 
 
 def compute_losses_in_model(model: Any, name: str) -> None:

@@ -64,7 +64,7 @@ def test_what_is_frozen_gets_no_gradient() -> None:
     (hidden, weight, bias), targets = make_inputs(5, 9)
     weight.requires_grad_(False)
     losses = compute_token_losses(hidden, weight, None, targets, HeadForm())
-    losses.sum().backward()
+    torch.autograd.backward(losses.sum())
     assert hidden.grad is not None
     assert (weight.grad, bias.grad) == (None, None)
     with torch.no_grad():
@@ -74,8 +74,9 @@ def test_what_is_frozen_gets_no_gradient() -> None:
 def test_products_have_the_type_of_autocast_and_gradients_that_of_the_weights() -> None:
     inputs, targets = make_inputs(30, 50)
     wanted = gradients(compute_plainly(inputs, targets, HeadForm()), inputs, torch.ones(30))
+    hidden, weight, bias = inputs
     with torch.autocast("cpu", torch.bfloat16):
-        losses = compute_token_losses(*inputs, targets, HeadForm())
+        losses = compute_token_losses(hidden, weight, bias, targets, HeadForm())
     found = gradients(losses, inputs, torch.ones(30))
     assert (losses.dtype, {one.dtype for one in found}) == (torch.float32, {torch.float32})
     difference = (losses - compute_plainly(inputs, targets, HeadForm())).abs().max()
@@ -86,7 +87,7 @@ def test_products_have_the_type_of_autocast_and_gradients_that_of_the_weights() 
 
 def test_no_more_logits_than_those_of_a_chunk_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked_loss, "_CHUNK_LOGITS", 40)
-    inputs, targets = make_inputs(64, 20)
+    (hidden, weight, bias), targets = make_inputs(64, 20)
     shapes = list[int]()
 
     def note(*given: torch.Tensor) -> torch.Tensor:
@@ -95,5 +96,6 @@ def test_no_more_logits_than_those_of_a_chunk_are_in_memory(monkeypatch: pytest.
         return made
 
     monkeypatch.setattr(chunked_loss, "linear", note)
-    compute_token_losses(*inputs, targets, HeadForm()).sum().backward()
+    losses = compute_token_losses(hidden, weight, bias, targets, HeadForm())
+    torch.autograd.backward(losses.sum())
     assert shapes == [40] * 32

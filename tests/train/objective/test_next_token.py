@@ -14,9 +14,10 @@ import torch
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.archive import EMPTY, UNTAGGED, Tokens
+from cpuft.train.data.chat import Encoded, join_examples
 from cpuft.train.model import choose_attention
 from cpuft.train.objective.base import Batch
-from cpuft.train.objective.next_token import CausalLanguageModelling, NextTokenPrediction, compute_losses_in_model
+from cpuft.train.objective.next_token import CausalLanguageModelling, Chat, NextTokenPrediction, compute_losses_in_model
 from tests.train.decoders import FAMILIES, make_decoder, save_decoder
 
 PAD = 3
@@ -141,3 +142,68 @@ def save_vision_model(folder: Path) -> str:
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
     ViTModel(ViTConfig(image_size=16, patch_size=8, **sizes)).save_pretrained(folder)
     return str(folder)
+
+
+def make_conversations(lengths: list[int], room: int, seed: int = 0) -> tuple[Tokens, Tokens]:
+    """Conversations of these lengths with two answers each: one by one, and packed."""
+    generator = np.random.default_rng(seed)
+    found = Encoded()
+    for length in lengths:
+        mask = np.zeros(length, np.int8)
+        mask[length // 4 : length // 2] = mask[-length // 4 :] = 1
+        found.ids.append(generator.integers(4, 324, length).astype(np.int32))
+        found.masks.append(mask)
+    return join_examples(found, room, False), join_examples(found, room, True)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_packed_conversations_have_the_losses_and_gradients_of_single_ones(family: str, attention: str) -> None:
+    model, objective = make_decoder(family).train(), Chat((), METRICS, PAD, 0)
+    model.set_attn_implementation(attention)
+    compute_losses_in_model(model, family)
+    alone, packed = make_conversations([12, 20, 9, 16, 11], 40)
+    assert (len(alone), len(packed)) == (5, 2)
+    mean, gradients = mean_and_gradients(objective, model, packed)
+    batch = objective.make_batch(packed, np.arange(2), 0)
+    assert "attention_mask" not in batch.inputs
+    wanted_mean, wanted = mean_and_gradients(objective, model, alone)
+    assert float(mean.detach()) == pytest.approx(float(wanted_mean.detach()), abs=1e-5)
+    for one, other in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=1e-4)
+    # Without the positions, tokens would attend to other conversations.
+    del batch.inputs["position_ids"]
+    with torch.no_grad():
+        assert (
+            abs(float(objective.losses(model, batch).sum() - objective.count_terms(packed, np.arange(2)) * mean)) > 1e-3
+        )
+
+
+def test_positions_begin_anew_at_each_conversation_and_in_padding() -> None:
+    _, packed = make_conversations([4, 5, 7], 9)
+    batch = Chat((), METRICS, PAD, 12).make_batch(packed, np.arange(2))
+    positions = batch.inputs["position_ids"].tolist()
+    assert positions == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 5, 6, 0, 1, 2, 3, 4]]
+
+
+def test_only_what_the_assistant_says_is_predicted() -> None:
+    alone, packed = make_conversations([8, 12], 20)
+    for tokens in (alone, packed):
+        objective, examples = Chat((), METRICS, PAD, 0), np.arange(len(tokens))
+        batch = objective.make_batch(tokens, examples)
+        assert objective.count_terms(tokens, examples) == len(batch.inputs["targets"]) == 4 + 6
+        said = tokens.ids[tokens.labels == 1].tolist()
+        assert batch.labels[batch.labels != UNTAGGED].tolist() == batch.inputs["targets"].tolist() == said
+        ids = batch.inputs["input_ids"].flatten()
+        assert ids[batch.inputs["places"] + 1].tolist() == said
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text"])
+def test_the_loss_of_conversations_is_that_of_transformers(family: str) -> None:
+    model, objective = make_decoder(family).train(), Chat((), METRICS, PAD, 0)
+    alone, _ = make_conversations([12, 20, 9], 40)
+    batch = objective.make_batch(alone, np.arange(3))
+    wanted = model(**model_inputs(batch), labels=batch.labels).loss
+    compute_losses_in_model(model, family)
+    mean, _ = mean_and_gradients(objective, model, alone)
+    torch.testing.assert_close(mean, wanted)
