@@ -217,11 +217,23 @@ def load_model(
         source = find_model(config.model)
         read = partial(model_class.from_pretrained, config=settings, attn_implementation=implementation)
         model, new = load_weights(read, source)
+        if pad_id >= 0:
+            _train_padding_row(model, load_config(config, head).pad_token_id)
     except CpuftError:
         raise
     except Exception as error:  # safetensors, pickle and zipfile raise errors of their own classes
         raise CpuftError(describe_load_failure(get_model_name(config), error)) from None
     return add_adapters(model, config.lora_rank, source, new) if config.lora_rank else model
+
+
+def _train_padding_row(model: Any, own_pad_id: int | None) -> None:
+    """Let the token embedding have a gradient in all rows if the model has no padding token of its own.
+
+    Then the token that ends a text pads, and texts may contain it.
+    """
+    embedding = model.get_input_embeddings()
+    if own_pad_id is None and hasattr(embedding, "padding_idx"):
+        embedding.padding_idx = None
 
 
 def choose_attention(settings: Any) -> str | None:

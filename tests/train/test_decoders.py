@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from transformers import AutoTokenizer
@@ -21,7 +23,7 @@ from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.show import format_summary, summarize
 from cpuft.train.fast.kernels import plain_torch
 from tests.comm.ranks import mpirun
-from tests.train.decoder_ranks import learn
+from tests.train.decoder_ranks import learn, make_setup
 from tests.train.decoders import (
     CHATML,
     FAMILIES,
@@ -171,7 +173,12 @@ def test_conversations_are_prepared_for_the_options_that_matter(tmp_path: Path) 
     assert len(packed.train.ids) == len(prepared.train.ids)
     template = tmp_path / "chat.jinja"
     template.write_text(MARKED)
-    others = [{"chat_template": str(template)}, {"max_length": 64}, {"max_train_samples": 9}, {"validation_split": 0.3}]
+    others: list[dict[str, Any]] = [
+        {"chat_template": str(template)},
+        {"max_length": 64},
+        {"max_train_samples": 9},
+        {"validation_split": 0.3},
+    ]
     paths = [prepare(replace(config, **change)) for change in others]
     assert len({path, *paths}) == 5
     assert len(read_prepared(str(paths[2])).train) == 9
@@ -212,6 +219,44 @@ def test_a_decoder_learns_to_answer(tmp_path: Path) -> None:
     assert found["losses"][-1] < 0.2
 
 
+def make_class_config(folder: Path, family: str = "llama", **options: Any) -> TrainConfig:
+    """Texts of different lengths, whose class is told by their first word."""
+    model = save_decoder(folder / family, family, pad_token_id=None)
+    save_tokenizer(Path(model), pad_token="")
+    generator = random.Random(0)
+    for name, count in (("train.jsonl", 60), ("validation.jsonl", 21)):
+        firsts = [generator.choice(("What", "Who")) for _ in range(count)]
+        texts = [f"{first}{' is' * generator.randint(1, 9)}?" for first in firsts]
+        rows = [{"text": text, "label": first} for text, first in zip(texts, firsts, strict=True)]
+        (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = {"train_file": str(folder / "train.jsonl"), "validation_file": str(folder / "validation.jsonl")}
+    return replace(TrainConfig(model=model, **USUAL), **{"task": "files"} | files | options)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classes_are_told_by_the_last_real_token_without_a_padding_token(family: str, tmp_path: Path) -> None:
+    setup = make_setup(make_class_config(tmp_path, family))
+    tokens, objective = setup.prepared.train, setup.objective
+    assert (objective.pad_id, setup.model.config.pad_token_id) == (0, 0)  # of the token that ends a text
+    assert setup.model.get_input_embeddings().padding_idx is None
+    setup.model.eval()
+    examples = np.asarray([int(tokens.lengths.argmin()), int(tokens.lengths.argmax())])
+    with torch.inference_mode():
+        together = objective.outputs(setup.model, objective.make_batch(tokens, examples))
+        for number, outputs in zip(examples, together, strict=True):
+            ids = torch.from_numpy(tokens.ids[tokens.offsets[number] : tokens.offsets[number + 1]].astype(np.int64))
+            hidden = setup.model.model(input_ids=ids[None]).last_hidden_state[0, -1]
+            wanted = setup.model.score(hidden).numpy()
+            assert outputs == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_decoder_learns_classes(tmp_path: Path) -> None:
+    found = learn(make_class_config(tmp_path, max_steps=30, batch_size=8, learning_rate=5e-3))
+    assert found["metrics"]["accuracy"] > 0.9
+
+
 def train_on_two_ranks(folder: Path, configs: dict[str, TrainConfig]) -> dict[str, Any]:
     """What became of each training."""
     (folder / "wanted.json").write_text(json.dumps({name: asdict(one) for name, one in configs.items()}))
@@ -222,12 +267,14 @@ def train_on_two_ranks(folder: Path, configs: dict[str, TrainConfig]) -> dict[st
 
 @pytest.mark.usefixtures("alone")
 def test_two_ranks_learn_what_one_learns_with_twice_the_batch(tmp_path: Path) -> None:
+    (tmp_path / "classes").mkdir()
     configs = {family: make_text_config(tmp_path, family) for family in FAMILIES}
     configs["shards"] = replace(configs["qwen3"], shard="optimizer")
     configs |= {
         f"chat {family} {pack}": make_chat_config(tmp_path, family, pack=pack)
         for family, pack in (("llama", False), ("qwen3", True), ("gemma3_text", True))
     }
+    configs |= {f"classes {family}": make_class_config(tmp_path / "classes", family) for family in FAMILIES}
     found = train_on_two_ranks(tmp_path, configs)
     for name, config in configs.items():
         alone = learn(replace(config, batch_size=8, shard="none"))

@@ -55,7 +55,9 @@ class NextTokenPrediction(Objective):
 
         Raises CpuftError: the model cannot be found or read, is no decoder, or makes logits in a way of its own.
         """
-        model = load_model(config, self.model_class, {}, self.vocab_size, self.pad_id, attention="auto")
+        # Labels tell what is padding, so a trained model keeps its own padding token, also if it has none.
+        pad_id = self.pad_id if config.from_config else -1
+        model = load_model(config, self.model_class, {}, self.vocab_size, pad_id, attention="auto")
         compute_losses_in_model(model.get_base_model() if has_adapters(model) else model, get_model_name(config))
         return model
 
