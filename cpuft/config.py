@@ -72,6 +72,11 @@ OLD_NAMES = {
 """Option names of earlier versions, and the names of this version: for flags, YAML files, records, plans and the
 registry of clusters. With `no_` in front, the new name negates an option: `plain: true` is `fast_path: false`."""
 
+LARGE_DECODER = 200_000_000
+"""Number of parameters above which decoders are trained with LoRA, unless --lora-rank says otherwise."""
+DEFAULT_LORA_RANK = 16
+"""Rank of LoRA adapters that are chosen by the size of the model."""
+
 C = TypeVar("C")
 
 
@@ -272,15 +277,16 @@ class TrainConfig:
         1, "Number of forward and backward passes per rank for one update, whose gradients are averaged", least=1
     )
     lora_rank: int = _recipe(
-        0,
-        "Rank of LoRA adapters (peft) in the attention layers, which are trained together with the head of the task "
-        "instead of all weights; their alpha is twice the rank. 0 trains all weights",
-        least=0,
+        -1,
+        "Rank of LoRA adapters (peft) in the attention layers, of decoders in all layers, which are trained together "
+        "with the head of the task instead of all weights; their alpha is twice the rank. 0 trains all weights "
+        "(default: 16 with --task chat and --causal for models above 200 million parameters, else 0)",
+        least=-1,
         most=1024,
     )
     learning_rate: float = _recipe(
         -1.0,
-        "Highest learning rate (default: 2e-5; 1e-4 for --task demo; 2e-4 with --lora-rank)",
+        "Highest learning rate (default: 2e-5; 1e-4 for --task demo; 2e-4 with LoRA adapters)",
         least=-1.0,
     )
     lr_schedule: str = _recipe(
@@ -487,12 +493,27 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Choose the learning rate if it is negative, which means that the user did not give one.
 
-        2e-4 with LoRA, else 1e-4 for the demo, else 2e-5. Adapters need ten times the rate of whole models. The demo
-        has few and short examples: in three epochs at 2e-5 it would end at an accuracy of 0.79.
+        It stays negative if `choose_lora` has yet to decide on LoRA. Otherwise it is 2e-4 with LoRA, else 1e-4 for the
+        demo, else 2e-5. Adapters need ten times the rate of whole models. The demo has few and short examples: in three
+        epochs at 2e-5 it would end at an accuracy of 0.79.
         """
-        if self.learning_rate < 0:
-            rate = 2e-4 if self.lora_rank else 1e-4 if self.task == "demo" else 2e-5
+        if self.learning_rate < 0 and not self.may_choose_lora:
+            rate = 2e-4 if self.lora_rank > 0 else 1e-4 if self.task == "demo" else 2e-5
             object.__setattr__(self, "learning_rate", rate)
+
+    @property
+    def may_choose_lora(self) -> bool:
+        """Whether the size of the model decides on LoRA: no rank is given, and the task is one of decoders."""
+        return self.lora_rank < 0 and find_task(self.task, self.causal).kind in DECODER_KINDS
+
+    def choose_lora(self, parameters: int) -> TrainConfig:
+        """Return the options with a LoRA rank, which is not negative, and the learning rate that goes with it.
+
+        A rank that is given stays. Otherwise it is 16 for tasks of decoders with a model of more than 200 million
+        `parameters`, unless the model is untrained, else 0.
+        """
+        is_large = self.may_choose_lora and parameters > LARGE_DECODER and not self.from_config
+        return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)
 
 
 CHANGEABLE_ON_RESUME = (
@@ -954,7 +975,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
     if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
         raise CpuftError(REMOVED_COMPRESSIONS[config.grad_compression])
     for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
-        if getattr(config, name) != getattr(default, name):
+        if _is_used(config, name, default):
             flag = format_flag(name, getattr(config, name))
             raise CpuftError(f"--engine {config.engine} excludes {flag}, because {reason}: leave out one of them")
     if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
@@ -979,7 +1000,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
         )
     if config.precision == "int8":
         for name in ("engine", "fast_path", "compile", "lora_rank"):
-            if getattr(config, name) != getattr(default, name):
+            if _is_used(config, name, default):
                 flag = format_flag(name, getattr(config, name))
                 raise CpuftError(f"--precision int8 needs the fast path, which excludes {flag}: leave out one of them")
     if config.shard != "none" and config.sync_every > 1:
@@ -992,7 +1013,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
             f"--shard supports only {', '.join(SHARDED_COMPRESSIONS)} as --grad-compression: leave out "
             f"--grad-compression {config.grad_compression}, or --shard"
         )
-    if config.lora_rank and config.from_config:
+    if config.lora_rank > 0 and config.from_config:
         raise CpuftError(
             "--lora-rank adapts a pretrained model, and --from-config makes an untrained one: leave out one of them"
         )
@@ -1022,8 +1043,13 @@ def refuse_conflicts(config: TrainConfig) -> None:
         )
     if kind in EMBEDDING_KINDS and config.engine != "torch":
         raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
-    if config.lora_merge and not config.lora_rank:
+    if config.lora_merge and config.lora_rank <= 0 and not config.may_choose_lora:
         raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
+
+
+def _is_used(config: TrainConfig, name: str, default: TrainConfig) -> bool:
+    """Return whether an option differs from its default; no LoRA, in whatever form, is the default."""
+    return config.lora_rank > 0 if name == "lora_rank" else getattr(config, name) != getattr(default, name)
 
 
 def _refuse_decoder_conflicts(config: TrainConfig, default: TrainConfig) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import TrainConfig
+from cpuft.config import DEFAULT_LORA_RANK, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
@@ -223,7 +225,7 @@ def load_model(
         raise
     except Exception as error:  # safetensors, pickle and zipfile raise errors of their own classes
         raise CpuftError(describe_load_failure(get_model_name(config), error)) from None
-    return add_adapters(model, config.lora_rank, source, new) if config.lora_rank else model
+    return add_adapters(model, config.lora_rank, source, new) if config.lora_rank > 0 else model
 
 
 def _train_padding_row(model: Any, own_pad_id: int | None) -> None:
@@ -298,18 +300,33 @@ def check_weights(source: str) -> None:
     A folder without such files, and a hub name, pass. OSError: a file cannot be read.
     """
     for path in sorted(Path(source).glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if length < size else b""
+        header, length = _read_safetensors_header(path)
         try:
-            header = load(dict[str, dict[str, Any]], parse_json(text.decode("utf-8")))
-            header.pop("__metadata__", None)
             needed = 8 + length + max((int(one["data_offsets"][1]) for one in header.values()), default=0)
+            is_whole = path.stat().st_size >= needed and all(math.prod(one["shape"]) >= 0 for one in header.values())
         except (ValueError, KeyError, IndexError, TypeError):
-            needed = size + 1
-        if size < needed:
-            raise CpuftError(f"the weights file {path} is cut off or damaged: copy or download it again")
+            is_whole = False
+        if not is_whole:
+            raise CpuftError(_DAMAGED.format(path))
+
+
+_DAMAGED = "the weights file {} is cut off or damaged: copy or download it again"
+
+
+def _read_safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what the header of a safetensors file says of each tensor, and the length of the header in bytes.
+
+    Raises CpuftError: the file has no such header. OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length < path.stat().st_size else b""
+    try:
+        header = load(dict[str, dict[str, Any]], parse_json(text.decode("utf-8")))
+    except ValueError:
+        raise CpuftError(_DAMAGED.format(path)) from None
+    header.pop("__metadata__", None)
+    return header, length
 
 
 def find_base_model(source: str) -> str:
@@ -363,6 +380,53 @@ def _set_dropout(settings: Any, rate: float) -> None:
     for name in DROPOUT_SETTINGS:
         if getattr(settings, name, None) is not None:
             setattr(settings, name, rate)
+
+
+def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
+    """Return the options with a LoRA rank, and a clause on what was chosen and why; empty if there was no choice.
+
+    Only the sizes of the weights are read, or the configuration.
+
+    Raises CpuftError: the model cannot be found, or its configuration cannot be loaded.
+    """
+    if not config.may_choose_lora:
+        return config.choose_lora(0), ""
+    count = 0 if config.from_config else count_stored_parameters(config)
+    chosen, size = config.choose_lora(count), f"the model has {count / 1e6:,.0f} million parameters"
+    limit = f"{LARGE_DECODER // 10**6} million"
+    if chosen.lora_rank:
+        said = f"LoRA adapters of rank {chosen.lora_rank}, because {size}, more than {limit}; --lora-rank 0 trains all"
+    elif config.from_config:
+        said = "all weights, because the model is untrained"
+    else:
+        said = f"all weights, because {size}, at most {limit}; --lora-rank {DEFAULT_LORA_RANK} trains LoRA adapters"
+    return chosen, f"trained are {said}"
+
+
+def count_stored_parameters(config: TrainConfig) -> int:
+    """Return the number of parameters of a decoder by its safetensors files, or if there are none by its configuration.
+
+    Raises CpuftError: the model cannot be found, a file is damaged, or the configuration cannot be loaded.
+    """
+    source = find_model(config.model)
+    source = find_base_model(source) or source
+    if found := sum(_count_numbers(path) for path in sorted(Path(source).glob("*.safetensors"))):
+        return found
+    import torch
+    import transformers
+
+    settings = load_config(replace(config, model=source), {})
+    try:
+        with torch.device("meta"):  # computes shapes and takes no memory
+            return int(transformers.AutoModelForCausalLM.from_config(settings).num_parameters())
+    except Exception as error:  # wrong sizes raise many kinds of errors
+        raise CpuftError(describe_load_failure(config.model, error)) from None
+
+
+def _count_numbers(path: Path) -> int:
+    """Return the number of numbers in a safetensors file."""
+    header, _ = _read_safetensors_header(path)
+    return sum(math.prod(one["shape"]) for one in header.values())
 
 
 def count_parameters(model: Any) -> int:

@@ -39,7 +39,7 @@ python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv imp
     --max-length=128 --validation-split=0.1 --causal=False --chat-template= --pack=False \
     --mlm-probability=0.15 --whole-word-mask=False --pooling=auto --query-prompt=auto \
     --document-prompt=auto --hard-negatives=0 --mining-model= --epochs=3.0 --max-steps=0 \
-    --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=0 \
+    --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=-1 \
     --learning-rate=2e-05 --lr-schedule=linear --warmup-ratio=0.0 --warmup-steps=0 \
     --weight-decay=0.0 --adam-beta1=0.9 --adam-beta2=0.999 --adam-epsilon=1e-08 \
     --layerwise-lr-decay=1.0 --label-smoothing=0.0 --class-weights= --temperature=-1.0 \
@@ -66,7 +66,7 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     --label-type=auto --max-length=128 --validation-split=0.1 --causal=False --chat-template= \
     --pack=False --mlm-probability=0.15 --whole-word-mask=False --pooling=auto --query-prompt=auto \
     --document-prompt=auto --hard-negatives=0 --mining-model= --epochs=3.0 --max-steps=0 \
-    --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=0 \
+    --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=-1 \
     --learning-rate=2e-05 --lr-schedule=linear --warmup-ratio=0.0 --warmup-steps=0 \
     --weight-decay=0.0 --adam-beta1=0.9 --adam-beta2=0.999 --adam-epsilon=1e-08 \
     --layerwise-lr-decay=1.0 --label-smoothing=0.0 --class-weights= --temperature=-1.0 \

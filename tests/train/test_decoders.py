@@ -219,6 +219,13 @@ def test_a_decoder_learns_to_answer(tmp_path: Path) -> None:
     assert found["losses"][-1] < 0.2
 
 
+@pytest.mark.usefixtures("alone")
+def test_adapters_learn_to_answer(tmp_path: Path) -> None:
+    config = make_chat_config(tmp_path, max_steps=60, pack=True, lora_rank=8, learning_rate=3e-2)
+    found = learn(config)
+    assert found["losses"][-1] < found["losses"][0] / 3
+
+
 def make_class_config(folder: Path, family: str = "llama", **options: Any) -> TrainConfig:
     """Texts of different lengths, whose class is told by their first word."""
     model = save_decoder(folder / family, family, pad_token_id=None)
@@ -238,16 +245,16 @@ def make_class_config(folder: Path, family: str = "llama", **options: Any) -> Tr
 def test_classes_are_told_by_the_last_real_token_without_a_padding_token(family: str, tmp_path: Path) -> None:
     setup = make_setup(make_class_config(tmp_path, family))
     tokens, objective = setup.prepared.train, setup.objective
-    assert (objective.pad_id, setup.model.config.pad_token_id) == (0, 0)  # of the token that ends a text
-    assert setup.model.get_input_embeddings().padding_idx is None
-    setup.model.eval()
+    model: Any = setup.model
+    assert (objective.pad_id, model.config.pad_token_id) == (0, 0)  # of the token that ends a text
+    assert model.get_input_embeddings().padding_idx is None
+    model.eval()
     examples = np.asarray([int(tokens.lengths.argmin()), int(tokens.lengths.argmax())])
     with torch.inference_mode():
-        together = objective.outputs(setup.model, objective.make_batch(tokens, examples))
+        together = objective.outputs(model, objective.make_batch(tokens, examples))
         for number, outputs in zip(examples, together, strict=True):
             ids = torch.from_numpy(tokens.ids[tokens.offsets[number] : tokens.offsets[number + 1]].astype(np.int64))
-            hidden = setup.model.model(input_ids=ids[None]).last_hidden_state[0, -1]
-            wanted = setup.model.score(hidden).numpy()
+            wanted = model.score(model.model(input_ids=ids[None]).last_hidden_state[0, -1]).numpy()
             assert outputs == pytest.approx(wanted, abs=1e-5)
 
 
@@ -274,6 +281,7 @@ def test_two_ranks_learn_what_one_learns_with_twice_the_batch(tmp_path: Path) ->
         f"chat {family} {pack}": make_chat_config(tmp_path, family, pack=pack)
         for family, pack in (("llama", False), ("qwen3", True), ("gemma3_text", True))
     }
+    configs["adapters"] = replace(configs["chat llama False"], lora_rank=4)
     configs |= {f"classes {family}": make_class_config(tmp_path / "classes", family) for family in FAMILIES}
     found = train_on_two_ranks(tmp_path, configs)
     for name, config in configs.items():

@@ -72,6 +72,7 @@ from cpuft.train.model import (
     check_trainable,
     check_untrained,
     check_weights,
+    choose_lora,
     find_model,
     get_model_name,
     load_config,
@@ -540,10 +541,11 @@ def main() -> None:
         output, config = sys.argv[1], parse_arguments(TrainConfig, arguments)
         os.environ.update(take_secrets(os.environ, "prepare"))
         check_engine(config)
-        check_lora(config)
         check_trackers(config.report_to, os.environ)
         if not config.from_config:
             check_weights(find_model(config.model))
+        config, _ = choose_lora(config)
+        check_lora(config)
         path = prepare(config)
         prepared = read_prepared(str(path))
         check_recipe(config, prepared)
