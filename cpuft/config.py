@@ -1083,7 +1083,8 @@ class PredictConfig:
     file: str = option(
         "",
         "Examples to predict: a CSV, TSV or JSON lines file, or a GLUE file of the run's task; with an embedding "
-        "model, texts in any format that --train-file reads, also larger than memory",
+        "model, texts in any format that --train-file reads, also larger than memory; with a decoder, prompts in a "
+        "column prompt or text, or conversations in JSON lines with messages",
         takes="FILE",
     )
     split: str = option(
@@ -1096,7 +1097,7 @@ class PredictConfig:
         "",
         "CSV file to write (default: predictions.csv in RUN; for GLUE's test examples the file name that GLUE "
         "expects). With an embedding model, a file of embeddings that ends in .npy or .parquet (default: "
-        "embeddings.npy in RUN)",
+        "embeddings.npy in RUN). With a decoder, prompts and answers as CSV or, if it ends in .jsonl, JSON lines",
         takes="FILE",
     )
     text_columns: str = option(
@@ -1137,6 +1138,16 @@ class PredictConfig:
     )
     np: int = option(1, "Number of processes of this host that compute embeddings; they share its cores", least=1)
     with_input: bool = option(False, "Also write the texts of each example, beside its prediction")
+    max_new_tokens: int = option(
+        256, "With a run of --task chat or --causal, largest number of tokens of an answer", least=1, most=1 << 20
+    )
+    temperature: float = option(
+        0.0,
+        "With a run of --task chat or --causal, temperature at which tokens are drawn, with the top-k and top-p of the "
+        "model's generation_config.json; 0 always takes the most likely token",
+        least=0.0,
+        most=100.0,
+    )
     batch_size: int = option(0, "Number of examples in one forward pass; 0 takes the run's --eval-batch-size", least=0)
     precision: str = option("auto", "Number format; auto is the run's", choices=("auto", "bf16", "fp32"))
 

@@ -395,12 +395,16 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
     chosen, size = config.choose_lora(count), f"the model has {count / 1e6:,.0f} million parameters"
     limit = f"{LARGE_DECODER // 10**6} million"
     if chosen.lora_rank:
-        said = f"LoRA adapters of rank {chosen.lora_rank}, because {size}, more than {limit}; --lora-rank 0 trains all"
-    elif config.from_config:
-        said = "all weights, because the model is untrained"
-    else:
-        said = f"all weights, because {size}, at most {limit}; --lora-rank {DEFAULT_LORA_RANK} trains LoRA adapters"
-    return chosen, f"trained are {said}"
+        return chosen, (
+            f"LoRA adapters of rank {chosen.lora_rank} are trained, because {size}, more than {limit}; --lora-rank 0 "
+            f"trains all weights"
+        )
+    if config.from_config:
+        return chosen, "all weights are trained, because the model is untrained"
+    return chosen, (
+        f"all weights are trained, because {size}, at most {limit}; --lora-rank {DEFAULT_LORA_RANK} trains LoRA "
+        f"adapters"
+    )
 
 
 def count_stored_parameters(config: TrainConfig) -> int:

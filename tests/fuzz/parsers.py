@@ -64,7 +64,13 @@ from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.chat import choose_validation, parse_conversation, read_chat_template, scan_chats
+from cpuft.train.data.chat import (
+    choose_validation,
+    parse_conversation,
+    parse_messages,
+    read_chat_template,
+    scan_chats,
+)
 from cpuft.train.data.pairs import read_pairs
 from cpuft.train.data.recipe import parse_dimensions
 from cpuft.train.data.relevance import read_documents_to_predict, read_relevance
@@ -73,6 +79,7 @@ from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, rea
 from cpuft.train.data.tables import parse_hub_name, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
 from cpuft.train.embedding_form import read_form, read_settings
+from cpuft.train.generate import read_prompts
 from cpuft.train.predict import read_finished_run
 from tests.conftest import make_facts
 from tests.fuzz import values
@@ -210,6 +217,10 @@ def _read_trained(path: Path) -> object:
 
 def _read_texts(path: Path) -> object:
     return list(split_texts(scan_texts(str(path), "", "--train-file"), 0.1, None))
+
+
+def _read_prompts(path: Path) -> object:
+    return [read_prompts(PredictConfig(file=str(path)), is_chat) for is_chat in (True, False)]
 
 
 def _read_chats(path: Path) -> object:
@@ -460,6 +471,8 @@ PARSERS: dict[str, Parser] = {
     "scan_texts of JSON": Parser(_from_file("texts.jsonl", _read_texts), _ROWS),
     "parse_conversation": Parser(partial(parse_conversation, where="x"), values.damaged_json(_CHAT)),
     "scan_chats": Parser(_from_file("chats.jsonl", _read_chats), values.damaged([json.dumps(_CHAT) * 2]) | _ROWS),
+    "parse_messages": Parser(partial(parse_messages, where="x"), values.damaged_json(_CHAT)),
+    "read_prompts": Parser(_from_file("prompts.jsonl", _read_prompts), values.damaged([json.dumps(_CHAT)]) | _ROWS),
     "read_chat_template": Parser(
         _from_file("chat.jinja", lambda path: read_chat_template(str(path))), values.damaged([MARKED, CHATML])
     ),

@@ -123,13 +123,13 @@ def test_what_was_chosen_is_told_with_the_number_of_parameters(tmp_path: Path, m
     same, reason = choose_lora(config)
     assert (same.lora_rank, reason) == (
         0,
-        "trained are all weights, because the model has 0 million parameters, at most 200 million; --lora-rank 16 "
+        "all weights are trained, because the model has 0 million parameters, at most 200 million; --lora-rank 16 "
         "trains LoRA adapters",
     )
     monkeypatch.setattr("cpuft.config.LARGE_DECODER", count - 1)
     chosen, reason = choose_lora(config)
     assert (chosen.lora_rank, chosen.learning_rate) == (16, 2e-4)
-    assert reason.startswith("trained are LoRA adapters of rank 16, because the model has 0 million parameters, more")
+    assert reason.startswith("LoRA adapters of rank 16 are trained, because the model has 0 million parameters, more")
     assert choose_lora(chosen) == (chosen, "")
     assert choose_lora(replace(config, lora_rank=0))[1] == ""
     (tmp_path / "tiny" / "model.safetensors").unlink()  # as on the hub

@@ -86,14 +86,29 @@ def scan_chats(paths: str, option: str) -> Chats:
 
 
 def parse_conversation(line: str, where: str) -> list[Message]:
+    """Return what `parse_messages` does, for training.
+
+    Raises CpuftError: as `parse_messages`; or none of the messages, or the first one, is the assistant's.
+    """
+    messages = parse_messages(line, where)
+    if all(message["role"] != _ASSISTANT for message in messages):
+        raise CpuftError(
+            f"{where} has no message with the role assistant, from which a model could learn: add one, or remove that "
+            f"line"
+        )
+    if messages[0]["role"] == _ASSISTANT:
+        raise CpuftError(f"{where} begins with an answer: put what it answers before it, or remove that line")
+    return messages
+
+
+def parse_messages(line: str, where: str) -> list[Message]:
     """Return the messages of a line of JSON: dicts with a role of ROLES and a content, both texts, and other entries.
 
     Parameters
     ----------
     where: the file and the line, for messages.
 
-    Raises CpuftError: the line is no JSON object with such messages, or none of them, or the first one, is the
-        assistant's.
+    Raises CpuftError: the line is no JSON object with such messages.
     """
     try:
         messages = load(list[dict[str, Any]], load(dict[str, Any], parse_json(line)).get("messages"), "messages")
@@ -107,15 +122,6 @@ def parse_conversation(line: str, where: str) -> list[Message]:
             raise CpuftError(
                 f"{where} has a message with the unknown role {message['role']!r:.60}: write one of {', '.join(ROLES)}"
             )
-    if all(message["role"] != _ASSISTANT for message in messages):
-        raise CpuftError(
-            f"{where} has no message with the role assistant, from which a model could learn: add one, or remove that "
-            f"line"
-        )
-    if messages[0]["role"] == _ASSISTANT:
-        raise CpuftError(
-            f"{where} begins with an answer: put the message that it answers before it, or remove that line"
-        )
     return messages
 
 
@@ -178,6 +184,20 @@ def read_chat_template(path: str) -> str:
             f"{path} is no jinja template ({error}): correct it, or give another --chat-template"
         ) from None
     return text
+
+
+def find_end_of_turn(tokenizer: Any) -> int | None:
+    """Return the id of the special token that ends an answer in the chat template; None if there is none."""
+    asked = [{"role": "user", "content": "a"}]
+    try:
+        before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template([*asked, {"role": _ASSISTANT, "content": "b"}], tokenize=False)
+    except Exception:  # templates raise errors of their own, and of jinja
+        return None
+    answer = tokenizer(after.removeprefix(before), add_special_tokens=False)["input_ids"]
+    special = {*tokenizer.all_special_ids}
+    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((int(one) for one in answer if one in special), None) if after.startswith(before) else None
 
 
 @dataclass

@@ -54,7 +54,15 @@ from cpuft.train.data.pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import LEAST_RELEVANT, read_relevance
 from cpuft.train.data.sources import SCORE_KINDS, Examples, FileExamples, TaskData, read_data
-from cpuft.train.data.texts import Packer, classify_tokens, join_pieces, pack, scan_texts, split_texts
+from cpuft.train.data.texts import (
+    Packer,
+    classify_tokens,
+    find_document_marks,
+    join_pieces,
+    pack,
+    scan_texts,
+    split_texts,
+)
 from cpuft.train.data.tokenizer import (
     check_tokenizer,
     choose_pad_id,
@@ -375,13 +383,12 @@ def _choose_block_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int]
 
     These are the tokens that the tokenizer puts before a text, and the one that ends a text.
     """
-    end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
+    begin, end = find_document_marks(tokenizer)
     if end is None:
         raise CpuftError(
             f"the tokenizer of {get_tokenizer_name(config)} has no token that ends a text: set eos_token in its "
             f"tokenizer_config.json"
         )
-    begin = [one for one in tokenizer("")["input_ids"] if one != end]
     return [], [], [end, *begin], begin, [end]
 
 

@@ -285,6 +285,15 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
             packers[validates].add(tokens, begins)
 
 
+def find_document_marks(tokenizer: Any) -> tuple[list[int], int | None]:
+    """Return the ids of the tokens that a decoder's tokenizer puts before a text, and the id that ends a text.
+
+    The second one is None if the tokenizer has no such token.
+    """
+    end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
+    return [one for one in tokenizer("")["input_ids"] if one != end], end
+
+
 def classify_tokens(tokenizer: Any) -> NDArray[np.int8]:
     """Return the kind of each token id, int8: WORD_START, WORD_CONTINUATION or NEVER_MASKED; shape (largest id + 1,).
 

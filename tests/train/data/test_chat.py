@@ -174,7 +174,7 @@ def test_packed_examples_hold_whole_conversations(tokenizer: Any) -> None:
             json.dumps({"messages": [SYSTEM, USER]}),
             "a.jsonl, line 1 has no message with the role assistant, from which",
         ),
-        (json.dumps({"messages": [ANSWER, USER]}), "a.jsonl, line 1 begins with an answer: put the message that it"),
+        (json.dumps({"messages": [ANSWER, USER]}), "a.jsonl, line 1 begins with an answer: put what it answers before"),
     ],
 )
 def test_what_is_no_conversation_is_named(line: str, message: str) -> None:
