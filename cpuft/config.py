@@ -22,7 +22,7 @@ from cpuft.errors import CpuftError, suggest_names
 from cpuft.files import refuse_special
 from cpuft.hardware import PRECISIONS
 from cpuft.serialization import load, parse_json
-from cpuft.tasks import EMBEDDING_KINDS, TASKS
+from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TASKS, find_task
 
 POOLINGS = ("mean", "cls", "lasttoken")
 """How the hidden states of a text's tokens become one vector: their mean, the first one, or the last one."""
@@ -73,6 +73,11 @@ OLD_NAMES = {
 }
 """Option names of earlier versions, and the names of this version: for flags, YAML files, records, plans and the
 registry of clusters. With `no_` in front, the new name negates an option: `plain: true` is `fast_path: false`."""
+
+LARGE_DECODER = 200_000_000
+"""Number of parameters above which decoders are trained with LoRA, unless --lora-rank says otherwise."""
+DEFAULT_LORA_RANK = 16
+"""Rank of LoRA adapters that are chosen by the size of the model."""
 
 C = TypeVar("C")
 
@@ -125,7 +130,8 @@ class TrainConfig:
     task: str = _data(
         "demo",
         "What to train: a GLUE task (cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli); demo, a small built-in "
-        "task; files, your own labelled examples; text, masked language modelling on your own texts; an embedding "
+        "task; files, your own labelled examples; text, masked language modelling on your own texts, or next-token "
+        "prediction with --causal; chat, the assistant's turns of your own conversations; an embedding "
         "model: pairs, from texts that belong together, such as questions and answers, or scored-pairs, from pairs of "
         "texts with a score of their similarity; or rerank, a model that scores how relevant a document is to a query",
         choices=tuple(TASKS),
@@ -166,7 +172,8 @@ class TrainConfig:
         "JSON lines files, also compressed with gzip, Parquet or Arrow files, folders of datasets.save_to_disk, or "
         "hub:OWNER/NAME/CONFIGURATION:SPLIT@REVISION for a data set of the Hugging Face hub, of which configuration, "
         "split and revision may be left out; so also with --task pairs and scored-pairs. With --task text: text files, "
-        "JSON lines files or folders of them",
+        "JSON lines files or folders of them. With --task chat: JSON lines files whose lines have messages, a list of "
+        "objects with role (system, user, assistant or tool) and content",
         takes="FILE",
     )
     validation_file: str = _data(
@@ -202,16 +209,33 @@ class TrainConfig:
     )
     max_length: int = _data(
         128,
-        "Maximum number of tokens per example: longer examples are truncated, and --task text cuts its texts "
-        "into pieces of this length",
+        "Maximum number of tokens per example: longer examples are truncated, conversations at the end of an answer, "
+        "and --task text cuts its texts into pieces of this length",
         least=8,
     )
     validation_split: float = _data(
         0.1,
-        "Fraction of the rows of --task files, or of the lines of --task text, that is kept for validation when there "
-        "is no --validation-file; of texts, up to 64 lines in a row are taken from all parts",
+        "Fraction of the rows of --task files, of the conversations of --task chat, or of the lines of --task text, "
+        "that is kept for validation when there is no --validation-file; of texts, up to 64 lines in a row are taken "
+        "from all parts",
         least=0.001,
         most=0.5,
+    )
+    causal: bool = _data(
+        False,
+        "With --task text, train a decoder, such as Llama, Qwen3, SmolLM or Gemma 3, to predict each next token "
+        "(continued pre-training) instead of masked tokens",
+    )
+    chat_template: str = _data(
+        "",
+        "With --task chat, file with the jinja template that renders conversations, which is saved with the tokenizer "
+        "(default: the tokenizer's own)",
+        takes="FILE",
+    )
+    pack: bool = _data(
+        False,
+        "With --task chat, put several conversations into one sequence of up to --max-length tokens, so that little "
+        "is padded; attention stays within each conversation. --batch-size then counts such sequences",
     )
     mlm_probability: float = _data(
         0.15, "Fraction of the tokens that --task text masks for the model to predict", least=0.01, most=0.9
@@ -255,15 +279,16 @@ class TrainConfig:
         1, "Number of forward and backward passes per rank for one update, whose gradients are averaged", least=1
     )
     lora_rank: int = _recipe(
-        0,
-        "Rank of LoRA adapters (peft) in the attention layers, which are trained together with the head of the task "
-        "instead of all weights; their alpha is twice the rank. 0 trains all weights",
-        least=0,
+        -1,
+        "Rank of LoRA adapters (peft) in the attention layers, of decoders in all layers, which are trained together "
+        "with the head of the task instead of all weights; their alpha is twice the rank. 0 trains all weights "
+        "(default: 16 with --task chat and --causal for models above 200 million parameters, else 0)",
+        least=-1,
         most=1024,
     )
     learning_rate: float = _recipe(
         -1.0,
-        "Highest learning rate (default: 2e-5; 1e-4 for --task demo; 2e-4 with --lora-rank)",
+        "Highest learning rate (default: 2e-5; 1e-4 for --task demo; 2e-4 with LoRA adapters)",
         least=-1.0,
     )
     lr_schedule: str = _recipe(
@@ -470,12 +495,27 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Choose the learning rate if it is negative, which means that the user did not give one.
 
-        2e-4 with LoRA, else 1e-4 for the demo, else 2e-5. Adapters need ten times the rate of whole models. The demo
-        has few and short examples: in three epochs at 2e-5 it would end at an accuracy of 0.79.
+        It stays negative if `choose_lora` has yet to decide on LoRA. Otherwise it is 2e-4 with LoRA, else 1e-4 for the
+        demo, else 2e-5. Adapters need ten times the rate of whole models. The demo has few and short examples: in three
+        epochs at 2e-5 it would end at an accuracy of 0.79.
         """
-        if self.learning_rate < 0:
-            rate = 2e-4 if self.lora_rank else 1e-4 if self.task == "demo" else 2e-5
+        if self.learning_rate < 0 and not self.may_choose_lora:
+            rate = 2e-4 if self.lora_rank > 0 else 1e-4 if self.task == "demo" else 2e-5
             object.__setattr__(self, "learning_rate", rate)
+
+    @property
+    def may_choose_lora(self) -> bool:
+        """Whether the size of the model decides on LoRA: no rank is given, and the task is one of decoders."""
+        return self.lora_rank < 0 and find_task(self.task, self.causal).kind in DECODER_KINDS
+
+    def choose_lora(self, parameters: int) -> TrainConfig:
+        """Return the options with a LoRA rank, which is not negative, and the learning rate that goes with it.
+
+        A rank that is given stays. Otherwise it is 16 for tasks of decoders with a model of more than 200 million
+        `parameters`, unless the model is untrained, else 0.
+        """
+        is_large = self.may_choose_lora and parameters > LARGE_DECODER and not self.from_config
+        return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)
 
 
 CHANGEABLE_ON_RESUME = (
@@ -931,19 +971,27 @@ def refuse_conflicts(config: TrainConfig) -> None:
     the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a compression
     that does not work with it; LoRA with from_config; lora_merge without LoRA; what compares evaluations without
     evaluations; a warm-up with a constant learning rate; mining_model without hard_negatives; and an option of
-    embedding models with another task, or with another engine than torch. A compression that was removed is refused,
+    embedding models with another task, or with another engine than torch; causal with another task than text, and what
+    next-token prediction does not have. A compression that was removed is refused,
     too, and so is a value of eval_every that is none.
     """
-    default = TrainConfig()
+    default, kind = TrainConfig(), find_task(config.task, config.causal).kind
     if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
         raise CpuftError(REMOVED_COMPRESSIONS[config.grad_compression])
     for name, reason in UNSUPPORTED_BY_ENGINE.get(config.engine, {}).items():
-        if getattr(config, name) != getattr(default, name):
+        if _is_used(config, name, default):
             flag = format_flag(name, getattr(config, name))
             raise CpuftError(f"--engine {config.engine} excludes {flag}, because {reason}: leave out one of them")
     if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
         # Under torch 2.3, DistributedDataParallel holds the GIL while it waits for process groups written in Python.
         raise CpuftError("--engine ort trains only in fp32 and over gloo: add --precision fp32 --backend gloo")
+    if config.causal and config.task != "text":
+        raise CpuftError(f"--causal is for --task text only, and this is --task {config.task}: leave it out")
+    for name in ("chat_template", "pack"):
+        if getattr(config, name) and kind != "chat":
+            raise CpuftError(f"{format_flag(name)} is for --task chat only: leave it out")
+    if kind in DECODER_KINDS:
+        _refuse_decoder_conflicts(config, default)
     if config.engine == "ort" and config.task == "text":
         raise CpuftError(
             "--engine ort cannot train --task text, because it masks the same positions in every batch: leave out one "
@@ -956,7 +1004,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
         )
     if config.precision == "int8":
         for name in ("engine", "fast_path", "compile", "lora_rank"):
-            if getattr(config, name) != getattr(default, name):
+            if _is_used(config, name, default):
                 flag = format_flag(name, getattr(config, name))
                 raise CpuftError(f"--precision int8 needs the fast path, which excludes {flag}: leave out one of them")
     if config.shard != "none" and config.sync_every > 1:
@@ -969,7 +1017,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
             f"--shard supports only {', '.join(SHARDED_COMPRESSIONS)} as --grad-compression: leave out "
             f"--grad-compression {config.grad_compression}, or --shard"
         )
-    if config.lora_rank and config.from_config:
+    if config.lora_rank > 0 and config.from_config:
         raise CpuftError(
             "--lora-rank adapts a pretrained model, and --from-config makes an untrained one: leave out one of them"
         )
@@ -988,7 +1036,6 @@ def refuse_conflicts(config: TrainConfig) -> None:
         )
     if config.lr_schedule == "constant" and (config.warmup_ratio or config.warmup_steps):
         raise CpuftError("--lr-schedule constant has no warm-up: write constant-with-warmup")
-    kind = TASKS[config.task].kind
     for name, kinds in EMBEDDING_OPTIONS.items():
         if kind not in kinds and getattr(config, name) != getattr(default, name):
             flag = format_flag(name, getattr(config, name))
@@ -1000,8 +1047,36 @@ def refuse_conflicts(config: TrainConfig) -> None:
         )
     if kind in EMBEDDING_KINDS and config.engine != "torch":
         raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
-    if config.lora_merge and not config.lora_rank:
+    if config.lora_merge and config.lora_rank <= 0 and not config.may_choose_lora:
         raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
+
+
+def _is_used(config: TrainConfig, name: str, default: TrainConfig) -> bool:
+    """Return whether an option differs from its default; no LoRA, in whatever form, is the default."""
+    return config.lora_rank > 0 if name == "lora_rank" else getattr(config, name) != getattr(default, name)
+
+
+def _refuse_decoder_conflicts(config: TrainConfig, default: TrainConfig) -> None:
+    """Raise CpuftError for options that next-token prediction does not have."""
+    task = "--task chat" if config.task == "chat" else "--causal"
+    reasons = {
+        "engine": "decoders are trained with --engine torch only",
+        "compile": "decoders are not tested with it",
+        "mlm_probability": "no token is masked",
+        "whole_word_mask": "no token is masked",
+    }
+    for name, reason in reasons.items():
+        if getattr(config, name) != getattr(default, name):
+            raise CpuftError(
+                f"{task} excludes {format_flag(name, getattr(config, name))}, because {reason}: leave it out"
+            )
+    if config.precision == "int8":
+        raise CpuftError(f"{task} excludes --precision int8, which is for encoders: leave it out")
+    if config.from_config and not config.tokenizer:
+        raise CpuftError(
+            f"{task} with --from-config needs --tokenizer, because the tokenizers that cpuft makes drop spaces and "
+            f"capitals: name the tokenizer of a decoder"
+        )
 
 
 @dataclass(frozen=True)
@@ -1012,7 +1087,8 @@ class PredictConfig:
     file: str = option(
         "",
         "Examples to predict: a CSV, TSV or JSON lines file, or a GLUE file of the run's task; with an embedding "
-        "model, texts in any format that --train-file reads, also larger than memory",
+        "model, texts in any format that --train-file reads, also larger than memory; with a decoder, prompts in a "
+        "column prompt or text, or conversations in JSON lines with messages",
         takes="FILE",
     )
     split: str = option(
@@ -1025,7 +1101,7 @@ class PredictConfig:
         "",
         "CSV file to write (default: predictions.csv in RUN; for GLUE's test examples the file name that GLUE "
         "expects). With an embedding model, a file of embeddings that ends in .npy or .parquet (default: "
-        "embeddings.npy in RUN)",
+        "embeddings.npy in RUN). With a decoder, prompts and answers as CSV or, if it ends in .jsonl, JSON lines",
         takes="FILE",
     )
     text_columns: str = option(
@@ -1071,6 +1147,16 @@ class PredictConfig:
         least=1,
     )
     with_input: bool = option(False, "Also write the texts of each example, beside its prediction")
+    max_new_tokens: int = option(
+        256, "With a run of --task chat or --causal, largest number of tokens of an answer", least=1, most=1 << 20
+    )
+    temperature: float = option(
+        0.0,
+        "With a run of --task chat or --causal, temperature at which tokens are drawn, with the top-k and top-p of the "
+        "model's generation_config.json; 0 always takes the most likely token",
+        least=0.0,
+        most=100.0,
+    )
     batch_size: int = option(0, "Number of examples in one forward pass; 0 takes the run's --eval-batch-size", least=0)
     precision: str = option("auto", "Number format; auto is the run's", choices=("auto", "bf16", "fp32"))
 
@@ -1193,6 +1279,9 @@ DATA_OPTIONS = (
     "label_type",
     "max_length",
     "validation_split",
+    "causal",
+    "chat_template",
+    "pack",
     "pooling",
     "query_prompt",
     "document_prompt",

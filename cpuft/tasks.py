@@ -32,7 +32,8 @@ class Task:
     """Validation splits: the suffix of their metrics' names, and the stem of the file's name."""
     kind: str = "class"
     """What is predicted: class (one of `labels` for each example), labels (any number of them), tags (one of them for
-    each word), score (a number), masked (the masked tokens of a text); and for embeddings, pairs (which text belongs to
+    each word), score (a number), masked (the masked tokens of a text), causal (each next token of a text), chat (the
+    tokens of the assistant in a conversation); and for embeddings, pairs (which text belongs to
     which) and similarity (how similar two texts are); and relevance (how relevant a document is to a query)."""
 
 
@@ -72,6 +73,7 @@ TASKS = {
         Task("demo", _PAIR, "label", _BINARY, ("accuracy", "f1")),
         Task("files", (), "label", (), ("accuracy", "f1")),
         Task("text", ("text",), "", (), ("perplexity", "masked_accuracy"), kind="masked"),
+        Task("chat", ("messages",), "", (), ("perplexity", "token_accuracy"), kind="chat"),
         Task("pairs", (), "", (), ("ndcg@10", "mrr@10", "map@100", "recall@10", "accuracy@1"), kind="pairs"),
         Task("scored-pairs", (), "score", (), ("spearman", "pearson"), kind="similarity"),
         Task("rerank", (), "label", (), ("ndcg@10", "mrr@10", "map"), kind="relevance"),
@@ -80,9 +82,24 @@ TASKS = {
 """Tasks by name, in the order of the help. Columns and labels are those of the GLUE benchmark's files, metrics those of
 its paper (Wang et al. 2018), table 1."""
 
+CAUSAL = Task("text", ("text",), "", (), ("perplexity", "token_accuracy"), kind="causal")
+"""The task text with --causal."""
+
 FILE_TASKS = tuple(task.name for task in TASKS.values() if not task.folder and task.name != "demo")
 """Tasks whose examples come from the user's files."""
 EMBEDDING_KINDS = ("pairs", "similarity")
 """Kinds of tasks that train embedding models."""
 SENTENCE_TRANSFORMERS_KINDS = (*EMBEDDING_KINDS, "relevance")
 """Kinds of tasks whose models sentence-transformers loads."""
+DECODER_KINDS = ("causal", "chat")
+"""Kinds of tasks that train decoders to predict the next token."""
+TEXT_KINDS = ("masked", *DECODER_KINDS)
+"""Kinds of tasks that predict tokens of texts, so that examples need no labels."""
+
+
+def find_task(name: str, causal: bool = False) -> Task:
+    """Return the task of --task; with `causal`, the value of --causal, the task text is CAUSAL.
+
+    Raises KeyError: no task has that name.
+    """
+    return CAUSAL if causal and name == "text" else TASKS[name]

@@ -51,13 +51,13 @@ def check_export(asked: ExportConfig, header: Header) -> None:
 
     Raises
     ------
-    CpuftError: the run has no model, or is one of --task text; or --data-dir or --batch-size is given without
+    CpuftError: the run has no model, or is one of --task text or chat; or --data-dir or --batch-size is given without
         --validate.
     """
-    if header.task == "text":
+    if header.task in ("text", "chat"):
         raise CpuftError(
-            f"{asked.run} is a run of --task text, whose model predicts masked tokens and no labels: export the model "
-            f"of a task with labels"
+            f"{asked.run} is a run of --task {header.task}, whose model predicts tokens and no labels: export the "
+            f"model of a task with labels"
         )
     for flag, value in (("--data-dir", asked.data_dir), ("--batch-size", asked.batch_size)):
         if value and not asked.validate:

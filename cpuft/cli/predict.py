@@ -22,7 +22,7 @@ from cpuft.config import (
     option_names,
 )
 from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, suggest_names
-from cpuft.tasks import EMBEDDING_KINDS, FILE_TASKS, TASKS
+from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, FILE_TASKS, TASKS, find_task
 
 if TYPE_CHECKING:
     from cpuft.plan import Setting, Step
@@ -57,6 +57,9 @@ def predict(dry_run: bool, **values: Any) -> None:
     are printed as well. A text that begins with =, +, - or @ is written with an apostrophe in front, so that no
     spreadsheet runs it as a formula.
 
+    If RUN has trained a decoder with --task chat or --causal, it answers or continues the prompts in --file; prompts
+    and answers are written to the file.
+
     If RUN has trained an embedding model, or with --model instead of RUN, the embeddings of the texts in --file are
     written to a file of NumPy, or with ids to a Parquet file. With --hostfile or --cluster, several hosts compute them.
     """
@@ -70,7 +73,7 @@ def predict(dry_run: bool, **values: Any) -> None:
     elif asked.run:
         header = read_record(asked.run).header
         check_request(asked, header, config)
-        task = header.task
+        task = "chat" if is_decoder_run(header) else header.task
     else:
         raise CpuftError("there is neither RUN nor --model: give the folder of a run, or name an embedding model")
     if (asked.model or is_embedding_task(task)) and needs_launch(config):
@@ -151,6 +154,11 @@ def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | N
         check_embedding_request(asked)
         find_model_folder(asked.run)
         return
+    if is_decoder_run(header):
+        check_generation_request(asked)
+        find_model_folder(asked.run)
+        return
+    _refuse_generation_options(asked, f"--task {header.task} trains no decoder")
     for name in ("id_column", "normalize", "dimensions", "prompt"):
         if value := getattr(asked, name):
             raise CpuftError(
@@ -187,12 +195,38 @@ def check_embedding_request(asked: PredictConfig) -> None:
 
     Raises CpuftError: --file is missing, or an option is given that embeddings do not have.
     """
+    _refuse_generation_options(asked, "this model computes embeddings")
     if asked.split or not asked.file:
         raise CpuftError("an embedding model needs --file, without --split: give a file of texts")
     for name in ("label_column", "data_dir", "with_input"):
         if value := getattr(asked, name):
             flag = format_flag(name, value)
             raise CpuftError(f"{flag} is for predictions, and this model computes embeddings: leave it out")
+
+
+def check_generation_request(asked: PredictConfig) -> None:
+    """Check what `cpuft predict` is asked for with a decoder.
+
+    Raises CpuftError: --file is missing, or an option is given that answers do not have.
+    """
+    if asked.split or not asked.file:
+        raise CpuftError("a decoder answers prompts, and needs --file, without --split: give a file of prompts")
+    default = PredictConfig()
+    for name in ("label_column", "data_dir", "with_input", "id_column", "normalize", "dimensions", "prompt", "np"):
+        if (value := getattr(asked, name)) != getattr(default, name):
+            raise CpuftError(f"{format_flag(name, value)} is not for decoders, which answer prompts: leave it out")
+
+
+def _refuse_generation_options(asked: PredictConfig, reason: str) -> None:
+    default = PredictConfig()
+    for name in ("max_new_tokens", "temperature"):
+        if getattr(asked, name) != getattr(default, name):
+            raise CpuftError(f"{format_flag(name)} is for decoders, and {reason}: leave it out")
+
+
+def is_decoder_run(header: Header) -> bool:
+    """Return whether a run, whose record has this header, has trained a decoder to predict tokens."""
+    return header.task in TASKS and find_task(header.task, header.options.get("causal") is True).kind in DECODER_KINDS
 
 
 def is_embedding_task(task: str) -> bool:
@@ -206,11 +240,13 @@ def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...], task: s
     Parameters
     ----------
     settings: environment variables of the process.
-    task: name of the run's task; empty without a run.
+    task: name of the run's task, chat for any decoder; empty without a run.
     """
     from cpuft.argv import module_command
     from cpuft.plan import Step
 
     module = "cpuft.train.write_embeddings" if asked.model or is_embedding_task(task) else "cpuft.train.predict"
+    if task == "chat":
+        module = "cpuft.train.generate"
     command = (*module_command(sys.executable, module), *format_arguments(asked))
     return Step(f"predict with {asked.model or asked.run}", command, settings)

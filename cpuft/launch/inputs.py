@@ -50,7 +50,16 @@ _ALLOWED_PATHS = ".named"
 """Folder beside the registry of clusters. It lists for each run the files that the user named when it was started."""
 _MODEL = "model"
 """Folder of the trained model in the folder of a run."""
-_TRAINING_INPUTS = ("model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file", "mining_model")
+_TRAINING_INPUTS = (
+    "model",
+    "from_config",
+    "tokenizer",
+    "data_dir",
+    "train_file",
+    "validation_file",
+    "mining_model",
+    "chat_template",
+)
 
 
 @dataclass(frozen=True)
@@ -72,10 +81,10 @@ def list_input_paths(train: TrainConfig, options: Collection[str] = _TRAINING_IN
 
     Parameters
     ----------
-    options: names of the options to look at, such as "train_file"; by default all seven that may name files: model,
-        from_config, tokenizer, data_dir, train_file, validation_file and mining_model. Other names are ignored. An
-        option may name several paths, separated by commas. A name that is no local path, such as a model of the hub,
-        is left out.
+    options: names of the options to look at, such as "train_file"; by default all eight that may name files: model,
+        from_config, tokenizer, data_dir, train_file, validation_file, mining_model and chat_template. Other
+        names are ignored. An option may name several paths, separated by commas. A name that is no local path, such as
+        a model of the hub, is left out.
     """
     names = [name for option in _TRAINING_INPUTS if option in options for name in split_paths(getattr(train, option))]
     return {str(path) for name in names if name and (path := Path(name).absolute()).exists()}
@@ -117,8 +126,8 @@ def pack_training(
 ) -> tuple[TrainConfig, tuple[Bundle, ...]]:
     """Find the local files that a training needs on hosts with disks of their own. Reads them to compute checksums.
 
-    The options model, from_config, tokenizer, data_dir, train_file, validation_file and mining_model may name files. A
-    name that is not an existing local path, such as a model of the hub, stays as it is.
+    The options model, from_config, tokenizer, data_dir, train_file, validation_file, mining_model and chat_template may
+    name files. A name that is not an existing local path, such as a model of the hub, stays as it is.
 
     Parameters
     ----------

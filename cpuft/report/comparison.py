@@ -204,6 +204,8 @@ _EQUAL_OPTIONS = (
     "engine",
     "mlm_probability",
     "whole_word_mask",
+    "causal",
+    "pack",
 )
 
 MOST_EFFICIENCY = 1.1
@@ -329,8 +331,9 @@ def refuse_differences(records: list[Record]) -> None:
     """Raise CpuftError if one of the records differs from the first one in what must be equal.
 
     That is task, model, checksum of the data, precision, and the options epochs, max_steps, max_length, padding,
-    learning_rate, lora_rank, gradient_accumulation, seed, dropout, engine, mlm_probability and whole_word_mask. An
-    option that a record does not have counts as off. The message names both records and what differs, with the values.
+    learning_rate, lora_rank, gradient_accumulation, seed, dropout, engine, mlm_probability, whole_word_mask, causal
+    and pack. An option that a record does not have counts as off. The message names both records and what differs, with
+    the values.
 
     Parameters
     ----------

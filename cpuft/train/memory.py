@@ -142,7 +142,7 @@ def estimate_memory(
     weight_size, shards = size if fast else 4, ranks if config.shard == "optimizer" else 1
     # --lora-rank trains two factors for each of attention's linear layers, and the head's product.
     adapters = 8 * config.lora_rank * shape.layers * shape.hidden + (shape.hidden + 1) * shape.hidden
-    linears, others = (0, adapters) if config.lora_rank else (shape.linear_parameters, shape.other_parameters)
+    linears, others = (0, adapters) if config.lora_rank > 0 else (shape.linear_parameters, shape.other_parameters)
     trained = linears + others
     temporary = temporary_bytes(shape, fast, size, train)
     training = activation_bytes(shape, fast, config.gradient_checkpointing, size, train)[1]

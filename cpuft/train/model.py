@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import TrainConfig
+from cpuft.config import DEFAULT_LORA_RANK, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
@@ -136,6 +138,29 @@ def _describe_bad_config(name: str, error: Exception) -> str:
     return f"no model can be made of {name} ({reason}): correct its settings, or take one of {', '.join(SIZES)}"
 
 
+def check_trainable(config: TrainConfig) -> None:
+    """Raise CpuftError if config.json in the model's folder says that its weights are quantised.
+
+    A hub name passes; its configuration is checked where the model is loaded.
+    """
+    path = Path(config.from_config) if config.from_config else Path(find_model(config.model), "config.json")
+    try:
+        settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):  # a hub name, one of SIZES, or what is refused elsewhere
+        return
+    _refuse_quantised(settings.get("quantization_config"), get_model_name(config))
+
+
+def _refuse_quantised(quantisation: Any, name: str) -> None:
+    if quantisation:
+        settings = quantisation if isinstance(quantisation, Mapping) else vars(quantisation)
+        method = settings.get("quant_method") or "another program"
+        raise CpuftError(
+            f"{name} holds weights that were quantised with {getattr(method, 'value', method)!s:.40}, which cannot be "
+            f"trained: give the model that they were made from"
+        )
+
+
 def check_positions(config: TrainConfig) -> None:
     """Raise CpuftError if the model has fewer positions than --max-length, or its configuration cannot be loaded.
 
@@ -152,7 +177,14 @@ def check_positions(config: TrainConfig) -> None:
         )
 
 
-def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], vocab_size: int = 0, pad_id: int = -1) -> Any:
+def load_model(
+    config: TrainConfig,
+    kind: str,
+    head: Mapping[str, Any],
+    vocab_size: int = 0,
+    pad_id: int = -1,
+    attention: str = "eager",
+) -> Any:
     """Load the model for a head of this kind, in fp32 on the CPU, and return it.
 
     The head is new, unless one for as many labels was saved with the model. With --from-config the model is untrained,
@@ -165,6 +197,8 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], vocab_si
         AutoModelForSequenceClassification.
     head: settings of the head, by their names in config.json.
     vocab_size, pad_id: as for `load_config`: the tokenizer's size for an untrained model, and the id of padding.
+    attention: the implementation in transformers: eager, which computes all scores, or auto, which is sdpa for models
+        that support it.
 
     Raises CpuftError: the model cannot be found or loaded, or its architecture has no such head or no attention for
     adapters.
@@ -175,19 +209,41 @@ def load_model(config: TrainConfig, kind: str, head: Mapping[str, Any], vocab_si
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     settings = load_config(config, head, vocab_size, pad_id)
+    _refuse_quantised(getattr(settings, "quantization_config", None), get_model_name(config))
     _set_dropout(settings, config.dropout)
     model_class = getattr(transformers, kind)
+    implementation = choose_attention(settings) if attention == "auto" else attention
     try:
         if config.from_config:
-            return model_class.from_config(settings, attn_implementation="eager", dtype=torch.float32)
+            return model_class.from_config(settings, attn_implementation=implementation, dtype=torch.float32)
         source = find_model(config.model)
-        read = partial(model_class.from_pretrained, config=settings, attn_implementation="eager")
+        read = partial(model_class.from_pretrained, config=settings, attn_implementation=implementation)
         model, new = load_weights(read, source)
+        if pad_id >= 0:
+            _train_padding_row(model, load_config(config, head).pad_token_id)
     except CpuftError:
         raise
     except Exception as error:  # safetensors, pickle and zipfile raise errors of their own classes
         raise CpuftError(describe_load_failure(get_model_name(config), error)) from None
-    return add_adapters(model, config.lora_rank, source, new) if config.lora_rank else model
+    return add_adapters(model, config.lora_rank, source, new) if config.lora_rank > 0 else model
+
+
+def _train_padding_row(model: Any, own_pad_id: int | None) -> None:
+    """Let the token embedding have a gradient in all rows if the model has no padding token of its own.
+
+    Then the token that ends a text pads, and texts may contain it.
+    """
+    embedding = model.get_input_embeddings()
+    if own_pad_id is None and hasattr(embedding, "padding_idx"):
+        embedding.padding_idx = None
+
+
+def choose_attention(settings: Any) -> str | None:
+    """Return None, with which transformers takes sdpa if a model supports it, or eager for models that need it.
+
+    Gemma 2 caps attention scores, which sdpa would leave out without a word. `settings` is the model's configuration.
+    """
+    return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
@@ -244,18 +300,33 @@ def check_weights(source: str) -> None:
     A folder without such files, and a hub name, pass. OSError: a file cannot be read.
     """
     for path in sorted(Path(source).glob("*.safetensors")):
-        size = path.stat().st_size
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            text = file.read(length) if length < size else b""
+        header, length = _read_safetensors_header(path)
         try:
-            header = load(dict[str, dict[str, Any]], parse_json(text.decode("utf-8")))
-            header.pop("__metadata__", None)
             needed = 8 + length + max((int(one["data_offsets"][1]) for one in header.values()), default=0)
+            is_whole = path.stat().st_size >= needed and all(math.prod(one["shape"]) >= 0 for one in header.values())
         except (ValueError, KeyError, IndexError, TypeError):
-            needed = size + 1
-        if size < needed:
-            raise CpuftError(f"the weights file {path} is cut off or damaged: copy or download it again")
+            is_whole = False
+        if not is_whole:
+            raise CpuftError(_DAMAGED.format(path))
+
+
+_DAMAGED = "the weights file {} is cut off or damaged: copy or download it again"
+
+
+def _read_safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
+    """Return what the header of a safetensors file says of each tensor, and the length of the header in bytes.
+
+    Raises CpuftError: the file has no such header. OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        text = file.read(length) if length < path.stat().st_size else b""
+    try:
+        header = load(dict[str, dict[str, Any]], parse_json(text.decode("utf-8")))
+    except ValueError:
+        raise CpuftError(_DAMAGED.format(path)) from None
+    header.pop("__metadata__", None)
+    return header, length
 
 
 def find_base_model(source: str) -> str:
@@ -309,6 +380,57 @@ def _set_dropout(settings: Any, rate: float) -> None:
     for name in DROPOUT_SETTINGS:
         if getattr(settings, name, None) is not None:
             setattr(settings, name, rate)
+
+
+def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
+    """Return the options with a LoRA rank, and a clause on what was chosen and why; empty if there was no choice.
+
+    Only the sizes of the weights are read, or the configuration.
+
+    Raises CpuftError: the model cannot be found, or its configuration cannot be loaded.
+    """
+    if not config.may_choose_lora:
+        return config.choose_lora(0), ""
+    count = 0 if config.from_config else count_stored_parameters(config)
+    chosen, size = config.choose_lora(count), f"the model has {count / 1e6:,.0f} million parameters"
+    limit = f"{LARGE_DECODER // 10**6} million"
+    if chosen.lora_rank:
+        return chosen, (
+            f"LoRA adapters of rank {chosen.lora_rank} are trained, because {size}, more than {limit}; --lora-rank 0 "
+            f"trains all weights"
+        )
+    if config.from_config:
+        return chosen, "all weights are trained, because the model is untrained"
+    return chosen, (
+        f"all weights are trained, because {size}, at most {limit}; --lora-rank {DEFAULT_LORA_RANK} trains LoRA "
+        f"adapters"
+    )
+
+
+def count_stored_parameters(config: TrainConfig) -> int:
+    """Return the number of parameters of a decoder by its safetensors files, or if there are none by its configuration.
+
+    Raises CpuftError: the model cannot be found, a file is damaged, or the configuration cannot be loaded.
+    """
+    source = find_model(config.model)
+    source = find_base_model(source) or source
+    if found := sum(_count_numbers(path) for path in sorted(Path(source).glob("*.safetensors"))):
+        return found
+    import torch
+    import transformers
+
+    settings = load_config(replace(config, model=source), {})
+    try:
+        with torch.device("meta"):  # computes shapes and takes no memory
+            return int(transformers.AutoModelForCausalLM.from_config(settings).num_parameters())
+    except Exception as error:  # wrong sizes raise many kinds of errors
+        raise CpuftError(describe_load_failure(config.model, error)) from None
+
+
+def _count_numbers(path: Path) -> int:
+    """Return the number of numbers in a safetensors file."""
+    header, _ = _read_safetensors_header(path)
+    return sum(math.prod(one["shape"]) for one in header.values())
 
 
 def count_parameters(model: Any) -> int:

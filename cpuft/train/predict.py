@@ -19,7 +19,7 @@ from cpuft.files import refuse_special, write_atomically
 from cpuft.hardware import Precision, choose_precision
 from cpuft.record import format_metrics, read_record
 from cpuft.serialization import load, parse_json
-from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
+from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TASKS, Task, find_task
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.prepare import tokenize
@@ -268,16 +268,20 @@ def read_finished_run(run: str) -> FinishedRun:
     """
     record = read_record(run)
     header, model = record.header, Path(run, MODEL_DIR)
+    last = record.resumptions[-1] if record.resumptions else header
     try:
         options = {name: value for name, value in header.options.items() if name in option_names(TrainConfig)}
         train = load(TrainConfig, options, "the record")
+        if header.task in TASKS and find_task(header.task, train.causal).kind in DECODER_KINDS:
+            load(dict[str, Any], parse_json((model / "config.json").read_text(encoding="utf-8")))
+            task = find_task(header.task, train.causal)
+            return FinishedRun(model, train, last.precision, last.world_size, task)
         settings = load(dict[str, Any], parse_json((model / "config.json").read_text(encoding="utf-8")))
         named = load(dict[str, str], settings.get("id2label", {}))
         labels = tuple(named[str(number)] for number in range(len(named)))
         (architecture,) = load(list[str], settings.get("architectures"))
     except (OSError, ValueError, KeyError) as error:
         raise CpuftError(f"{run} holds no model that was trained here ({error}): give a finished run") from None
-    last = record.resumptions[-1] if record.resumptions else header
     if header.task in TASKS and TASKS[header.task].kind in EMBEDDING_KINDS:
         # How the model makes embeddings is in the files beside it, whatever the options of the training were.
         own = replace(train, model=str(model), pooling="auto", query_prompt="auto", document_prompt="auto")

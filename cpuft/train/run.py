@@ -36,6 +36,7 @@ from cpuft.train.engines import check_engine
 from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.loop import settle_bucket_layout, train_and_evaluate, train_independently
 from cpuft.train.lora import check_lora
+from cpuft.train.model import choose_lora
 from cpuft.train.objective.table import make_objective
 from cpuft.train.precision import format_products, measure_products, read_cpu
 from cpuft.train.process_group import check_ranks, gather, join_process_group, prove_equal_parameters
@@ -68,6 +69,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         The record cannot be written, or a new run finds one in its folder, or the model's folder cannot be written.
     """
     refuse_conflicts(config)
+    config, lora_reason = choose_lora(config)
     check_engine(config)
     check_lora(config)
     world, cpu = parse_world(os.environ), read_cpu()
@@ -111,7 +113,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         progress.show(describe_data(prepared, config))
         progress.show(f"fast path: {header.fast_path}")
         compression = setup.compression_reason and f"gradients as {setup.compression}: {setup.compression_reason}"
-        for warning in (warn_of_unknown(prepared), kernel_warning, compression):
+        for warning in (lora_reason, warn_of_unknown(prepared), kernel_warning, compression):
             if warning:
                 progress.show(warning)
         checkpoints, done = begin(reporter, setup, worker, header, stack)

@@ -60,6 +60,18 @@ def make_run(folder: Path, task: str = "mrpc") -> PredictConfig:
             {"file": "x", "with_input": True},
             "--with-input is for predictions, and this model computes embeddi",
         ),
+        ("chat", {"split": "validation"}, "a decoder answers prompts, and needs --file, without --split: give a file"),
+        ("chat", {"file": "x", "np": 2}, "--np is not for decoders, which answer prompts: leave it out"),
+        (
+            "mrpc",
+            {"file": "x", "temperature": 0.5},
+            "--temperature is for decoders, and --task mrpc trains no decoder: leave it out",
+        ),
+        (
+            "pairs",
+            {"file": "x", "max_new_tokens": 5},
+            "--max-new-tokens is for decoders, and this model computes embeddings: leave it out",
+        ),
         (
             "files",
             {"split": "validation", "data_dir": "glue"},

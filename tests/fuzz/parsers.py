@@ -64,6 +64,13 @@ from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.chat import (
+    choose_validation,
+    parse_conversation,
+    parse_messages,
+    read_chat_template,
+    scan_chats,
+)
 from cpuft.train.data.pairs import read_pairs
 from cpuft.train.data.recipe import parse_dimensions
 from cpuft.train.data.relevance import read_documents_to_predict, read_relevance
@@ -72,6 +79,7 @@ from cpuft.train.data.sources import parse_glue_tsv, parse_label, read_data, rea
 from cpuft.train.data.tables import parse_hub_name, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
 from cpuft.train.embedding_form import read_form, read_settings
+from cpuft.train.generate import read_prompts
 from cpuft.train.predict import read_finished_run
 from tests.conftest import make_facts
 from tests.fuzz import values
@@ -79,6 +87,7 @@ from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORD
 from tests.launch.test_stack_dumps import DUMP, found
 from tests.records import make_record
 from tests.schedulers.test_aws_batch_node import CHILD
+from tests.train.decoders import CHATML, MARKED
 
 Texts = st.SearchStrategy[str]
 _GLUE = "Quality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t7\t8\tHe.\tShe.\n0\t7\t8\ta\tb\n"
@@ -210,6 +219,15 @@ def _read_texts(path: Path) -> object:
     return list(split_texts(scan_texts(str(path), "", "--train-file"), 0.1, None))
 
 
+def _read_prompts(path: Path) -> object:
+    return [read_prompts(PredictConfig(file=str(path)), is_chat) for is_chat in (True, False)]
+
+
+def _read_chats(path: Path) -> object:
+    chats = scan_chats(str(path), "--train-file")
+    return list(chats.list_conversations(choose_validation(chats, 0.5)))
+
+
 def _log_in(path: Path) -> object:
     return [ssh_config.read_login(Host(name), str(path)) for name in ("127.0.0.1", "two")]
 
@@ -315,6 +333,8 @@ _MODEL = {
     "id2label": {"0": "no", "1": "yes"},
     "problem_type": "single_label_classification",
 }
+
+_CHAT = {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "I."}]}
 
 _ARCHIVES = values.damaged([_make_archive()])
 _FILES_OF_ROWS = values.damaged(_make_files_of_rows())
@@ -449,6 +469,13 @@ PARSERS: dict[str, Parser] = {
     "read_file_to_predict of JSON": Parser(_from_file("rows.jsonl", _read_asked), _ROWS),
     "scan_texts": Parser(_from_file("texts.txt", _read_texts), _ROWS),
     "scan_texts of JSON": Parser(_from_file("texts.jsonl", _read_texts), _ROWS),
+    "parse_conversation": Parser(partial(parse_conversation, where="x"), values.damaged_json(_CHAT)),
+    "scan_chats": Parser(_from_file("chats.jsonl", _read_chats), values.damaged([json.dumps(_CHAT) * 2]) | _ROWS),
+    "parse_messages": Parser(partial(parse_messages, where="x"), values.damaged_json(_CHAT)),
+    "read_prompts": Parser(_from_file("prompts.jsonl", _read_prompts), values.damaged([json.dumps(_CHAT)]) | _ROWS),
+    "read_chat_template": Parser(
+        _from_file("chat.jinja", lambda path: read_chat_template(str(path))), values.damaged([MARKED, CHATML])
+    ),
     "read_beir of a corpus": Parser(_read_beir("corpus.jsonl"), values.damaged([_BEIR["corpus.jsonl"]])),
     "read_beir of queries": Parser(_read_beir("queries.jsonl"), values.damaged([_BEIR["queries.jsonl"]])),
     "read_beir of judgements": Parser(_read_beir("qrels/test.tsv"), values.damaged([_BEIR["qrels/test.tsv"]])),

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from transformers import (
+    AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     BertConfig,
     BertForMaskedLM,
@@ -18,13 +20,15 @@ from transformers import (
     GPT2ForSequenceClassification,
 )
 
-from cpuft.config import TrainConfig
+from cpuft.config import TrainConfig, format_arguments, parse_arguments, refuse_conflicts
 from cpuft.errors import CpuftError, install_command
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.lora import add_adapters, check_lora, find_attention_layers, find_whole_modules
-from cpuft.train.model import find_model, load_weights
+from cpuft.train.lora import add_adapters, check_lora, find_target_layers, find_whole_modules
+from cpuft.train.model import choose_lora, count_stored_parameters, find_model, load_weights
 from cpuft.train.objective.labels import Classification
+from cpuft.train.objective.next_token import Chat
+from tests.train.decoders import FAMILIES, make_decoder, save_decoder
 from tests.train.fast.encoders import SIZES, make_batch, make_model, relative_error
 
 LORA = TrainConfig(lora_rank=4)
@@ -42,7 +46,7 @@ HEADS = {
 def test_all_of_attention_is_adapted_and_heads_are_trained_whole(kind: str, heads: list[str]) -> None:
     model = make_model(kind)
     assert find_whole_modules(model, {f"{heads[0]}.weight"}) == heads
-    assert len(find_attention_layers(model)) == 2 * 4
+    assert len(find_target_layers(model)) == 2 * 4
     trained = {name for name, p in add_adapters(model, 4, "", ()).named_parameters() if p.requires_grad}
     assert {name for name in trained if "lora_" not in name} == {
         name for name in trained if any(f".{head}.modules_to_save." in name for head in heads)
@@ -61,7 +65,7 @@ def test_a_head_that_is_the_words_once_more_is_not_trained_whole() -> None:
     fresh = {name for name, _ in model.named_parameters() if name.startswith("cls")} | {"cls.predictions.decoder.bias"}
     parts = ["cls.predictions.transform.LayerNorm", "cls.predictions.transform.dense"]
     assert find_whole_modules(model, fresh) == parts
-    assert all(".attention." in name for name in find_attention_layers(model))
+    assert all(".attention." in name for name in find_target_layers(model))
 
 
 def test_a_model_without_linear_layers_in_its_attention_is_refused() -> None:
@@ -75,6 +79,94 @@ def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
     rates = [TrainConfig(task="mrpc", **given).learning_rate for given in options]
     assert rates == [2e-5, 2e-4, 1e-3]
     assert replace(TrainConfig(learning_rate=0.0), seed=1).learning_rate == 0.0
+
+
+@pytest.mark.parametrize(
+    "options, millions, rank, rate",
+    [
+        ({"task": "chat"}, 201, 16, 2e-4),
+        ({"task": "chat"}, 200, 0, 2e-5),
+        ({"task": "text", "causal": True}, 600, 16, 2e-4),
+        ({"task": "text"}, 600, 0, 2e-5),
+        ({"task": "chat", "lora_rank": 0}, 600, 0, 2e-5),
+        ({"task": "chat", "lora_rank": 4}, 100, 4, 2e-4),
+        ({"task": "chat", "learning_rate": 3e-5}, 600, 16, 3e-5),
+        ({"task": "chat", "from_config": "x.json"}, 600, 0, 2e-5),
+        ({"task": "files"}, 600, 0, 2e-5),
+    ],
+)
+def test_large_decoders_have_adapters_unless_told(
+    options: dict[str, Any], millions: int, rank: int, rate: float
+) -> None:
+    config = TrainConfig(**options)
+    # Options are sent to ranks as arguments.
+    sent = parse_arguments(TrainConfig, format_arguments(config))
+    assert sent == config
+    chosen = sent.choose_lora(millions * 10**6)
+    assert (chosen.lora_rank, chosen.learning_rate) == (rank, rate)
+    assert chosen.choose_lora(10**9) == chosen
+    refuse_conflicts(replace(chosen, tokenizer="x"))
+
+
+def test_adapters_that_may_be_chosen_may_be_merged() -> None:
+    refuse_conflicts(TrainConfig(task="chat", lora_merge=True))
+    for config in (TrainConfig(lora_merge=True), TrainConfig(task="chat", lora_merge=True, lora_rank=0)):
+        with pytest.raises(CpuftError, match="--lora-merge merges LoRA adapters, and there are none"):
+            refuse_conflicts(config)
+
+
+def test_what_was_chosen_is_told_with_the_number_of_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save_decoder(tmp_path / "tiny", "qwen3")
+    config, count = TrainConfig(task="chat", model=folder), make_decoder("qwen3").num_parameters()
+    assert count_stored_parameters(config) == count
+    monkeypatch.setattr("cpuft.config.LARGE_DECODER", count)
+    same, reason = choose_lora(config)
+    assert (same.lora_rank, reason) == (
+        0,
+        "all weights are trained, because the model has 0 million parameters, at most 200 million; --lora-rank 16 "
+        "trains LoRA adapters",
+    )
+    monkeypatch.setattr("cpuft.config.LARGE_DECODER", count - 1)
+    chosen, reason = choose_lora(config)
+    assert (chosen.lora_rank, chosen.learning_rate) == (16, 2e-4)
+    assert reason.startswith("LoRA adapters of rank 16 are trained, because the model has 0 million parameters, more")
+    assert choose_lora(chosen) == (chosen, "")
+    assert choose_lora(replace(config, lora_rank=0))[1] == ""
+    (tmp_path / "tiny" / "model.safetensors").unlink()  # as on the hub
+    assert count_stored_parameters(config) == count
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_all_layers_of_a_decoder_are_adapted_but_not_its_head(family: str) -> None:
+    model = make_decoder(family)
+    assert len(find_target_layers(model)) == 2 * 7
+    adapted = add_adapters(model, 4, "", ())
+    parts = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    trained = [name for name, one in adapted.named_parameters() if one.requires_grad]
+    assert len(trained) == 2 * len(parts) * 2
+    assert {name.split(".")[-4] for name in trained} == set(parts)
+
+
+@pytest.mark.parametrize("merged", [False, True])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_loads_the_saved_decoder(family: str, merged: bool, tmp_path: Path) -> None:
+    source = save_decoder(tmp_path / "base", family)
+    config = TrainConfig(task="chat", model=source, lora_rank=4)
+    model = Chat((), (), 3, 0).load_model(config)
+    for name, weight in model.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    folder = save_model(model, source, str(tmp_path), merged)
+    assert (folder / "adapter_config.json").exists() == (not merged)
+    loaded = (AutoModelForCausalLM if merged else AutoPeftModelForCausalLM).from_pretrained(folder).eval()
+    ids = torch.arange(4, 20)[None]
+    with torch.no_grad():
+        wanted = model.eval()(input_ids=ids).logits
+        plain = AutoModelForCausalLM.from_pretrained(source)(input_ids=ids)
+        torch.testing.assert_close(loaded(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
+    assert float((wanted - plain.logits).abs().max()) > 0.01
+    again = Chat((), (), 3, 0).load_model(replace(config, model=str(folder), lora_rank=0))
+    torch.testing.assert_close(again.eval()(input_ids=ids).logits, wanted, atol=1e-4, rtol=1e-4)
 
 
 def test_adapters_without_peft_are_refused() -> None:

@@ -23,6 +23,7 @@ _LEFT_OUT = (
     "train_file",
     "validation_file",
     "mining_model",
+    "chat_template",
     "report_to",
     "save_model",
     "checkpoint_every",
@@ -56,6 +57,8 @@ def format_model_card(header: Header, evaluation: EvaluationLine, footer: Footer
     front: dict[str, Any] = {"library_name": library, "tags": ["cpuft"], "metrics": list(evaluation.metrics)}
     if is_known:
         front |= {"pipeline_tag": "text-ranking" if kind == "relevance" else "sentence-similarity"}
+    elif kind == "chat" or header.options.get("causal"):
+        front |= {"pipeline_tag": "text-generation"}
     if base:
         front |= {"base_model": base}
     default = TrainConfig(task=header.task if header.task in ("demo",) else "mrpc")

@@ -35,16 +35,18 @@ class Tokens:
     """Token ids, shape (all tokens,)."""
     types: NDArray[np.int8]
     """Token type ids: 0 in an example's first text, 1 in its second; shape (all tokens,), or (0,) if the model takes
-    none. For embedding models, the number of the text in its example; (0,) if examples have one text."""
+    none. For embedding models, the number of the text in its example; (0,) if examples have one text. For the kind
+    chat with --pack, 1 at the first token of each conversation, else 0."""
     offsets: NDArray[np.int64]
     """Example i is ids[offsets[i] : offsets[i + 1]]; shape (examples + 1,)."""
     labels: NDArray[Any]
     """By the task's kind. class, score: class numbers or scores, fp32, shape (examples,). labels: 1 for each label that
     an example has, else 0, fp32, shape (examples, classes). tags: class numbers of the words' first tokens, else
-    UNTAGGED, int32, shape (all tokens,). masked: shape (0,). similarity: scores, fp32, shape (examples,). pairs: shape
-    (0,) for training; for validation the judgements of a retrieval set, int32, shape (judgements, 3): query number,
-    document number, relevance. relevance: scores, fp32, shape (examples,) for training; for validation shape (examples,
-    2): score, and number of the query."""
+    UNTAGGED, int32, shape (all tokens,). masked, causal: shape (0,). chat: 1 for each token that the assistant says,
+    else 0, int8, shape (all tokens,). similarity: scores, fp32, shape (examples,). pairs: shape (0,) for training; for
+    validation the judgements of a retrieval set, int32, shape (judgements, 3): query number, document number,
+    relevance. relevance: scores, fp32, shape (examples,) for training; for validation shape (examples, 2): score, and
+    number of the query."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -79,7 +81,8 @@ class Prepared:
     validation: dict[str, Tokens]
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
     kind: str = "class"
-    """What is predicted: class, labels, tags, score, masked, pairs, similarity or relevance (see `Task.kind`)."""
+    """What is predicted: class, labels, tags, score, masked, causal, chat, pairs, similarity or relevance (see
+    `Task.kind`)."""
     mask_id: int = 0
     """Id of the mask token; 0 if the tokenizer has none."""
     token_kinds: NDArray[np.int8] = field(default_factory=lambda: EMPTY)
@@ -97,6 +100,8 @@ class Prepared:
     """Number of training examples that were longer than the maximum length and were cut, or UNKNOWN."""
     unknown_share: float = 0.0
     """Share of the training texts' tokens that the tokenizer does not know."""
+    note: str = ""
+    """What else is to be said of the training examples, in a clause; empty if nothing."""
 
 
 def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
@@ -162,6 +167,7 @@ def read_prepared(path: str) -> Prepared:
             label=meta["label"],
             truncated=meta["cut"],
             unknown_share=meta["unknown"],
+            note=str(meta.get("note", "")),
         )
     except Exception as error:  # zipfile and NumPy raise many kinds of errors
         raise CpuftError(f"{path} is not prepared data ({error!r}): remove it, and start again") from None

@@ -19,7 +19,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from cpuft.config import TrainConfig, parse_arguments, split_run_memory
 from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
 from cpuft.files import cache_folder, take_secrets, write_atomically
-from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
+from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.trackers import check_trackers
 from cpuft.train.data.archive import (
     EMPTY,
@@ -41,11 +41,28 @@ from cpuft.train.data.archive import (
     read_prepared,
     write_prepared,
 )
+from cpuft.train.data.chat import (
+    choose_validation,
+    describe_chats,
+    encode_chats,
+    join_examples,
+    read_chat_template,
+    scan_chats,
+    set_chat_template,
+)
 from cpuft.train.data.pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import LEAST_RELEVANT, read_relevance
 from cpuft.train.data.sources import SCORE_KINDS, Examples, FileExamples, TaskData, read_data
-from cpuft.train.data.texts import Packer, classify_tokens, pack, scan_texts, split_texts
+from cpuft.train.data.texts import (
+    Packer,
+    classify_tokens,
+    find_document_marks,
+    join_pieces,
+    pack,
+    scan_texts,
+    split_texts,
+)
 from cpuft.train.data.tokenizer import (
     check_tokenizer,
     choose_pad_id,
@@ -58,7 +75,16 @@ from cpuft.train.data.tokenizer import (
 from cpuft.train.engines import check_engine
 from cpuft.train.lora import check_lora
 from cpuft.train.memory import check_fit
-from cpuft.train.model import check_positions, check_untrained, check_weights, find_model, get_model_name, load_config
+from cpuft.train.model import (
+    check_positions,
+    check_trainable,
+    check_untrained,
+    check_weights,
+    choose_lora,
+    find_model,
+    get_model_name,
+    load_config,
+)
 
 FORMAT = 7
 """Part of the checksum: to be raised when the same input gives other tokens, so that older archives are not reused."""
@@ -227,8 +253,11 @@ def prepare(config: TrainConfig) -> Path:
     OSError: the packed texts of --task text, or a trained tokenizer, cannot be written to the cache folder.
     """
     check_untrained(config)
+    check_trainable(config)
     if config.task == "text":
         return _prepare_texts(config)
+    if config.task == "chat":
+        return _prepare_chats(config)
     data = read_task_data(config)
     data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     checksum = checksum_data(data, config)
@@ -271,10 +300,11 @@ def _prepare_texts(config: TrainConfig) -> Path:
     """Return what `prepare` does, for --task text. Texts are read and written piece by piece."""
     if not config.train_file:
         raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
-    corpus, other = scan_texts(config.train_file, config.text_columns, "--train-file"), config.validation_file
-    validation = scan_texts(other, config.text_columns, "--validation-file") if other else None
+    columns, exact, other = config.text_columns, config.causal, config.validation_file
+    corpus = scan_texts(config.train_file, columns, "--train-file", exact)
+    validation = scan_texts(other, columns, "--validation-file", exact) if other else None
     key = f"{corpus.checksum} {validation.checksum if validation else config.validation_split}"
-    sizes = repr((FORMAT, key, config.max_length, config.max_train_samples)).encode()
+    sizes = repr((FORMAT, key, config.max_length, config.max_train_samples, *(("causal",) * exact))).encode()
     checksum = hashlib.sha256(sizes + digest_tokenizer(config)).hexdigest()[:16]
     path = cache_folder(os.environ) / f"text-{checksum}.npz"
     if path.exists():
@@ -284,15 +314,10 @@ def _prepare_texts(config: TrainConfig) -> Path:
     tokenizer, trained = choose_tokenizer(
         config, lambda: (text for validates, text, _ in pieces() if not validates), key
     )
-    if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id):
-        raise CpuftError(
-            f"the tokenizer of {get_tokenizer_name(config)} lacks [CLS], [SEP] or [MASK], which --task text needs: "
-            f"name the model or tokenizer of an encoder"
-        )
+    layout = _choose_block_layout(config, tokenizer) if exact else _choose_masked_layout(config, tokenizer)
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="texts-") as folder:
-        layout = (config.max_length, tokenizer.cls_token_id, tokenizer.sep_token_id)
-        packers = [Packer(Path(folder, name), *layout) for name in ("train", "validation")]
-        pack(pieces(), tokenizer, packers)
+        packers = [Packer(Path(folder, name), config.max_length, *layout) for name in ("train", "validation")]
+        pack(join_pieces(pieces()) if exact else pieces(), tokenizer, packers)
         packed = {"train": packers[0].finish(config.max_train_samples), "validation": packers[1].finish()}
         tokens = {name: Tokens(ids, EMPTY, offsets, EMPTY) for name, (ids, offsets) in packed.items()}
         if not all(map(len, tokens.values())):
@@ -300,9 +325,71 @@ def _prepare_texts(config: TrainConfig) -> Path:
                 f"{config.train_file} has {counted(corpus.pieces, 'line')}, too few to take some for validation: name "
                 f"more texts, or other texts with --validation-file"
             )
-        meta = _make_meta(config, TASKS["text"], tokenizer, trained, checksum, tokens) | {"cut": 0}
-        write_prepared(path, meta, tokens, {"word_kinds": classify_tokens(tokenizer)})
+        task = find_task(config.task, config.causal)
+        meta = _make_meta(config, task, tokenizer, trained, checksum, tokens) | {"cut": 0}
+        write_prepared(path, meta, tokens, {} if exact else {"word_kinds": classify_tokens(tokenizer)})
     return path
+
+
+def _prepare_chats(config: TrainConfig) -> Path:
+    """Return what `prepare` does, for --task chat."""
+    if not config.train_file:
+        raise CpuftError("--task chat needs --train-file: name JSON lines files of conversations")
+    chats, other = scan_chats(config.train_file, "--train-file"), config.validation_file
+    validation = scan_chats(other, "--validation-file") if other else None
+    template = read_chat_template(config.chat_template) if config.chat_template else ""
+    own = Path(find_model(get_tokenizer_name(config)), "chat_template.jinja")
+    own_template = own.read_bytes() if own.exists() else b""
+    key = (chats.checksum, validation.checksum if validation else config.validation_split, template, own_template)
+    sizes = repr((FORMAT, key, config.max_length, config.max_train_samples, config.pack)).encode()
+    checksum = hashlib.sha256(sizes + digest_tokenizer(config)).hexdigest()[:16]
+    path = cache_folder(os.environ) / f"chat-{checksum}.npz"
+    if path.exists():
+        return _check_cached(config, path)
+    check_positions(config)
+    tokenizer, trained = choose_tokenizer(config, lambda: iter(()), "")
+    set_chat_template(tokenizer, config.chat_template, get_tokenizer_name(config))
+    if validation:
+        parts = [(chats, np.ones(len(chats.checksums), bool)), (validation, np.ones(len(validation.checksums), bool))]
+    else:
+        is_kept = choose_validation(chats, config.validation_split)
+        parts = [(chats, ~is_kept), (chats, is_kept)]
+    found = [
+        encode_chats(islice(some.list_conversations(chosen), most), tokenizer, config.max_length)
+        for (some, chosen), most in zip(parts, (config.max_train_samples or None, None))
+    ]
+    tokens = {
+        name: join_examples(encoded, config.max_length, config.pack)
+        for name, encoded in zip(("train", "validation"), found)
+    }
+    note = describe_chats(found[0], tokens["train"], config.max_length)
+    more = {"cut": found[0].cut, "note": note}
+    write_prepared(path, _make_meta(config, TASKS["chat"], tokenizer, trained, checksum, tokens) | more, tokens, {})
+    return path
+
+
+def _choose_masked_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int], ...]:
+    """Return prefix, suffix and separator of `Packer` for masked language modelling: [CLS], [SEP] and [SEP]."""
+    if None in (tokenizer.cls_token_id, tokenizer.sep_token_id, tokenizer.mask_token_id):
+        raise CpuftError(
+            f"the tokenizer of {get_tokenizer_name(config)} lacks [CLS], [SEP] or [MASK], which --task text needs: "
+            f"name the model or tokenizer of an encoder, or add --causal to train a decoder"
+        )
+    return [tokenizer.cls_token_id], [tokenizer.sep_token_id], [tokenizer.sep_token_id]
+
+
+def _choose_block_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int], ...]:
+    """Return the arguments of `Packer` for decoders: no prefix and suffix, and special tokens around documents.
+
+    These are the tokens that the tokenizer puts before a text, and the one that ends a text.
+    """
+    begin, end = find_document_marks(tokenizer)
+    if end is None:
+        raise CpuftError(
+            f"the tokenizer of {get_tokenizer_name(config)} has no token that ends a text: set eos_token in its "
+            f"tokenizer_config.json"
+        )
+    return [], [], [end, *begin], begin, [end]
 
 
 def _check_cached(config: TrainConfig, path: Path) -> Path:
@@ -378,18 +465,25 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
 
     Its parts are separated by `; `, for example: `training on 3,668 examples, validating on 408; labels: 2 classes, 0
     (1,194), 1 (2,474); columns: sentence1, sentence2 -> label; 1.2 % of the examples cut at --max-length 128`. The last
-    part is missing if it is not known. For the kind masked, one part on pieces of text replaces labels and columns.
+    part is missing if it is not known. For the kinds masked and causal, one part on pieces of text replaces labels and
+    columns, and for chat what became of the conversations.
     """
     validation = " and ".join(f"{len(tokens):,}" for tokens in prepared.validation.values())
     count = len(prepared.train)
     parts = [f"training on {count:,} example{'s' * (count != 1)}, validating on {validation}"]
     if prepared.kind == "pairs":
         parts += ["labels: none, each anchor belongs to its positive", f"columns: {', '.join(prepared.texts)}"]
-    elif prepared.kind == "masked":
+    elif prepared.kind == "chat":
+        said = int((prepared.train.labels == 1).sum())
+        parts += [
+            prepared.note,
+            f"the assistant says {said:,} of {len(prepared.train.ids):,} tokens, which are learned",
+        ]
+    elif prepared.kind in ("masked", "causal"):
         parts.append(f"each example is a piece of text of up to {config.max_length} tokens, no labels are needed")
     else:
         parts += [_describe_labels(prepared, config), f"columns: {', '.join(prepared.texts)} -> {prepared.label}"]
-    if prepared.kind != "masked" and prepared.truncated != UNKNOWN:
+    if prepared.kind not in TEXT_KINDS and prepared.truncated != UNKNOWN:
         # A share that would round to 0.0 % is written as the number of examples.
         share = prepared.truncated / max(1, count)
         some = f"{share:.1%}".replace("%", " %") if share >= 0.001 else f"{prepared.truncated or 'none'}"
@@ -454,10 +548,11 @@ def main() -> None:
         output, config = sys.argv[1], parse_arguments(TrainConfig, arguments)
         os.environ.update(take_secrets(os.environ, "prepare"))
         check_engine(config)
-        check_lora(config)
         check_trackers(config.report_to, os.environ)
         if not config.from_config:
             check_weights(find_model(config.model))
+        config, _ = choose_lora(config)
+        check_lora(config)
         path = prepare(config)
         prepared = read_prepared(str(path))
         check_recipe(config, prepared)

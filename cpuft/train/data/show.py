@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig, parse_arguments
 from cpuft.errors import counted
-from cpuft.tasks import EMBEDDING_KINDS, TASKS, Task
+from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.train.data.archive import UNTAGGED, Tokens, read_prepared
+from cpuft.train.data.chat import choose_validation, scan_chats
 from cpuft.train.data.prepare import (
     MAX_UNKNOWN_SHARE,
     checksum_data,
@@ -99,7 +100,8 @@ class DataSummary:
 
     task: str
     kind: str
-    """What is predicted (`Task.kind`): class, labels, tags, score, masked, pairs, similarity, relevance."""
+    """What is predicted (`Task.kind`): class, labels, tags, score, masked, causal, chat, pairs, similarity,
+    relevance."""
     model: str
     tokenizer: str
     """Name of the tokenizer, or empty if one was made from these texts."""
@@ -123,6 +125,8 @@ def summarize(config: TrainConfig) -> DataSummary:
     check_untrained(config)
     if config.task == "text":
         return _summarize_texts(config)
+    if config.task == "chat":
+        return _summarize_chats(config)
     data = read_task_data(config, check_labels=False)
     data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
     check_positions(config)
@@ -244,9 +248,9 @@ def make_histogram(lengths: NDArray[np.int64], max_length: int) -> list[Bin]:
 def _summarize_texts(config: TrainConfig) -> DataSummary:
     """Return what `summarize` does, for --task text. An example is a piece of text of up to --max-length tokens."""
     prepared = read_prepared(str(prepare(config)))
-    corpus = scan_texts(config.train_file, config.text_columns, "--train-file")
-    other = config.validation_file
-    validation = scan_texts(other, config.text_columns, "--validation-file") if other else None
+    exact, other = config.causal, config.validation_file
+    corpus = scan_texts(config.train_file, config.text_columns, "--train-file", exact)
+    validation = scan_texts(other, config.text_columns, "--validation-file", exact) if other else None
     train_lines, duplicates = set[bytes](), Counter[str]()
     # Twice over the files, because lines of both splits take turns, and hashes, because the texts may not fit into
     # memory.
@@ -270,7 +274,38 @@ def _summarize_texts(config: TrainConfig) -> DataSummary:
         )
         for name, tokens in found.items()
     ]
-    return _complete(config, replace(TASKS["text"], texts=corpus.columns), splits)
+    return _complete(config, replace(find_task(config.task, exact), texts=corpus.columns), splits)
+
+
+def _summarize_chats(config: TrainConfig) -> DataSummary:
+    """Return what `summarize` does, for --task chat. An example is a conversation, cut to --max-length tokens."""
+    config = replace(config, pack=False)
+    prepared = read_prepared(str(prepare(config)))
+    chats, other = scan_chats(config.train_file, "--train-file"), config.validation_file
+    if other:
+        train, validation = chats.checksums, scan_chats(other, "--validation-file").checksums
+    else:
+        is_kept = choose_validation(chats, config.validation_split)
+        train, validation = chats.checksums[~is_kept], chats.checksums[is_kept]
+    train = train[: config.max_train_samples or None]
+    found = {
+        "training": (prepared.train, prepared.truncated, len(train) - len(np.unique(train))),
+        "validation": (prepared.validation[""], 0, int(np.isin(validation, train).sum())),
+    }
+    splits = [
+        Split(
+            name,
+            len(tokens),
+            {},
+            [],
+            replace(summarize_lengths(tokens.lengths, config.max_length), cut=cut),
+            prepared.unknown_share if name == "training" else 0.0,
+            duplicates,
+            0,
+        )
+        for name, (tokens, cut, duplicates) in found.items()
+    ]
+    return _complete(config, TASKS["chat"], splits)
 
 
 def _hash_lines(corpus: Corpus, config: TrainConfig, validation: Corpus | None) -> Iterator[tuple[str, bytes]]:
@@ -306,7 +341,7 @@ def find_problems(summary: DataSummary) -> list[str]:
     train, *others = summary.splits
     problems = []
     learned = [label for label, count in train.labels.items() if count]
-    if summary.kind not in (*SCORE_KINDS, *EMBEDDING_KINDS, "masked") and len(learned) < 2:
+    if summary.kind not in (*SCORE_KINDS, *EMBEDDING_KINDS, *TEXT_KINDS) and len(learned) < 2:
         which = f"only the class {_show(learned[0])}" if learned else "no class"
         problems.append(f"the training examples have {which}: give examples of at least two classes")
     if summary.unknown_labels:
@@ -318,7 +353,7 @@ def find_problems(summary: DataSummary) -> list[str]:
     for split in others:
         # A document that is searched for may well be one that the model has learned.
         if split.duplicates and summary.kind not in EMBEDDING_KINDS:
-            share = _percent(split.duplicates, split.examples) if summary.kind != "masked" else "some"
+            share = _percent(split.duplicates, split.examples) if summary.kind not in TEXT_KINDS else "some"
             problems.append(
                 f"{share} of the {split.name} examples are training examples, too, so that the metric is better than "
                 f"on new examples: remove them from one of the two"
@@ -347,6 +382,8 @@ _KINDS = {
     "tags": "a class for each word",
     "score": "a number per example (regression)",
     "masked": "masked tokens of texts",
+    "causal": "each next token of texts",
+    "chat": "the assistant's tokens in conversations",
     "pairs": "which texts belong together (embeddings)",
     "similarity": "how similar two texts are (embeddings)",
     "relevance": "how relevant a document is to a query",
@@ -382,15 +419,15 @@ def format_summary(summary: DataSummary) -> list[str]:
     rows.append(["tokens: median", *(f"{split.lengths.median:,.0f}" for split in summary.splits)])
     rows.append(["tokens: 95 % up to", *(f"{split.lengths.percentile_95:,.0f}" for split in summary.splits)])
     rows.append(["tokens: longest", *(f"{split.lengths.longest:,}" for split in summary.splits)])
-    if summary.kind != "masked":
+    if summary.kind not in TEXT_KINDS:
         counts = [sum(one.examples for one in split.lengths.histogram) for split in summary.splits]
         cut = [_count(split.lengths.cut, count) for split, count in zip(summary.splits, counts)]
         rows.append([f"cut at --max-length {summary.max_length}", *cut])
     unknown = [f"{100 * split.unknown_share:.2f} %" for split in summary.splits]
     rows.append(["unknown tokens", *unknown])
-    repeats = "duplicate lines" if summary.kind == "masked" else "duplicates"
+    repeats = "duplicate lines" if summary.kind in ("masked", "causal") else "duplicates"
     rows.append([f"{repeats} of training", *(f"{split.duplicates:,}" for split in summary.splits)])
-    if summary.kind not in ("masked", *EMBEDDING_KINDS):
+    if summary.kind not in (*TEXT_KINDS, *EMBEDDING_KINDS):
         rows.append(["  with another label", *(f"{split.contradictions:,}" for split in summary.splits)])
     lines += _align(rows)
     lines += ["", "lengths of the training examples in tokens", *_draw(train.lengths.histogram)]

@@ -196,6 +196,24 @@ def _read_json_rows(path: Path, option: str) -> Iterator[Row]:
             yield where, parse_json_cells(line, where)
 
 
+def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
+    """Yield (where a line is, such as `chat.jsonl, line 3`; its text) for each line of JSON lines files, without blank
+    lines.
+
+    Files may be compressed with gzip. `paths` are paths and patterns, separated by commas; `option` named them.
+
+    Raises CpuftError: a file is missing, cannot be read, is not UTF-8, or is one JSON array.
+    """
+    for name in split_paths(paths):
+        is_first = True
+        for number, line in enumerate(_read_lines(Path(name), option, "\n"), start=1):
+            if line.strip():
+                if is_first:
+                    _refuse_json_array(line, Path(name))
+                is_first = False
+                yield f"{name}, line {number}", line
+
+
 def _read_delimited_rows(path: Path, option: str, delimiter: str, columns: list[str]) -> Iterator[Row]:
     rows = _split_cells(path, option, delimiter)
     next(rows, None)  # the header

@@ -1,7 +1,7 @@
 """Texts of the user's own, packed as tokens into examples of one length, on disk: neither has to fit into memory.
 
 Texts are read in pieces: a piece is a line of a text file, or a row of JSON lines. A document is a text file, or a row
-of JSON lines. Blank lines are ignored.
+of JSON lines. Blank lines are ignored, unless the texts are for a decoder.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ _BLOCK_PIECES = 64
 context."""
 _PIECES_AT_ONCE = 256
 """Number of pieces that are tokenised together."""
+_JOINED_CHARACTERS = 1 << 16
+"""Largest number of characters of pieces that are joined before they are tokenised."""
 _BUFFERED_TOKENS = 1 << 16
 """Number of tokens that are collected before they are written as examples."""
 
@@ -56,9 +58,11 @@ class Corpus:
     """Number of pieces: lines of text files and rows of JSON lines, without blank lines."""
     checksum: str
     """SHA-256 of all pieces and of each file's kind, 64 hexadecimal digits."""
+    exact: bool = False
+    """Whether pieces are lines as they are, with indentation and line ends, and blank lines are pieces, too."""
 
 
-def scan_texts(paths: str, columns: str, option: str) -> Corpus:
+def scan_texts(paths: str, columns: str, option: str, exact: bool = False) -> Corpus:
     """Read all texts once, to check and count them and to take their checksum.
 
     Parameters
@@ -69,21 +73,23 @@ def scan_texts(paths: str, columns: str, option: str) -> Corpus:
     columns: names of the columns of JSON lines, separated by commas, whose texts are joined by spaces; empty for the
         column `text`.
     option: the option that names the paths, for messages.
+    exact: keep indentation, line ends and blank lines, which a decoder learns as well.
 
     Raises CpuftError: a file is missing or cannot be read, a folder has no such files, all files are empty, or a line
     is not UTF-8, has a null byte, is longer than 8 MB, is no JSON object or lacks a column; the message names the line.
     """
     files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
     names = tuple(name.strip() for name in columns.split(",")) if columns else ("text",)
-    digest, pieces = hashlib.sha256(), 0
+    digest, pieces, has_text = hashlib.sha256(), 0, False
     for path in files:
         digest.update(b"json\n" if path.suffix in _JSON_SUFFIXES else b"text\n")
-        for text in _list_texts(path, names, option):
+        for text in _list_texts(path, names, option, exact):
             digest.update(text.encode() + b"\n")
             pieces += 1
-    if not pieces:
+            has_text = has_text or bool(text.strip())
+    if not has_text:
         raise CpuftError(f"{paths} holds no text: give files of text, or of JSON lines, with {option}")
-    return Corpus(files, names, pieces, digest.hexdigest())
+    return Corpus(files, names, pieces, digest.hexdigest(), exact)
 
 
 def _find_files(path: Path, option: str) -> list[Path]:
@@ -99,7 +105,7 @@ def _find_files(path: Path, option: str) -> list[Path]:
     return found
 
 
-def _list_texts(path: Path, columns: tuple[str, ...], option: str) -> Iterator[str]:
+def _list_texts(path: Path, columns: tuple[str, ...], option: str, exact: bool) -> Iterator[str]:
     number = 0
     try:
         with path.open("rb") as file:
@@ -111,8 +117,10 @@ def _list_texts(path: Path, columns: tuple[str, ...], option: str) -> Iterator[s
                     )
                 if b"\0" in line:
                     raise CpuftError(f"{path}, line {number} has a null byte, so that it is not text: give other files")
-                if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
-                    yield _join_cells(text, columns, path, number) if path.suffix in _JSON_SUFFIXES else text
+                whole = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                text, is_json = whole.strip(), path.suffix in _JSON_SUFFIXES
+                if text or (exact and not is_json):
+                    yield _join_cells(text, columns, path, number) if is_json else whole if exact else text
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}: check {option}") from None
     except OSError as error:
@@ -135,12 +143,13 @@ def _join_cells(line: str, columns: tuple[str, ...], path: Path, number: int) ->
 def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
     """Read the files of a corpus again; yield the text of each piece, and whether it begins a document.
 
-    Texts have no spaces at their ends. The first piece of a text file and each row of JSON lines begin a document.
+    Texts have no spaces at their ends, unless the corpus is exact. The first piece of a text file and each row of JSON
+    lines begin a document.
 
     Raises CpuftError: a file has vanished, cannot be read, or has a line that is not valid text or JSON any more.
     """
     for path in corpus.files:
-        for number, text in enumerate(_list_texts(path, corpus.columns, "--train-file")):
+        for number, text in enumerate(_list_texts(path, corpus.columns, "--train-file", corpus.exact)):
             yield text, not number or path.suffix in _JSON_SUFFIXES
 
 
@@ -163,45 +172,79 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
         yield from ((True, text, begins) for text, begins in list_pieces(validation))
 
 
+def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Join each piece with those that continue it, up to 64 pieces or 65,536 characters together.
+
+    A tokenizer then sees line ends within a text, as it does where the model is used.
+    """
+    parts: list[str] = []
+    size, validates, begins = 0, False, False
+    for its_split, text, its_begin in pieces:
+        is_full = len(parts) == _BLOCK_PIECES or size + len(text) > _JOINED_CHARACTERS
+        if parts and (its_split != validates or its_begin or is_full):
+            yield validates, "".join(parts), begins
+            parts, size = [], 0
+        if not parts:
+            validates, begins = its_split, its_begin
+        parts.append(text)
+        size += len(text)
+    if parts:
+        yield validates, "".join(parts), begins
+
+
 class Packer:
     """Writes tokens to a file as examples of one length.
 
-    An example has the first token ([CLS]), as many tokens as fit, and the last token ([SEP]). Only the last example may
-    be shorter.
+    An example has the tokens of the prefix ([CLS]), as many tokens as fit, and those of the suffix ([SEP]). Only the
+    last example may be shorter.
 
     Parameters
     ----------
     path: the file, int32 without a header; it is created, or emptied if it exists.
-    length: tokens of an example with [CLS] and [SEP], at least 3.
-    begin, end: ids of [CLS] and [SEP].
+    length: tokens of an example with prefix and suffix, at least one more than these have.
+    prefix, suffix: token ids at the begin and the end of each example.
+    separator: token ids between two documents.
+    begin, end: token ids before the first document and after the last one.
     """
 
-    def __init__(self, path: Path, length: int, begin: int, end: int) -> None:
-        self.length, self.begin, self.end = length, begin, end
-        self._buffer: list[int] = []
-        self._examples, self._begins = 0, False
+    def __init__(
+        self,
+        path: Path,
+        length: int,
+        prefix: Sequence[int],
+        suffix: Sequence[int],
+        separator: Sequence[int],
+        begin: Sequence[int] = (),
+        end: Sequence[int] = (),
+    ) -> None:
+        self.prefix, self.suffix, self.separator, self.end = prefix, suffix, separator, end
+        self.length = length
+        self._room = length - len(prefix) - len(suffix)
+        self._buffer: list[int] = list(begin)
+        self._is_empty, self._begins = True, False
         self._file = path.open("w+b")
 
     def add(self, tokens: list[int], begins: bool) -> None:
-        """Append the tokens of a piece, behind a [SEP] if it `begins` a document or otherwise continues nothing.
+        """Append the tokens of a piece, behind a separator if it `begins` a document or otherwise continues nothing.
 
-        The very first piece gets no [SEP]. For an empty piece that begins a document, the next one gets it. Tokens are
-        written to the file some 65,000 at a time.
+        The very first piece gets no separator. For an empty piece that begins a document, the next one gets it. Tokens
+        are written to the file some 65,000 at a time.
         """
         self._begins = begins or self._begins
         if tokens and self._begins:
-            self._buffer += [self.end] * bool(self._buffer or self._examples)
+            self._buffer += [] if self._is_empty else self.separator
             self._begins = False
+        self._is_empty = self._is_empty and not tokens
         self._buffer += tokens
         if len(self._buffer) >= _BUFFERED_TOKENS:
             self._write()
 
     def _write(self) -> None:
-        count = len(self._buffer) // (self.length - 2)
-        full = np.asarray(self._buffer[: count * (self.length - 2)], np.int32).reshape(count, self.length - 2)
-        self._file.write(np.pad(full, ((0, 0), (1, 1)), constant_values=(self.begin, self.end)).tobytes())
+        count = len(self._buffer) // self._room
+        full = np.asarray(self._buffer[: count * self._room], np.int32).reshape(count, self._room)
+        first, last = (np.tile(np.asarray(one, np.int32), (count, 1)) for one in (self.prefix, self.suffix))
+        self._file.write(np.concatenate([first, full, last], 1).tobytes())
         del self._buffer[: full.size]
-        self._examples += count
 
     def finish(self, max_examples: int = 0) -> Packed:
         """Write the tokens that are left as a last, possibly shorter example, close the file and return its content.
@@ -216,10 +259,11 @@ class Packer:
         than examples: example i is ids[offsets[i] : offsets[i + 1]]. Without any tokens, ids are empty and offsets are
         [0].
         """
+        self._buffer = [] if self._is_empty else [*self._buffer, *self.end]
         self._write()
         with self._file as file:
             if self._buffer:
-                file.write(np.asarray([self.begin, *self._buffer, self.end], np.int32).tobytes())
+                file.write(np.asarray([*self.prefix, *self._buffer, *self.suffix], np.int32).tobytes())
             size = file.tell() // 4
             ids = np.memmap(file, np.int32, "r") if size else np.zeros(0, np.int32)
         offsets = np.append(np.arange(0, size, self.length), size).astype(np.int64)[
@@ -239,6 +283,15 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
         ids = tokenizer([text for _, text, _ in batch], verbose=False, **without)["input_ids"]
         for (validates, _, begins), tokens in zip(batch, ids, strict=True):
             packers[validates].add(tokens, begins)
+
+
+def find_document_marks(tokenizer: Any) -> tuple[list[int], int | None]:
+    """Return the ids of the tokens that a decoder's tokenizer puts before a text, and the id that ends a text.
+
+    The second one is None if the tokenizer has no such token.
+    """
+    end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
+    return [one for one in tokenizer("")["input_ids"] if one != end], end
 
 
 def classify_tokens(tokenizer: Any) -> NDArray[np.int8]:

@@ -40,9 +40,9 @@ def get_tokenizer_name(config: TrainConfig) -> str:
 def may_mismatch_model(config: TrainConfig) -> bool:
     """Return whether the tokenizer may have more tokens than the model embeds.
 
-    True with --tokenizer, with --from-config and for --task text; otherwise the tokenizer is the model's own.
+    True with --tokenizer, with --from-config and for --task text and chat; otherwise the tokenizer is the model's own.
     """
-    return bool(config.tokenizer or config.from_config) or config.task == "text"
+    return bool(config.tokenizer or config.from_config) or config.task in ("text", "chat")
 
 
 def digest_tokenizer(config: TrainConfig) -> bytes:

@@ -25,8 +25,8 @@ class Batch:
 
     inputs: dict[str, torch.Tensor]
     """Keyword arguments of the model's forward pass: input_ids, attention_mask (1 for tokens, 0 for padding) and, if
-    the model takes them, token_type_ids; int64, shape (examples, length). Masked language modelling adds `places`
-    and may leave out attention_mask."""
+    the model takes them, token_type_ids; int64, shape (examples, length). Objectives that predict tokens add
+    `places`, and `targets` if the model computes the losses, and may leave out attention_mask."""
     labels: torch.Tensor
     """What the model's outputs are compared with, of the objective's `label_type`; shape (examples, ...)."""
     tokens: int

@@ -159,13 +159,27 @@ class MaskedLanguageModelling(TokenClassification):
             (examples, 3).
         tokens: without effect.
         """
-        sums = predictions.sum(0, dtype=np.float64)
-        loss, right = sums[:2] / max(1.0, sums[2])
-        return {"perplexity": math.exp(min(loss, 700.0)), "masked_accuracy": float(right)}
+        perplexity, accuracy = compute_perplexity(predictions)
+        return {"perplexity": perplexity, "masked_accuracy": accuracy}
 
     def list_token_ids(self, tokens: Tokens, examples: Indices) -> torch.Tensor:
         """Return all token ids of the vocabulary, int64: any of them may replace another one."""
         return torch.arange(len(self.kinds))
+
+
+def compute_perplexity(predictions: Predictions) -> tuple[float, float]:
+    """Return e to the mean loss over all tokens to predict, at most e**700, and the share of right predictions.
+
+    Without such tokens, they are 1 and 0.
+
+    Parameters
+    ----------
+    predictions: for each example the sum of its losses, of right predictions, and of tokens to predict; shape
+        (examples, 3).
+    """
+    sums = predictions.sum(0, dtype=np.float64)
+    loss, right = sums[:2] / max(1.0, sums[2])
+    return math.exp(min(loss, 700.0)), float(right)
 
 
 def _predict_masked(model: torch.nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

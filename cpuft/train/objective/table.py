@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import Prepared
+from cpuft.train.data.chat import read_chat_template
 from cpuft.train.data.recipe import find_class_weights, parse_dimensions
 from cpuft.train.embedding_form import choose_form
 from cpuft.train.objective.base import Objective
@@ -18,6 +19,7 @@ from cpuft.train.objective.labels import (
     TokenClassification,
 )
 from cpuft.train.objective.masked_lm import MaskedLanguageModelling
+from cpuft.train.objective.next_token import CausalLanguageModelling, Chat
 from cpuft.train.objective.relevance import Relevance, read_activation
 
 OBJECTIVES: dict[str, type[Objective]] = {
@@ -26,6 +28,8 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "labels": MultiLabelClassification,
     "tags": TokenClassification,
     "masked": MaskedLanguageModelling,
+    "causal": CausalLanguageModelling,
+    "chat": Chat,
     "pairs": Pairs,
     "similarity": ScoredPairs,
     "relevance": Relevance,
@@ -43,6 +47,8 @@ def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
     shared = (prepared.labels, prepared.metrics, prepared.pad_id, padded_length, prepared.vocab_size)
     if objective is MaskedLanguageModelling:
         return objective(*shared, kinds=prepared.token_kinds, mask_id=prepared.mask_id, config=config)
+    if objective is Chat:
+        return Chat(*shared, template=read_chat_template(config.chat_template) if config.chat_template else "")
     if objective is Pairs:
         form = choose_form(config)
         usual = 0.05 if form.similarity == "cosine" else 1.0

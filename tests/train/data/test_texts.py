@@ -24,6 +24,7 @@ from cpuft.train.data.texts import (
     Packer,
     Piece,
     classify_tokens,
+    join_pieces,
     list_pieces,
     pack,
     scan_texts,
@@ -110,6 +111,51 @@ def test_a_line_may_be_as_long_as_it_is_said() -> None:
     assert scan_texts("a.txt", "", "-").pieces == 1
 
 
+def test_a_decoder_gets_lines_as_they_are() -> None:
+    write(a_txt="\ufeffif x:\n\n    y  \nz", b_jsonl='{"text": " a\\nb "}\n\n')
+    corpus = scan_texts("a.txt,b.jsonl", "", "-", exact=True)
+    assert list(list_pieces(corpus)) == [
+        ("if x:\n", True),
+        ("\n", False),
+        ("    y  \n", False),
+        ("z", False),
+        (" a\nb ", True),
+    ]
+    assert corpus.pieces == 5
+    assert corpus.checksum != scan_texts("a.txt,b.jsonl", "", "-").checksum
+    write(a_txt=" \n\n")
+    with pytest.raises(CpuftError, match=r"a\.txt holds no text"):
+        scan_texts("a.txt", "", "-", exact=True)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.text("ab\n", max_size=9), st.booleans()), max_size=200))
+def test_pieces_that_continue_each_other_are_joined(pieces: list[Piece]) -> None:
+    joined = list(join_pieces(pieces))
+    for part in (False, True):
+        assert "".join(text for held, text, _ in joined if held == part) == "".join(
+            text for held, text, _ in pieces if held == part
+        )
+    starts = [begins or number == 0 or pieces[number - 1][0] != held for number, (held, _, begins) in enumerate(pieces)]
+    assert len(joined) >= sum(starts)
+    assert sum(begins for _, _, begins in joined) == sum(begins for _, _, begins in pieces)
+    longest = max((len(list(group)) for group in split_at(starts)), default=0)
+    assert (len(joined) == sum(starts)) == (longest <= 64)
+
+
+def split_at(starts: list[bool]) -> list[list[bool]]:
+    """The runs of pieces that continue each other."""
+    runs: list[list[bool]] = []
+    for start in starts:
+        runs += [[]] if start else []
+        runs[-1].append(start)
+    return runs
+
+
+def test_very_long_lines_are_not_joined() -> None:
+    lines = [(False, "a" * 60_000, number == 0) for number in range(3)]
+    assert list(join_pieces(lines)) == lines
+
+
 def parts_of(corpus: Corpus, share: float) -> list[bool]:
     return [held for held, _, _ in split_texts(corpus, share, None)]
 
@@ -185,7 +231,7 @@ def cut(texts: list[str], **options: Any) -> dict[str, list[list[int]]]:
 def pack_rows(pieces: list[Piece], length: int, most: int = 0) -> list[list[list[int]]]:
     """The rows of both parts."""
     with tempfile.TemporaryDirectory() as folder:
-        packers = [Packer(Path(folder, name), length, BEGIN, END) for name in "ab"]
+        packers = [Packer(Path(folder, name), length, [BEGIN], [END], [END]) for name in "ab"]
         pack(pieces, cut, packers)
         packed = [packers[0].finish(most), packers[1].finish()]
         return [[ids[start:end].tolist() for start, end in pairwise(offsets)] for ids, offsets in packed]

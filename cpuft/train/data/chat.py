@@ -1,0 +1,414 @@
+"""Conversations of the user's own, as a tokenizer's chat template renders them, with a mask of the assistant's tokens.
+
+A conversation is a line of JSON lines with `messages`, a list of {role, content}. The loss is computed on the tokens of
+the assistant only. If the template marks them ({% generation %}), they are these. Otherwise they are found by comparing
+what the template makes of the messages before an answer, where the assistant would begin, with what it makes of the
+messages up to that answer.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cpuft.errors import CpuftError, counted
+from cpuft.serialization import load, parse_json
+from cpuft.train.data.archive import EMPTY, Tokens
+from cpuft.train.data.tables import list_json_lines, read_text
+
+ROLES = ("system", "user", "assistant", "tool")
+"""Roles that messages may have."""
+_ASSISTANT = "assistant"
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+"""How a template marks what the assistant says."""
+_FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+_CONVERSATIONS_AT_ONCE = 256
+"""Number of conversations that are tokenised together."""
+
+Message = dict[str, Any]
+Conversation = tuple[str, list[Message]]
+"""Where a conversation is (`chat.jsonl, line 3`), and its messages."""
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Files of conversations that `scan_chats` has read once."""
+
+    paths: str
+    """Paths and patterns, separated by commas."""
+    option: str
+    """The option that named them."""
+    checksums: NDArray[np.uint64]
+    """A checksum of each conversation, in their order."""
+
+    @property
+    def checksum(self) -> str:
+        """Checksum of all conversations, 64 hexadecimal digits."""
+        return hashlib.sha256(self.checksums.tobytes()).hexdigest()
+
+    def list_conversations(self, chosen: NDArray[np.bool_]) -> Iterator[Conversation]:
+        """Read the files again, and yield the conversations for which `chosen` is true, in their order.
+
+        Raises CpuftError: a file has vanished, or has lines that are no conversations any more.
+        """
+        for is_chosen, (where, line) in zip(chosen, list_json_lines(self.paths, self.option)):
+            if is_chosen:
+                yield where, parse_conversation(line, where)
+
+
+def scan_chats(paths: str, option: str) -> Chats:
+    """Read all conversations once, to check them and to take their checksums.
+
+    Parameters
+    ----------
+    paths: JSON lines files, also compressed with gzip: paths and patterns, separated by commas.
+    option: the option that names them, for messages.
+
+    Raises CpuftError: a file cannot be read, holds no lines, or a line is no conversation.
+    """
+    checksums = []
+    for where, line in list_json_lines(paths, option):
+        content = json.dumps(parse_conversation(line, where), sort_keys=True).encode()
+        checksums.append(int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little"))
+    if not checksums:
+        raise CpuftError(f"{paths} holds no conversations: give JSON lines of the form {_FORM} with {option}")
+    return Chats(paths, option, np.asarray(checksums, np.uint64))
+
+
+def parse_conversation(line: str, where: str) -> list[Message]:
+    """Return what `parse_messages` does, for training.
+
+    Raises CpuftError: as `parse_messages`; or none of the messages, or the first one, is the assistant's.
+    """
+    messages = parse_messages(line, where)
+    if all(message["role"] != _ASSISTANT for message in messages):
+        raise CpuftError(
+            f"{where} has no message with the role assistant, from which a model could learn: add one, or remove that "
+            f"line"
+        )
+    if messages[0]["role"] == _ASSISTANT:
+        raise CpuftError(f"{where} begins with an answer: put what it answers before it, or remove that line")
+    return messages
+
+
+def parse_messages(line: str, where: str) -> list[Message]:
+    """Return the messages of a line of JSON: dicts with a role of ROLES and a content, both texts, and other entries.
+
+    Parameters
+    ----------
+    where: the file and the line, for messages.
+
+    Raises CpuftError: the line is no JSON object with such messages.
+    """
+    try:
+        messages = load(list[dict[str, Any]], load(dict[str, Any], parse_json(line)).get("messages"), "messages")
+        for message in messages:
+            load(str, message.get("role"), "a role")
+            load(str, message.get("content"), "a content")
+    except ValueError as error:
+        raise CpuftError(f"{where} is no conversation ({error}): write {_FORM}") from None
+    for message in messages:
+        if message["role"] not in ROLES:
+            raise CpuftError(
+                f"{where} has a message with the unknown role {message['role']!r:.60}: write one of {', '.join(ROLES)}"
+            )
+    return messages
+
+
+def choose_validation(chats: Chats, share: float) -> NDArray[np.bool_]:
+    """Return which conversations are kept for validation: those with the smallest checksums; shape (conversations,).
+
+    They depend on the conversations only, not on their order. Equal conversations stay together.
+
+    Parameters
+    ----------
+    share: of the different conversations for validation; at least one is taken.
+
+    Raises CpuftError: there are fewer than two different conversations.
+    """
+    different = np.unique(chats.checksums)
+    if len(different) < 2:
+        raise CpuftError(
+            f"{chats.paths} has {counted(len(different), 'different conversation')}, too few to take some for "
+            f"validation: give more, or others with --validation-file"
+        )
+    count = min(len(different) - 1, max(1, round(share * len(different))))
+    chosen: NDArray[np.bool_] = chats.checksums <= different[count - 1]
+    return chosen
+
+
+def set_chat_template(tokenizer: Any, path: str, name: str) -> None:
+    """Give a tokenizer the chat template in a file; without a path, check that it has one.
+
+    Parameters
+    ----------
+    name: of the tokenizer, for the message.
+
+    Raises CpuftError: the file cannot be read or is no template, or the tokenizer has no template and there is no file.
+    """
+    if path:
+        tokenizer.chat_template = read_chat_template(path)
+    try:
+        template = tokenizer.get_chat_template()
+    except ValueError:
+        template = ""
+    if not template:
+        raise CpuftError(
+            f"the tokenizer of {name} has no chat template: give a file with a jinja template by --chat-template, or a "
+            f"model that was made for chats, whose tokenizer has one"
+        )
+
+
+def read_chat_template(path: str) -> str:
+    """Return the text of the file of --chat-template. Raises CpuftError: it cannot be read, or is no jinja template."""
+    import jinja2  # torch needs it anyway
+
+    text = read_text(Path(path), "--chat-template")
+    try:
+        # What transformers adds to the language would be an unknown tag here.
+        jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(
+            re.sub(r"\{%-?\s*(end)?generation\s*-?%\}", "", text)
+        )
+    except (jinja2.TemplateError, RecursionError) as error:
+        raise CpuftError(
+            f"{path} is no jinja template ({error}): correct it, or give another --chat-template"
+        ) from None
+    return text
+
+
+def find_end_of_turn(tokenizer: Any) -> int | None:
+    """Return the id of the special token that ends an answer in the chat template; None if there is none."""
+    asked = [{"role": "user", "content": "a"}]
+    try:
+        before = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+        after = tokenizer.apply_chat_template([*asked, {"role": _ASSISTANT, "content": "b"}], tokenize=False)
+    except Exception:  # templates raise errors of their own, and of jinja
+        return None
+    answer = tokenizer(after.removeprefix(before), add_special_tokens=False)["input_ids"]
+    special = {*tokenizer.all_special_ids}
+    special |= {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    return next((int(one) for one in answer if one in special), None) if after.startswith(before) else None
+
+
+@dataclass
+class Encoded:
+    """The tokens of conversations, each cut to one length at the end of an answer."""
+
+    ids: list[NDArray[np.int32]] = field(default_factory=list)
+    """Token ids of each example."""
+    masks: list[NDArray[np.int8]] = field(default_factory=list)
+    """1 for the assistant's tokens, else 0; never 1 for the first token, before which there is nothing."""
+    conversations: int = 0
+    """Number of conversations."""
+    divided: int = 0
+    """Number of conversations of which each answer is an example of its own."""
+    cut: int = 0
+    """Number of conversations whose last messages do not fit."""
+    left_out: int = 0
+    """Number of conversations whose first answer does not fit."""
+
+
+def encode_chats(conversations: Iterable[Conversation], tokenizer: Any, max_length: int) -> Encoded:
+    """Tokenise conversations as the tokenizer's chat template renders them.
+
+    What follows the last answer of a conversation is dropped. A template may render earlier answers in another way than
+    the last one: Qwen3's drops their thoughts. Then each answer is an example of its own, after the messages before it,
+    as the model sees them where it is used.
+
+    Parameters
+    ----------
+    max_length: largest number of tokens of an example. A longer one is cut at the end of its last answer that fits; if
+        none fits, it is left out.
+
+    Raises CpuftError: the template refuses a conversation, or what it makes before an answer is not the begin of what
+        it makes with the answer; or the tokenizer does not tell from which characters a token is.
+    """
+    if not tokenizer.is_fast:
+        raise CpuftError(
+            "this model's tokenizer does not tell from which characters a token is, which --task chat needs: give "
+            "another --model, or a fast --tokenizer"
+        )
+    found, remaining = Encoded(), iter(conversations)
+    is_marked = bool(_MARKS.search(tokenizer.get_chat_template()))
+    while batch := list(islice(remaining, _CONVERSATIONS_AT_ONCE)):
+        encode = _encode_marked if is_marked else _encode_rendered
+        for examples in encode([(where, _drop_end(messages)) for where, messages in batch], tokenizer):
+            parts = [_cut(ids, mask, max_length) for ids, mask in examples]
+            kept = [part for part in parts if part is not None]
+            found.conversations += 1
+            found.divided += len(examples) > 1
+            found.left_out += not kept
+            # Of examples with an answer each, the longer ones may not fit.
+            is_cut = any(part is None or len(part[0]) < len(ids) for part, (ids, _) in zip(parts, examples))
+            found.cut += bool(kept) and is_cut
+            found.ids += [ids for ids, _ in kept]
+            found.masks += [mask for _, mask in kept]
+    return found
+
+
+_Example = tuple[NDArray[np.int32], NDArray[np.int8]]
+
+
+def _drop_end(messages: list[Message]) -> list[Message]:
+    """Return the messages up to the last answer."""
+    last = max(number for number, message in enumerate(messages) if message["role"] == _ASSISTANT)
+    return messages[: last + 1]
+
+
+def _encode_marked(batch: Sequence[Conversation], tokenizer: Any) -> Iterator[list[_Example]]:
+    """Yield the example of each conversation, by a template that marks the assistant's tokens."""
+    for where, messages in batch:
+        found = _render(tokenizer, messages, where, return_dict=True, return_assistant_tokens_mask=True)
+        mask = np.asarray(found["assistant_masks"], np.int8)
+        if not mask.any():
+            raise CpuftError(
+                f"{where}: the chat template marks nothing that the assistant says: correct it, or give another one "
+                f"with --chat-template"
+            )
+        yield [(np.asarray(found["input_ids"], np.int32), mask)]
+
+
+def _encode_rendered(batch: Sequence[Conversation], tokenizer: Any) -> Iterator[list[_Example]]:
+    """Yield the examples of each conversation, by a template that does not mark the assistant's tokens."""
+    rendered = [_find_answers(tokenizer, messages, where) for where, messages in batch]
+    texts = [text for parts in rendered for text, _ in parts]
+    encoded = tokenizer(texts, add_special_tokens=False, return_offsets_mapping=True, return_attention_mask=False)
+    tokens = iter(zip(encoded["input_ids"], encoded["offset_mapping"], strict=True))
+    for parts in rendered:
+        examples = []
+        for _, spans in parts:
+            ids, offsets = next(tokens)
+            starts, mask = np.asarray(offsets, np.int64).reshape(-1, 2)[:, 0], np.zeros(len(ids), np.int8)
+            for begin, end in spans:
+                mask[(begin <= starts) & (starts < end)] = 1
+            examples.append((np.asarray(ids, np.int32), mask))
+        yield examples
+
+
+def _find_answers(tokenizer: Any, messages: list[Message], where: str) -> list[tuple[str, list[tuple[int, int]]]]:
+    """Return texts, each with the places of the assistant's characters in it.
+
+    It is one text for the whole conversation, or one for each answer if the template renders earlier ones in another
+    way.
+    """
+    parts: list[tuple[str, list[tuple[int, int]]]] = []
+    for number, message in enumerate(messages):
+        if message["role"] != _ASSISTANT:
+            continue
+        before = _render(tokenizer, messages[:number], where, tokenize=False, add_generation_prompt=True)
+        after = _render(tokenizer, messages[: number + 1], where, tokenize=False)
+        if not after.startswith(before):
+            raise CpuftError(
+                f"{where}: the chat template does not render an answer behind what it renders to ask for it, so that "
+                f"cpuft cannot tell what the assistant says: mark that with {{% generation %}} in a copy of the "
+                f"template, and give it with --chat-template"
+            )
+        span = (len(before), len(after))
+        if parts and before.startswith(parts[-1][0]):
+            parts[-1] = (after, [*parts[-1][1], span])
+        else:
+            parts.append((after, [span]))
+    return parts
+
+
+def _render(tokenizer: Any, messages: list[Message], where: str, **options: Any) -> Any:
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # templates raise errors of their own, and of jinja
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise CpuftError(
+            f"{where}: the chat template refuses the conversation ({reason}): correct that line, or give another "
+            f"template with --chat-template"
+        ) from None
+
+
+def _cut(ids: NDArray[np.int32], mask: NDArray[np.int8], max_length: int) -> _Example | None:
+    """Return an example cut at the end of its last answer that fits; None if none does."""
+    mask[:1] = 0
+    if len(ids) > max_length:
+        ends = np.flatnonzero(np.diff(np.append(mask, 0)) == -1) + 1
+        fitting = ends[ends <= max_length]
+        length = int(fitting[-1]) if len(fitting) else 0
+        ids, mask = ids[:length], mask[:length]
+    return (ids, mask) if mask.any() else None
+
+
+def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
+    """Return conversations as examples: each by itself, or packed into examples of up to `max_length` tokens.
+
+    The labels are the masks. Packed examples have types: 1 at the first token of each conversation, else 0.
+
+    Raises CpuftError: there are no conversations.
+    """
+    if not found.ids:
+        raise CpuftError(
+            f"in none of the conversations the first answer fits into --max-length {max_length}: give a larger "
+            f"--max-length, or shorter conversations"
+        )
+    lengths = [len(ids) for ids in found.ids]
+    groups = pack_lengths(lengths, max_length) if packs else [[number] for number in range(len(lengths))]
+    order = [number for group in groups for number in group]
+    sizes = [sum(lengths[number] for number in group) for group in groups]
+    types = EMPTY
+    if packs:
+        types = np.zeros(sum(lengths), np.int8)
+        types[np.cumsum([0, *(lengths[number] for number in order)])[:-1]] = 1
+    return Tokens(
+        np.concatenate([found.ids[number] for number in order]),
+        types,
+        np.cumsum([0, *sizes]).astype(np.int64),
+        np.concatenate([found.masks[number] for number in order]),
+    )
+
+
+def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
+    """Return groups of the numbers of lengths, whose sums are at most `room`: best fit, the longest first.
+
+    The groups are in the order of their smallest numbers, and so are the numbers in a group.
+
+    Raises ValueError: a length is larger than `room`.
+    """
+    groups: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # (room that is left, number of the group), in ascending order
+    for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
+        if lengths[number] > room:
+            raise ValueError(f"a length of {lengths[number]} is larger than {room}")
+        place = bisect.bisect_left(free, (lengths[number], -1))
+        left, group = free.pop(place) if place < len(free) else (room, len(groups))
+        if group == len(groups):
+            groups.append([])
+        groups[group].append(number)
+        bisect.insort(free, (left - lengths[number], group))
+    return sorted(sorted(group) for group in groups)
+
+
+def describe_chats(found: Encoded, tokens: Tokens, max_length: int) -> str:
+    """Return clauses on what became of conversations, separated by `; `.
+
+    For example `1,200 conversations, 12 cut at --max-length 512, 3 left out because their first answer does not fit;
+    packed into 301 examples`.
+    """
+    parts = [f"{found.conversations:,} conversation{'s' * (found.conversations != 1)}"]
+    if found.cut:
+        parts.append(f"{found.cut:,} cut at --max-length {max_length}")
+    if found.left_out:
+        parts.append(f"{found.left_out:,} left out because their first answer does not fit")
+    clauses = [", ".join(parts)]
+    if found.divided:
+        clauses.append(
+            f"each answer of {found.divided:,} of them is an example of its own, because the chat template renders "
+            f"earlier answers in another way"
+        )
+    if len(tokens.types):
+        clauses.append(f"packed into {len(tokens):,} example{'s' * (len(tokens) != 1)}")
+    return "; ".join(clauses)

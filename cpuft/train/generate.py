@@ -1,0 +1,265 @@
+"""What a run's decoder answers: `python -m cpuft.train.generate --run=...`, started by `cpuft predict`."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cpuft.config import PredictConfig, parse_arguments
+from cpuft.errors import CpuftError, counted
+from cpuft.files import write_atomically
+from cpuft.train.data.chat import Message, find_end_of_turn, parse_messages, set_chat_template
+from cpuft.train.data.tables import list_json_lines, read_tables
+from cpuft.train.data.texts import find_document_marks
+from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
+from cpuft.train.model import load_model
+from cpuft.train.predict import (
+    FinishedRun,
+    check_output,
+    choose_run_precision,
+    guard_formula,
+    read_finished_run,
+    write_table,
+)
+from cpuft.train.startup import resume_garbage_collection, run_as_process
+
+_PROMPT_COLUMNS = ("prompt", "text", "question", "instruction")
+"""Columns of prompts, where --text-columns names none."""
+_JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What a decoder is to answer or to continue."""
+
+    where: str
+    """Where it is: `prompts.csv, line 3`."""
+    text: str
+    """The text; of a conversation its messages as JSON."""
+    messages: list[Message]
+    """The messages of a conversation up to the last one that is not the assistant's; empty for a text to continue."""
+
+
+def generate(request: PredictConfig) -> None:
+    """Answer all prompts, write prompts and answers to a file, and print its name.
+
+    The speed is printed on standard error. No file is written before all prompts are answered.
+
+    Raises
+    ------
+    CpuftError
+        The run, the prompts or the output file do not allow it, or the model cannot be loaded.
+    OSError
+        The file cannot be written, for example because the disk is full.
+    """
+    run = read_finished_run(request.run)
+    path = Path(request.output or Path(request.run, "predictions.csv"))
+    _check_answers(path, request.overwrite)
+    prompts = read_prompts(request, run.task.kind == "chat")
+    tokenizer = load_tokenizer(str(run.model))
+    if run.task.kind == "chat":
+        set_chat_template(tokenizer, "", str(run.model))
+    encoded = encode_prompts(prompts, tokenizer)
+    answers = compute_answers(request, run, tokenizer, prompts, encoded)
+    if path.suffix in _JSON_SUFFIXES:
+        _write_json_lines(path, prompts, answers)
+    else:
+        write_table(path, _format_answers(prompts, answers))
+    print(f"predictions: {path}")
+
+
+def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
+    """Read the prompts of --file: JSON lines with messages, or a column of texts of any table.
+
+    A conversation that ends with an answer is read without it. For a chat, a text is the one message of a user.
+
+    Raises CpuftError: the file cannot be read or is empty, it has no column of prompts, or a prompt is empty.
+    """
+    if is_chat and not request.text_columns and (found := _read_conversations(Path(request.file))):
+        return found
+    table = read_tables(request.file, "--file")
+    wanted = [name.strip() for name in request.text_columns.split(",")] if request.text_columns else _PROMPT_COLUMNS
+    column = next((name for name in wanted if name in table.columns), "")
+    if not column or (request.text_columns and len(wanted) > 1):
+        has = ", ".join(table.columns)
+        raise CpuftError(
+            f"{request.file} has no column {' or '.join(wanted)} (its columns are {has}): name the column of the "
+            f"prompts with --text-columns"
+        )
+    prompts = []
+    for where, row in table.rows:
+        text = row.get(column, "")
+        if not isinstance(text, str) or not text.strip():
+            raise CpuftError(f"{where} has no text in {column!r}: correct or remove that line")
+        prompts.append(Prompt(where, text, [{"role": "user", "content": text}] if is_chat else []))
+    if not prompts:
+        raise CpuftError(f"{request.file} has no rows: give a file with at least one prompt")
+    return prompts
+
+
+def _read_conversations(path: Path) -> list[Prompt]:
+    """Return the conversations of JSON lines; nothing if the first line has no messages."""
+    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    prompts: list[Prompt] = []
+    if suffix not in _JSON_SUFFIXES:
+        return prompts
+    for where, line in list_json_lines(str(path), "--file"):
+        if not prompts and '"messages"' not in line:
+            return prompts
+        messages = parse_messages(line, where)
+        while messages and messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        if not messages:
+            raise CpuftError(f"{where} has no message to answer: correct or remove that line")
+        prompts.append(Prompt(where, json.dumps(messages, ensure_ascii=False), messages))
+    return prompts
+
+
+def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
+    """Return the token ids of each prompt: conversations by the chat template, up to where the assistant begins.
+
+    Texts to continue begin as documents did in the training.
+
+    Raises CpuftError: the template refuses a conversation, or a prompt has no tokens.
+    """
+    begin, _ = find_document_marks(tokenizer)
+    found = []
+    for prompt in prompts:
+        text, first = prompt.text, begin
+        if prompt.messages:
+            try:
+                text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
+            except Exception as error:  # templates raise errors of their own, and of jinja
+                reason = " ".join(str(error).split())[:200] or type(error).__name__
+                raise CpuftError(
+                    f"{prompt.where}: the chat template refuses the conversation ({reason}): correct that line"
+                ) from None
+            first = []
+        ids = [*first, *tokenizer(text, add_special_tokens=False)["input_ids"]]
+        if not ids:
+            raise CpuftError(f"{prompt.where}: the tokenizer makes no token of the prompt: correct or remove that line")
+        found.append(ids)
+    return found
+
+
+def compute_answers(
+    request: PredictConfig, run: FinishedRun, tokenizer: Any, prompts: Sequence[Prompt], encoded: Sequence[list[int]]
+) -> list[str]:
+    """Load the run's model, and return its answer to each prompt; print the speed on standard error.
+
+    Adapters are merged into their base model. With bf16, the whole model is in bf16.
+
+    Raises CpuftError: the model cannot be found or loaded, or a prompt and its answer exceed its positions.
+    """
+    # Imported here because it takes seconds, for which an error about bad input should not wait.
+    import torch
+
+    precision = choose_run_precision(run, request.precision)
+    config = replace(run.train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)
+    model = load_model(config, "AutoModelForCausalLM", {}, attention="auto").eval()
+    model.to(torch.bfloat16 if precision.name == "bf16" else torch.float32)
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0
+    for prompt, ids in zip(prompts, encoded, strict=True):
+        if 0 < positions < len(ids) + request.max_new_tokens:
+            raise CpuftError(
+                f"{prompt.where}: the prompt has {len(ids)} tokens and the answer up to {request.max_new_tokens}, and "
+                f"the model has {positions} positions: give a smaller --max-new-tokens, or a shorter prompt"
+            )
+    pad_id = choose_pad_id(config, tokenizer)
+    stops = find_stop_tokens(model, tokenizer, run.task.kind == "chat")
+    resume_garbage_collection()
+    start, size = time.perf_counter(), request.batch_size or run.train.eval_batch_size
+    order = sorted(range(len(encoded)), key=lambda number: len(encoded[number]))
+    answers, count = [""] * len(encoded), 0
+    torch.manual_seed(run.train.seed)
+    for first in range(0, len(order), size):
+        numbers = order[first : first + size]
+        made = generate_batch(model, [encoded[number] for number in numbers], pad_id, stops, request)
+        for number, ids in zip(numbers, made, strict=True):
+            answers[number] = tokenizer.decode(ids, skip_special_tokens=True)
+            count += len(ids)
+    seconds = time.perf_counter() - start
+    speed = f"{counted(len(answers), 'answer')}, {count:,} tokens, {count / seconds:.1f} tokens/s in {precision.name}"
+    print(speed, file=sys.stderr, flush=True)
+    return answers
+
+
+def find_stop_tokens(model: Any, tokenizer: Any, is_chat: bool) -> list[int]:
+    """Return the ids of the tokens that end an answer, in ascending order.
+
+    They are those of the model's generation settings, the tokenizer's end of text, and what ends an answer in the chat
+    template, which a model that was no chat model before does not name.
+    """
+    own = model.generation_config.eos_token_id
+    stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
+    if is_chat:
+        stops.add(find_end_of_turn(tokenizer))
+    return sorted(one for one in stops if one is not None)
+
+
+def generate_batch(
+    model: Any, prompts: Sequence[list[int]], pad_id: int, stops: list[int], request: PredictConfig
+) -> list[list[int]]:
+    """Return the tokens with which a model continues each prompt, without the token that ended an answer.
+
+    Prompts are padded at their left, so that all answers begin at the same position; the attention mask hides padding.
+    """
+    import torch
+
+    length = max(map(len, prompts))
+    ids = torch.full((len(prompts), length), pad_id)
+    for row, prompt in zip(ids, prompts):
+        row[length - len(prompt) :] = torch.tensor(prompt)
+    mask = torch.arange(length) >= length - torch.tensor([[len(prompt)] for prompt in prompts])
+    sampling = {"do_sample": True, "temperature": request.temperature} if request.temperature else {"do_sample": False}
+    with torch.inference_mode():
+        found = model.generate(
+            input_ids=ids,
+            attention_mask=mask.long(),
+            max_new_tokens=request.max_new_tokens,
+            pad_token_id=pad_id,
+            eos_token_id=stops or None,
+            **sampling,
+        )
+    rows = found[:, length:].tolist()
+    ends = [next((place for place, one in enumerate(row) if one in stops), len(row)) for row in rows]
+    return [row[:end] for row, end in zip(rows, ends)]
+
+
+def _format_answers(prompts: Sequence[Prompt], answers: Sequence[str]) -> Iterator[tuple[object, ...]]:
+    yield ("index", "prompt", "answer")
+    for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        yield (index, guard_formula(prompt.text), guard_formula(answer))
+
+
+def _write_json_lines(path: Path, prompts: Sequence[Prompt], answers: Sequence[str]) -> None:
+    with write_atomically(path) as beside, beside.open("w", encoding="utf-8") as file:
+        for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+            content = {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
+            file.write(json.dumps({"index": index, **content, "answer": answer}, ensure_ascii=False) + "\n")
+
+
+def _check_answers(path: Path, overwrite: bool) -> None:
+    """Check that answers may be written to `path`, as `check_output` does for predictions."""
+    if path.suffix in _JSON_SUFFIXES and path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as file:
+            begin = file.read(9)
+        if begin == '{"index":' and overwrite:
+            return
+        if begin == '{"index":':
+            raise CpuftError(f"{path} holds answers already: add --overwrite to replace them, or give another --output")
+    check_output(path, overwrite)
+
+
+def main() -> None:
+    """Answer prompts as the command line says; the exit code is that of `run_as_process`."""
+    run_as_process(lambda: generate(parse_arguments(PredictConfig, sys.argv[1:])))
+
+
+if __name__ == "__main__":
+    main()

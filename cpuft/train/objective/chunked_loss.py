@@ -1,0 +1,180 @@
+"""The cross entropy of a language model's next tokens, computed for a chunk of tokens at a time.
+
+The logits of a batch are one number for each token and each entry of the vocabulary: 2048 tokens of a vocabulary of
+150,000 take 1.2 GB, and their gradient as much again. Here the logits of a chunk, its losses and its gradients are
+computed together in the forward pass, and the logits are dropped. torch's own `linear_cross_entropy` does the same, but
+only from torch 2.13 on, without softcapping, and with one loss for all tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.functional import linear
+
+_CHUNK_LOGITS = 1 << 26
+"""Largest number of logits of a chunk, 268 MB in fp32. The gradient of the head's weight is read and written once for
+each chunk, so that much smaller chunks would be slower."""
+
+
+@dataclass(frozen=True)
+class HeadForm:
+    """What a decoder does with the product of its head to make logits."""
+
+    factor: float = 1.0
+    """Number by which the product is multiplied."""
+    softcap: float = 0.0
+    """With a positive number c, logits are c * tanh(x / c), as in Gemma 2 (Gemma Team 2024, section 2); 0: as they
+    are."""
+
+
+def compute_token_losses(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, form: HeadForm
+) -> torch.Tensor:
+    """Return the cross entropy of each token, fp32, shape (tokens,).
+
+    Gradients flow to `hidden`, `weight` and `bias`, if they require them. Products are computed in the type of autocast
+    if that is switched on, else in the type of `hidden`; softmax and losses always in fp32. Gradients are computed in
+    the forward pass. If the losses are not added up with the same factor for all tokens, backward computes them again.
+
+    Parameters
+    ----------
+    hidden: the last hidden state of each token, shape (tokens, hidden size).
+    weight, bias: of the head, shapes (vocabulary, hidden size) and (vocabulary,).
+    targets: the true next token of each token, int64, shape (tokens,).
+    """
+    function: Any = _ChunkedCrossEntropy  # torch has no types for functions of one's own
+    losses: torch.Tensor = function.apply(hidden, weight, bias, targets, form, torch.is_grad_enabled())
+    return losses
+
+
+@torch.no_grad()
+def predict_tokens(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, form: HeadForm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cross entropy of each token, fp32, and whether its target is the most likely one, bool.
+
+    Both have the shape (tokens,). The parameters are those of `compute_token_losses`.
+    """
+    head = _Head(hidden, weight, bias, form)
+    losses, is_right = torch.empty(len(hidden)), torch.empty(len(hidden), dtype=torch.bool)
+    for part in head.chunks:
+        logits, _ = head.compute_logits(part)
+        wanted = targets[part]
+        losses[part] = logits.logsumexp(-1) - logits.gather(1, wanted[:, None])[:, 0]
+        is_right[part] = logits.argmax(-1) == wanted
+    return losses, is_right
+
+
+class _Head:
+    """The head of a decoder, in the type of its products."""
+
+    def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: HeadForm) -> None:
+        # Converted here, once for all chunks, because autocast would convert the weight in each.
+        self.dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+        self.hidden, self.weight = hidden.to(self.dtype), weight.to(self.dtype)
+        self.bias = None if bias is None else bias.to(self.dtype)
+        self.form = form
+        size = max(1, _CHUNK_LOGITS // len(weight))
+        self.chunks = [slice(start, start + size) for start in range(0, len(hidden), size)]
+
+    def compute_logits(self, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the logits of a chunk in fp32, and with softcapping their derivative by the uncapped ones."""
+        with torch.autocast("cpu", enabled=False):
+            logits = linear(self.hidden[part], self.weight, self.bias).float()
+        if self.form.factor != 1:
+            logits *= self.form.factor
+        if not self.form.softcap:
+            return logits, None
+        logits.div_(self.form.softcap).tanh_()
+        slope = 1 - logits**2
+        return logits.mul_(self.form.softcap), slope
+
+
+@dataclass
+class _Gradients:
+    """Gradients of the sum of the losses; None for what needs none."""
+
+    hidden: torch.Tensor | None
+    weight: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+def _run_chunks(
+    head: _Head, targets: torch.Tensor, needed: tuple[bool, ...], factors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, _Gradients]:
+    """Return the loss of each token, and the gradients of their sum.
+
+    Parameters
+    ----------
+    needed: whether hidden states, weight and bias need gradients.
+    factors: of the tokens' losses in the sum, shape (tokens,); None: 1.
+    """
+    losses = torch.empty(len(head.hidden))
+    found = _Gradients(*(torch.zeros(0) if one else None for one in needed))
+    if found.hidden is not None:
+        found.hidden = torch.empty_like(head.hidden)
+    if found.weight is not None:
+        found.weight = torch.zeros(head.weight.shape)
+    if found.bias is not None:
+        found.bias = torch.zeros(len(head.weight))
+    for part in head.chunks:
+        logits, slope = head.compute_logits(part)
+        wanted = targets[part, None]
+        norm = logits.logsumexp(-1, keepdim=True)
+        losses[part] = (norm - logits.gather(1, wanted))[:, 0]
+        if not any(needed):
+            continue
+        gradient = logits.sub_(norm).exp_()  # softmax, in the memory of the logits
+        gradient.scatter_add_(1, wanted, torch.full(wanted.shape, -1.0))
+        if slope is not None:
+            gradient *= slope
+        if head.form.factor != 1:
+            gradient *= head.form.factor
+        if factors is not None:
+            gradient *= factors[part, None]
+        if found.bias is not None:
+            found.bias += gradient.sum(0)
+        gradient = gradient.to(head.dtype)
+        if found.hidden is not None:
+            torch.mm(gradient, head.weight, out=found.hidden[part])
+        if found.weight is not None and head.dtype == torch.float32:
+            found.weight.addmm_(gradient.T, head.hidden[part])
+        elif found.weight is not None:
+            found.weight += gradient.T @ head.hidden[part]
+    return losses, found
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Losses whose gradients are computed in the forward pass, for a sum in which all losses have the same factor."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, form: HeadForm, keeps: bool) -> Any:
+        """Return the losses. `keeps`: whether gradients are needed at all."""
+        needed = tuple(keeps and one for one in ctx.needs_input_grad[:3])
+        head = _Head(hidden, weight, bias, form)
+        with torch.autocast("cpu", enabled=False):
+            losses, ctx.gradients = _run_chunks(head, targets, needed)
+        ctx.form, ctx.needed, ctx.dtype = form, needed, head.dtype
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        return losses
+
+    @staticmethod
+    def backward(ctx: Any, *factors: Any) -> Any:
+        """Return the gradients, times the factor that all losses have; computed again if the factors differ."""
+        hidden, weight, bias, targets = ctx.saved_tensors
+        gradients, ctx.gradients = ctx.gradients, None
+        is_uniform = len(targets) == 0 or bool((factors[0] == factors[0][0]).all())
+        if gradients is None or not is_uniform:
+            with torch.autocast("cpu", ctx.dtype, enabled=ctx.dtype != torch.float32):
+                head = _Head(hidden, weight, bias, ctx.form)
+            with torch.autocast("cpu", enabled=False):
+                _, gradients = _run_chunks(head, targets, ctx.needed, factors[0])
+        elif len(targets):
+            for one in (gradients.hidden, gradients.weight, gradients.bias):
+                if one is not None:
+                    one.mul_(factors[0][0])
+        pairs = ((gradients.hidden, hidden), (gradients.weight, weight), (gradients.bias, bias))
+        return (*(None if one is None else one.to(like.dtype) for one, like in pairs), None, None, None)
