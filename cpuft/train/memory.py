@@ -53,7 +53,8 @@ class ModelShape:
     other_parameters: int
     """Number of all other parameters: embeddings, norms, and the pooler or head."""
     layers: int = 0
-    """Number of layers; 0 for a model that the fast path does not know, for which all other sizes are 0, too."""
+    """Number of layers, counted as often as the encoder runs them; 0 for a model that the fast path does not know, for
+    which all other sizes are 0, too."""
     hidden: int = 0
     """The hidden size."""
     inner: int = 0
@@ -103,14 +104,19 @@ def read_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape
         return found if type(found) is int and found > 0 else 0
 
     sizes = {name: size(*names) for name, names in SIZE_SETTINGS.items()}
-    if settings.get("model_type") not in {one.model_type for one in ARCHITECTURES} or not all(sizes.values()):
+    architecture = next((one for one in ARCHITECTURES if one.model_type == settings.get("model_type")), None)
+    if architecture is None or not all(sizes.values()):
         return None
     layers, hidden, inner, heads, vocab_size, positions = sizes.values()
-    linears = layers * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
+    different = layers
+    if architecture.shared_layers is not None:
+        groups, in_group = (size(name) or 1 for name in architecture.shared_layers.counts)
+        layers, different = layers * in_group, groups * in_group
+    linears = different * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
     width = size("embedding_size") or hidden
     embeddings = (vocab_size + positions + size("type_vocab_size") + 2) * width
-    # Norms; the pooler, or what a head has in its place; and ELECTRA's projection of narrow embeddings.
-    others = embeddings + layers * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
+    # Norms; the pooler, or what a head has in its place; and the projection of narrow embeddings (ELECTRA, ALBERT).
+    others = embeddings + different * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
     rate = next((settings[name] for name in ATTENTION_DROPOUT_SETTINGS if name in settings), 0.1)
     has_dropout = bool(rate if dropout < 0 else dropout)
     return ModelShape(linears, others, layers, hidden, inner, heads, has_dropout, vocab_size)

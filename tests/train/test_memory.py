@@ -89,7 +89,7 @@ def test_a_shape_has_as_many_parameters_as_its_model(kind: str) -> None:
 
 def test_an_unknown_architecture_has_no_shape() -> None:
     settings = {"model_type": "bert", "num_hidden_layers": 3, "type_vocab_size": 2, **SIZES}
-    assert read_shape(settings | {"model_type": "albert"}) is None
+    assert read_shape(settings | {"model_type": "gpt2"}) is None
     assert read_shape(settings | {"hidden_size": "many"}) is None
     assert read_shape({}) is None
 
@@ -315,7 +315,7 @@ def test_the_largest_batch_is_that_of_the_longest_rows() -> None:
     assert find_largest_batch(tokens, dataclasses.replace(config, batch_size=100), 1) == LargestBatch(8, 9, 39)
 
 
-@pytest.mark.parametrize("settings", ['{"model_type": "albert", "hidden_size": 64}', "{"])
+@pytest.mark.parametrize("settings", ['{"model_type": "gpt2", "hidden_size": 64}', "{"])
 def test_an_unknown_architecture_is_as_large_as_its_file(settings: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(settings)
     (tmp_path / "model.safetensors").write_bytes(bytes(4000))

@@ -49,8 +49,8 @@ def accelerate(
 
     Returns (model, optimizer), the same two objects, changed in place. Call this after the model is loaded and the
     optimizer is made, and before DistributedDataParallel or a trainer gets them. Encoders of BERT, RoBERTa,
-    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and MPNet get the fast layers, also inside of another module such as a
-    SentenceTransformer; in any other model only dropout modules change.
+    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet and ALBERT get the fast layers, also inside of another module
+    such as a SentenceTransformer; in any other model only dropout modules change.
     A model that has been accelerated before keeps its layers and precision, whatever the options; the optimizer is
     connected to its master weights. For the whole process, malloc keeps freed memory (see `keep_freed_memory`).
 
@@ -58,10 +58,11 @@ def accelerate(
     gradient clipping, gradient accumulation and learning rate schedulers; the probability of dropout, though not its
     random numbers.
 
-    What changes: gradients of the encoder's linear layers are bf16. Accumulation over many micro-batches and the
-    all-reduce of DistributedDataParallel round to 8 bits at each addition, with half the bytes sent, and the norm for
-    clipping has that precision. Hidden states that the caller asks for are bf16. The token embedding's gradient is a
-    buffer that the next backward pass reuses; do not write to it through `.data`, which goes unnoticed.
+    What changes: gradients of the encoder's linear layers are bf16. Accumulation over many micro-batches, over the runs
+    of ALBERT's shared layers and in the all-reduce of DistributedDataParallel rounds to 8 bits at each addition, with
+    half the bytes sent, and the norm for clipping has that precision. Hidden states that the caller asks for are bf16.
+    The token embedding's gradient is a buffer that the next backward pass reuses; do not write to it through `.data`,
+    which goes unnoticed.
 
     Parameters
     ----------

@@ -57,12 +57,12 @@ class LayerParts:
     """The function between `inner` and `outer`, such as GELU."""
     outer: Any
     """Linear layer from the intermediate size back to the hidden size."""
-    outer_dropout: nn.Dropout
-    """Dropout after `outer`."""
+    outer_dropout: nn.Dropout | None
+    """Dropout after `outer`; None in ALBERT, which has none there."""
     outer_norm: nn.LayerNorm
     """Layer norm after feed-forward and its residual: the end of the layer."""
     is_last: bool
-    """Whether this is the last layer of its encoder."""
+    """Whether this is the last layer of its encoder. An encoder may also run it before, see `SharedLayers`."""
     packed: PackedLinear | None = None
     """Query, key and value as one product; None until `encoder.patch_layer` has patched the layer."""
     int8: bool = False
@@ -145,6 +145,33 @@ def _read_mpnet_layer(layer: Any, is_last: bool) -> LayerParts:
     )
 
 
+def _read_albert_layer(layer: Any, is_last: bool) -> LayerParts:
+    attention = layer.attention
+    size = attention.attention_head_size
+    return LayerParts(
+        heads=Heads(attention.num_attention_heads, size, size**-0.5),
+        attention_module=attention,
+        query=attention.query,
+        key=attention.key,
+        value=attention.value,
+        attention_dropout=attention.attention_dropout,
+        attention_output=attention.dense,
+        attention_output_dropout=attention.output_dropout,
+        attention_norm=attention.LayerNorm,
+        inner=layer.ffn,
+        activation=layer.activation,
+        outer=layer.ffn_output,
+        outer_dropout=None,
+        outer_norm=layer.full_layer_layer_norm,
+        is_last=is_last,
+    )
+
+
+def _list_albert_groups(encoder: Any) -> list[Any]:
+    layers_of_group = encoder.config.num_hidden_layers / encoder.config.num_hidden_groups
+    return [encoder.albert_layer_groups[int(i / layers_of_group)] for i in range(encoder.config.num_hidden_layers)]
+
+
 def _make_mpnet_bias(encoder: Any, length: int) -> Tensor:
     import torch  # not above, because of data preparation
 
@@ -170,6 +197,23 @@ class PositionBias:
 
 
 @dataclass(frozen=True)
+class SharedLayers:
+    """How an encoder is built that runs the same layers several times, in groups."""
+
+    encoder_class: str
+    """Name of the encoder's class in transformers."""
+    list_groups: Callable[[Any], list[Any]]
+    """Return the groups of an encoder in the order in which it runs them, each as often as it does."""
+    layers: str
+    """Name of a group's list of layers."""
+    projection: str
+    """Name of the module by which the encoder brings embeddings to the hidden size before the first layer. It stays
+    fp32."""
+    counts: tuple[str, str]
+    """Names in config.json of the number of groups and of the number of layers in a group, both 1 unless given."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """An architecture with post-norm encoder layers like BERT's, which the fast path can replace."""
 
@@ -186,6 +230,8 @@ class Architecture:
     layer has other modules than a layer of `layer_class`."""
     position_bias: PositionBias | None = None
     """The relative position bias of its encoder; None if attention scores depend on no positions."""
+    shared_layers: SharedLayers | None = None
+    """How its encoder runs the same layers several times; None if the encoder has a list `layer` and runs each once."""
 
     @property
     def first_token_head(self) -> str:
@@ -210,6 +256,20 @@ ARCHITECTURES = (
         "MPNetLayer",
         _read_mpnet_layer,
         PositionBias("compute_position_bias", _make_mpnet_bias),
+    ),
+    Architecture(
+        "albert",
+        "ALBERT",
+        "Albert",
+        "AlbertLayer",
+        _read_albert_layer,
+        shared_layers=SharedLayers(
+            "AlbertTransformer",
+            _list_albert_groups,
+            "albert_layers",
+            "embedding_hidden_mapping_in",
+            ("num_hidden_groups", "inner_group_num"),
+        ),
     ),
 )
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cpuft.errors import counted
-from cpuft.train.fast.architectures import ARCHITECTURES, LayerParts, PositionBias, find_architecture
+from cpuft.train.fast.architectures import ARCHITECTURES, Architecture, LayerParts, SharedLayers, find_architecture
 from cpuft.train.fast.attention import Grid, attention, make_bias
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
@@ -132,6 +132,18 @@ def _is_exact_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
     return type(activation).__name__ == "GELUActivation" or activation is nn.functional.gelu
 
 
+def _is_tanh_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
+    return type(activation).__name__ in ("NewGELUActivation", "GELUTanh")
+
+
+def _activate(activation: Callable[[Tensor], Tensor], x: Tensor, bias: Tensor) -> Tensor:
+    """Return the activation of `x + bias`, (tokens, inner)."""
+    if _is_exact_gelu(activation):
+        return gelu(x, bias)
+    # The approximation as transformers writes it takes eight passes, and keeps a tensor for each.
+    return nn.functional.gelu(x + bias, approximate="tanh") if _is_tanh_gelu(activation) else activation(x + bias)
+
+
 def _dropout_rate(dropout: nn.Dropout | None) -> float:
     return dropout.p if dropout is not None and dropout.training else 0.0
 
@@ -152,8 +164,7 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor]:
     """The second part: from the attention's output to the two operands of the last norm."""
     x = dropout_add_norm(context, parts.attention_output.bias, x, parts.attention_norm, mask)
-    inner, bias = product(parts.inner, x, parts.int8), parts.inner.bias
-    inner = gelu(inner, bias) if _is_exact_gelu(parts.activation) else parts.activation(inner + bias)
+    inner = _activate(parts.activation, product(parts.inner, x, parts.int8), parts.inner.bias)
     return product(parts.outer, inner, parts.int8, forward_pass), x
 
 
@@ -245,34 +256,49 @@ def reads_first_token(model: Any) -> bool:
     return kind.__name__ in heads and kind.__module__.startswith("transformers.")
 
 
+def _replace_mask(args: tuple[Any, ...], kwargs: dict[str, Any], mask: Any) -> tuple[Any, Any]:
+    """Return the arguments of an encoder or a group of layers with another attention mask, their second parameter."""
+    if len(args) > 1:
+        return (args[0], mask, *args[2:]), kwargs
+    return args, {**kwargs, "attention_mask": mask}
+
+
 class FastEncoder:
     """Hooks on one encoder and its layers. They are methods, so that a deep copy of the model copies them along.
 
     Parameters
     ----------
     encoder: the module that holds the layers.
-    layers: in their order.
+    layers: each once, in their order.
     parts: those of each layer, from `read_parts`.
-    position_bias: of the encoder's architecture.
+    architecture: of the layers.
     """
 
     def __init__(
-        self, encoder: nn.Module, layers: list[nn.Module], parts: list[LayerParts], position_bias: PositionBias | None
+        self, encoder: nn.Module, layers: list[nn.Module], parts: list[LayerParts], architecture: Architecture
     ) -> None:
         self.encoder = encoder
         self.layers = layers
         self.parts = parts
-        self.position_bias = position_bias
+        self.position_bias = architecture.position_bias
+        self.shared_layers = architecture.shared_layers
         self.dtype = torch.float32
         """In which hidden states are computed inside the encoder; its output is fp32."""
         self.head_is_running = False
         """Whether a model that `watch_head` watches is in its forward."""
         self.layout: Layout | None = None
         """The layout of the batch while the encoder is running; else None."""
+        self.groups_left = 0
+        """How many groups of shared layers the encoder has still to run for this batch."""
+
+    @property
+    def runs(self) -> list[nn.Module]:
+        """The layers in the order in which the encoder runs them, each as often as it does."""
+        return self.layers if self.shared_layers is None else _list_runs(self.encoder, self.shared_layers)
 
     @property
     def linears(self) -> list[Any]:
-        """The linear layers of all encoder layers, six of each, in the order of the layers."""
+        """The linear layers of all encoder layers, in the order of the layers."""
         return [linear for parts in self.parts for linear in parts.linears]
 
     def install(self, precision: str) -> None:
@@ -288,6 +314,10 @@ class FastEncoder:
         self.encoder.register_forward_hook(self._leave)
         if self.position_bias is not None:
             vars(self.encoder)[self.position_bias.method] = self._make_position_bias
+        if self.shared_layers is not None:
+            getattr(self.encoder, self.shared_layers.projection).register_forward_hook(self._leave_projection)
+            for group in dict.fromkeys(self.shared_layers.list_groups(self.encoder)):
+                group.register_forward_pre_hook(self._enter_group, with_kwargs=True)
 
     def watch_head(self, model: nn.Module) -> None:
         """Register hooks on `model`, whose head reads only first tokens, so that the last layer computes no others.
@@ -310,6 +340,16 @@ class FastEncoder:
         own = getattr(type(self.encoder), self.position_bias.method)
         return own(self.encoder, *args, **kwargs) if self.layout is None else None
 
+    def _leave_projection(self, module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output.to(self.dtype)
+
+    def _enter_group(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Let the layer that is the last one compute all tokens unless this is its last run for the batch."""
+        self.groups_left -= 1
+        if self.layout is None or self.groups_left == 0:
+            return args, kwargs
+        return _replace_mask(args, kwargs, replace(self.layout, first_only=False))
+
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         # transformers hooks the layers, or tells the encoder, when the caller asks for hidden states or attentions:
         # then everything needs its usual shape.
@@ -324,17 +364,15 @@ class FastEncoder:
             if self.position_bias is not None:
                 layout = replace(layout, position_bias=self.position_bias.by_distance(module, hidden.shape[1]))
             self.layout = layout
-            kwargs = {**kwargs, "attention_mask": layout}
-            args = args[:1]
+            args, kwargs = _replace_mask(args, kwargs, layout)
             hidden = layout.pack(hidden)
         elif mask is not None and mask.is_floating_point():
             # The model's own attention multiplies what this mask is added to with bf16 values.
-            mask = mask.to(self.dtype).clamp_min(torch.finfo(self.dtype).min)
-            if len(args) > 1:
-                args = (args[0], mask, *args[2:])
-            else:
-                kwargs = {**kwargs, "attention_mask": mask}
-        hidden = hidden.to(self.dtype)
+            args, kwargs = _replace_mask(args, kwargs, mask.to(self.dtype).clamp_min(torch.finfo(self.dtype).min))
+        if self.shared_layers is None:
+            hidden = hidden.to(self.dtype)
+        else:
+            self.groups_left = len(self.shared_layers.list_groups(module))
         if args:
             return (hidden, *args[1:]), kwargs
         return args, {**kwargs, "hidden_states": hidden}
@@ -359,15 +397,27 @@ def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]
     """
     found = []
     for module in model.modules():
-        layers = getattr(module, "layer", None)
-        if not isinstance(layers, nn.ModuleList) or len(layers) == 0:
-            continue
+        layers = list(dict.fromkeys(_list_layers(module)))
         parts = [read_parts(layer, is_last=layer is layers[-1], adapters=adapters) for layer in layers]
         known = [p for p in parts if p is not None]
-        if len(known) == len(parts):
-            architecture = find_architecture(layers[0])
-            found.append(FastEncoder(module, list(layers), known, architecture.position_bias if architecture else None))
+        architecture = find_architecture(layers[0]) if layers else None
+        if architecture is not None and len(known) == len(parts):
+            found.append(FastEncoder(module, layers, known, architecture))
     return found
+
+
+def _list_layers(module: nn.Module) -> list[nn.Module]:
+    """The layers of an encoder in the order in which it runs them; none for another module."""
+    layers = getattr(module, "layer", None)
+    if isinstance(layers, nn.ModuleList):
+        return list(layers)
+    shared = (architecture.shared_layers for architecture in ARCHITECTURES)
+    mine = next((one for one in shared if one is not None and one.encoder_class == type(module).__name__), None)
+    return [] if mine is None else _list_runs(module, mine)
+
+
+def _list_runs(encoder: nn.Module, shared: SharedLayers) -> list[nn.Module]:
+    return [layer for group in shared.list_groups(encoder) for layer in getattr(group, shared.layers)]
 
 
 def describe_layers(model: nn.Module) -> str:

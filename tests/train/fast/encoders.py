@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
     DistilBertConfig,
@@ -36,7 +38,7 @@ DISTIL_SIZES = {
     "hidden_dim": 48,
     "max_position_embeddings": 40,
 }
-KINDS = ("bert", "roberta", "distilbert", "electra", "mpnet")
+KINDS = ("bert", "roberta", "distilbert", "electra", "mpnet", "albert")
 LENGTHS = (17, 9, 5, 3)
 
 
@@ -52,6 +54,9 @@ def make_model(kind: str, dropout: float = 0.0, **sizes: Any) -> Any:
         "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**usual)),
         "mpnet": lambda: MPNetForSequenceClassification(MPNetConfig(**usual)),
         "electra": lambda: ElectraForSequenceClassification(ElectraConfig(embedding_size=16, **usual)),
+        "albert": lambda: AlbertForSequenceClassification(
+            AlbertConfig(**{"embedding_size": 16, "classifier_dropout_prob": dropout, **usual})
+        ),
         "distilbert": lambda: DistilBertForSequenceClassification(
             DistilBertConfig(dropout=dropout, attention_dropout=dropout, seq_classif_dropout=dropout, **DISTIL_SIZES)
         ),

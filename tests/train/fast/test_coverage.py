@@ -14,7 +14,7 @@ from cpuft.train.fast.encoder import describe_layers
 from cpuft.train.optimizer import describe_fast_path
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT and MPNet)"
+UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet and ALBERT)"
 
 
 @pytest.mark.parametrize(
@@ -22,10 +22,8 @@ UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTR
     [
         (BertConfig(**SMALL), "2 of 2 layers replaced"),
         # ALBERT has one layer, which it runs as often as the configuration says.
-        (
-            AlbertConfig(**SMALL, embedding_size=16),
-            f"0 of 1 layer replaced, because it does not know AlbertLayer {UNKNOWN}",
-        ),
+        (AlbertConfig(**SMALL, embedding_size=16), "1 of 1 layer replaced"),
+        (AlbertConfig(**SMALL, embedding_size=16, num_hidden_groups=2), "2 of 2 layers replaced"),
         (
             ModernBertConfig(**SMALL, pad_token_id=0),
             f"0 of 2 layers replaced, because it does not know ModernBertEncoderLayer {UNKNOWN}",
@@ -40,7 +38,7 @@ UNKNOWN = "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTR
             "or adapters with dropout)",
         ),
     ],
-    ids=["bert", "albert", "modernbert", "gpt2", "chunked"],
+    ids=["bert", "albert", "albert-groups", "modernbert", "gpt2", "chunked"],
 )
 def test_how_many_layers_are_replaced(config: Any, said: str) -> None:
     model = AutoModelForSequenceClassification.from_config(config)
