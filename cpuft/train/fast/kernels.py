@@ -32,6 +32,8 @@ _SIGNATURES = {
     "norm_backward": "ppppppppppqqQIfi",
     "attention_forward": "ppppppppqqqqqqqqqqfQIfi",
     "attention_backward": "ppppppppppppqqqqqqqqqqfQIfi",
+    "disentangled_forward": "pppppppppqqqqqqqqqqfQIfi",
+    "disentangled_backward": "ppppppppppppppqqqqqqqqqqqfQIfi",
     "gelu_forward": "ppppqqi",
     "gelu_backward": "ppppqqi",
     "column_sums": "ppqqi",

@@ -15,6 +15,10 @@ from transformers import (
     BertForMaskedLM,
     BertForTokenClassification,
     BertModel,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DebertaV2ForSequenceClassification,
+    DebertaV2ForTokenClassification,
     GPT2Config,
     GPT2Model,
     ModernBertConfig,
@@ -25,7 +29,16 @@ from transformers.models.bert import BertConfig
 from cpuft.errors import CpuftError
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.encoder import run_layer
-from tests.train.fast.encoders import KINDS, SIZES, make_batch, make_model, make_optimizer, make_pair, relative_error
+from tests.train.fast.encoders import (
+    DEBERTA,
+    KINDS,
+    SIZES,
+    make_batch,
+    make_model,
+    make_optimizer,
+    make_pair,
+    relative_error,
+)
 
 # Of the gradient of one parameter: sums of fp32 taken in another order; bf16 through two layers and back.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
@@ -100,7 +113,7 @@ def test_padding_on_the_left() -> None:
     torch.testing.assert_close(fast(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["bert", "mpnet", "albert"])
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "albert", "deberta-v2"])
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_hidden_states_and_attentions_keep_their_shapes(kind: str, precision: str) -> None:
     plain, fast = make_pair(kind)
@@ -157,6 +170,49 @@ def test_layers_that_run_several_times(head: type[nn.Module], precision: str, le
     torch.manual_seed(0)
     settings = {"embedding_size": 16, "classifier_dropout_prob": 0.0, **SIZES, **ALBERT_GROUPS}
     check_updates(head(AlbertConfig(**settings)), make_batch(lengths), precision)
+
+
+DEBERTA_HEADS = {
+    "classes": (DebertaV2ForSequenceClassification, {}),
+    "tags": (DebertaV2ForTokenClassification, {}),
+    "words": (DebertaV2ForMaskedLM, {}),
+    "words-new": (DebertaV2ForMaskedLM, {"legacy": False}),
+    "no-buckets": (DebertaV2ForSequenceClassification, {"position_buckets": -1, "max_relative_positions": 6}),
+    "two-projections": (DebertaV2ForTokenClassification, {"share_att_key": False}),
+    "absolute": (DebertaV2ForTokenClassification, {"position_biased_input": True, "norm_rel_ebd": "none"}),
+}
+
+
+@pytest.mark.parametrize(("head", "options"), DEBERTA_HEADS.values(), ids=DEBERTA_HEADS)
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("lengths", [(17, 9, 1, 2), (1, 1), (40, 40, 40)], ids=["packed", "one", "longest"])
+def test_disentangled_attention(
+    head: type[nn.Module], options: dict[str, Any], precision: str, lengths: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **SIZES, **DEBERTA, **options}
+    check_updates(head(DebertaV2Config(**settings)), make_batch(lengths), precision)
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("form", ["none", "queries", "tuple", "encoder"])
+def test_other_calls_of_disentangled_attention(precision: str, form: str) -> None:
+    plain, fast = make_pair("deberta-v2")
+    accelerate(fast, make_optimizer(fast), precision=precision)
+    batch = make_batch(FULL_BATCH)
+
+    def run(model: Any) -> torch.Tensor:
+        if form == "none":
+            return torch.as_tensor(model(batch["input_ids"]).logits)
+        if form == "tuple":
+            return torch.as_tensor(model(**batch, return_dict=False)[1])
+        embedded = model.deberta.embeddings(batch["input_ids"])
+        if form == "encoder":
+            return torch.stack(model.deberta.encoder(embedded, batch["attention_mask"]).hidden_states)
+        mask = torch.ones(17, 17).tril().expand(4, 17, 17)
+        return torch.as_tensor(model.deberta.encoder(embedded, mask, output_hidden_states=False)[0])
+
+    assert relative_error(run(fast), run(plain)) < TOLERANCE[precision]
 
 
 def check_updates(plain: nn.Module, batch: dict[str, torch.Tensor], precision: str, updates: int = 5) -> None:
