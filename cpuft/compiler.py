@@ -25,7 +25,7 @@ from cpuft.hardware import effective_flags, parse_cpuinfo
 
 SOURCES = tuple(
     Path(cpuft.__file__).parent / "train" / "fast" / name
-    for name in ("kernels.cpp", "attention.h", "products.h", "vectors.h")
+    for name in ("kernels.cpp", "attention.h", "disentangled.h", "products.h", "vectors.h")
 )
 """The main C++ file, which is compiled, and the headers that it includes."""
 

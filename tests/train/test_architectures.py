@@ -40,7 +40,7 @@ def train_on_two_ranks(folder: Path, *wanted: tuple[str, str]) -> dict[str, dict
     return dict(first)
 
 
-NAMES = ("bert", "gpt2", "llama", "qwen3", "bart", "xlnet", "deberta", "deberta-v2", "roberta")
+NAMES = ("bert", "gpt2", "llama", "qwen3", "bart", "xlnet", "deberta", "deberta-v2", "roberta", "albert")
 
 
 @pytest.mark.usefixtures("own_cache")

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
 from cpuft.config import HostMemory, RunMemory, TrainConfig, format_run_memory, split_run_memory
 from cpuft.errors import CpuftError
@@ -29,7 +30,8 @@ from cpuft.train.memory import (
     read_shape,
     suggest_changes,
 )
-from tests.train.fast.encoders import KINDS, make_model
+from tests.train.fast.encoders import DEBERTA, KINDS, make_model
+from tests.train.fast.encoders import SIZES as ENCODER_SIZES
 from tests.train.kept import SIZES, count_kept, make_encoder, make_full_batch
 from tests.train.tokens import make_tokens
 
@@ -60,6 +62,22 @@ def test_activations_are_those_that_autograd_keeps(
     assert (most > kept) == (config.gradient_checkpointing and config.fast_path)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(("length", "dropout"), [(128, 0.1), (64, 0.0)])
+def test_activations_of_disentangled_attention(engine: str, precision: str, length: int, dropout: float) -> None:
+    config = TrainConfig(precision=precision, dropout=dropout, **ENGINES[engine])
+    rates = {"hidden_dropout_prob": dropout, "attention_probs_dropout_prob": dropout}
+    settings = DebertaV2Config(num_hidden_layers=3, **SIZES, **rates, **DEBERTA | {"position_buckets": 64})
+    model = DebertaV2ForSequenceClassification(settings).train()
+    shape, batch = read_shape(settings.to_dict(), dropout), LargestBatch(4, length, 4 * length)
+    assert shape
+    kept = activation_bytes(
+        shape, config.fast_path, config.gradient_checkpointing, 2 if precision == "bf16" else 4, batch
+    )[0]
+    assert kept == pytest.approx(count_kept(model, make_full_batch(4, length), config), rel=0.08, abs=20_000)
+
+
 def shape_of(layers: int) -> ModelShape:
     settings: dict[str, Any] = {"model_type": "bert", "num_hidden_layers": layers, "type_vocab_size": 2, **SIZES}
     shape = read_shape(settings)
@@ -87,10 +105,25 @@ def test_a_shape_has_as_many_parameters_as_its_model(kind: str) -> None:
     assert shape.linear_parameters + shape.other_parameters == pytest.approx(wanted, rel=0.02)
 
 
+@pytest.mark.parametrize(
+    "options", [{"share_att_key": False}, {"position_buckets": -1}, {"position_biased_input": True}]
+)
+def test_a_shape_has_as_many_parameters_as_other_forms_of_deberta(options: dict[str, Any]) -> None:
+    model = DebertaV2ForSequenceClassification(DebertaV2Config(**ENCODER_SIZES, **DEBERTA | options))
+    shape = read_shape(model.config.to_dict())
+    assert shape
+    wanted = sum(parameter.numel() for parameter in model.parameters())
+    assert shape.linear_parameters + shape.other_parameters == pytest.approx(wanted, rel=0.03)
+
+
 def test_an_unknown_architecture_has_no_shape() -> None:
     settings = {"model_type": "bert", "num_hidden_layers": 3, "type_vocab_size": 2, **SIZES}
-    assert read_shape(settings | {"model_type": "albert"}) is None
+    assert read_shape(settings | {"model_type": "gpt2"}) is None
     assert read_shape(settings | {"hidden_size": "many"}) is None
+    disentangled = settings | {"model_type": "deberta-v2", **DEBERTA}
+    assert read_shape(disentangled) is not None
+    assert read_shape(disentangled | {"conv_kernel_size": 3}) is None
+    assert read_shape(disentangled | {"pos_att_type": "c2p"}) is None
     assert read_shape({}) is None
 
 
@@ -315,7 +348,7 @@ def test_the_largest_batch_is_that_of_the_longest_rows() -> None:
     assert find_largest_batch(tokens, dataclasses.replace(config, batch_size=100), 1) == LargestBatch(8, 9, 39)
 
 
-@pytest.mark.parametrize("settings", ['{"model_type": "albert", "hidden_size": 64}', "{"])
+@pytest.mark.parametrize("settings", ['{"model_type": "gpt2", "hidden_size": 64}', "{"])
 def test_an_unknown_architecture_is_as_large_as_its_file(settings: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(settings)
     (tmp_path / "model.safetensors").write_bytes(bytes(4000))

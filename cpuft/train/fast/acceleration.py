@@ -18,7 +18,7 @@ from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, use_masters
 from cpuft.train.fast.architectures import ARCHITECTURES, PRE_NORM_ARCHITECTURES, find_architecture
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.fast.embedding import patch_embedding
-from cpuft.train.fast.encoder import FastEncoder, FastLayer, find_encoders, reads_first_token
+from cpuft.train.fast.encoder import FastEncoder, FastLayer, find_encoders, find_unknown, reads_first_token
 from cpuft.train.fast.prenorm import FastPreNormLayer, FastStack, find_obstacle, find_stacks
 from cpuft.train.fast.prenorm import read_parts as read_pre_norm_parts
 
@@ -51,11 +51,11 @@ def accelerate(
     """Make training of `model` with `optimizer` faster. The training loop does not change.
 
     Returns (model, optimizer), the same two objects, changed in place. Call this after the model is loaded and the
-    optimizer is made, and before DistributedDataParallel or a trainer gets them. Layers of BERT, RoBERTa,
-    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet, ModernBERT, EuroBERT, Llama, Qwen3, SmolLM3 and Gemma 3 (text)
-    become fast, also inside of another module such as a SentenceTransformer; in any other model only dropout modules
-    change. To generate with keys and values of earlier tokens, or to return hidden states, decoders use their own
-    layers.
+    optimizer is made, and before DistributedDataParallel or a trainer gets them. Layers of BERT, RoBERTa, XLM-RoBERTa,
+    CamemBERT, ELECTRA, DistilBERT, MPNet, ALBERT, DeBERTa-v2/v3, ModernBERT, EuroBERT, Llama, Qwen3, SmolLM3 and Gemma
+    3 (text) become fast, also inside of another module such as a SentenceTransformer; in any other model only dropout
+    modules change. To generate with keys and values of earlier tokens, or to return hidden states, decoders use their
+    own layers.
     A model that has been accelerated before keeps its layers and precision, whatever the options; the optimizer is
     connected to its master weights. For the whole process, malloc keeps freed memory (see `keep_freed_memory`).
 
@@ -63,10 +63,11 @@ def accelerate(
     gradient clipping, gradient accumulation and learning rate schedulers; the probability of dropout, though not its
     random numbers.
 
-    What changes: gradients of the encoder's linear layers are bf16. Accumulation over many micro-batches and the
-    all-reduce of DistributedDataParallel round to 8 bits at each addition, with half the bytes sent, and the norm for
-    clipping has that precision. Hidden states that the caller asks for are bf16. The token embedding's gradient is a
-    buffer that the next backward pass reuses; do not write to it through `.data`, which goes unnoticed.
+    What changes: gradients of the encoder's linear layers are bf16. Accumulation over many micro-batches, over the runs
+    of ALBERT's shared layers and in the all-reduce of DistributedDataParallel rounds to 8 bits at each addition, with
+    half the bytes sent, and the norm for clipping has that precision. Hidden states that the caller asks for are bf16.
+    The token embedding's gradient is a buffer that the next backward pass reuses; do not write to it through `.data`,
+    which goes unnoticed.
 
     Parameters
     ----------
@@ -192,7 +193,7 @@ def describe_layers(model: nn.Module) -> str:
         return counts
     parts = [read_pre_norm_parts(layer, False, False) for layer in layers]
     obstacle = next((found for one in parts if one is not None and (found := find_obstacle(one, True))), "")
-    if obstacle:
+    if obstacle := obstacle or find_unknown(model):
         why = f"it does not know {obstacle}"
     elif any(map(find_architecture, layers)):
         why = "they have parts that it does not know (a decoder, chunked feed-forward, or adapters with dropout)"

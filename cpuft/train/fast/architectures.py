@@ -7,13 +7,14 @@ file has to change. Data preparation reads this module, too, so that it imports 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from cpuft.train.fast.disentangled import Distances
     from cpuft.train.fast.projection import PackedLinear
 
 
@@ -39,6 +40,18 @@ class Heads:
     def keys(self) -> int:
         """The number of heads of keys and of values, also where `key_count` is 0."""
         return self.key_count or self.count
+
+
+@dataclass
+class PositionParts:
+    """The modules by which a layer with disentangled attention makes the positions of its keys and queries."""
+
+    key: Any
+    """Linear layer from a relative embedding to the position of a key; the layer's `key` if it shares that."""
+    query: Any
+    """Linear layer from a relative embedding to the position of a query; the layer's `query` if it shares that."""
+    dropout: nn.Dropout
+    """Dropout of the relative embeddings."""
 
 
 @dataclass
@@ -69,36 +82,45 @@ class LayerParts:
     """The function between `inner` and `outer`, such as GELU."""
     outer: Any
     """Linear layer from the intermediate size back to the hidden size."""
-    outer_dropout: nn.Dropout
-    """Dropout after `outer`."""
+    outer_dropout: nn.Dropout | None
+    """Dropout after `outer`; None in ALBERT, which has none there."""
     outer_norm: nn.LayerNorm
     """Layer norm after feed-forward and its residual: the end of the layer."""
     is_last: bool
-    """Whether this is the last layer of its encoder."""
+    """Whether this is the last layer of its encoder. An encoder may also run it before, see `SharedLayers`."""
     packed: PackedLinear | None = None
     """Query, key and value as one product; None until `encoder.patch_layer` has patched the layer."""
     int8: bool = False
     """Whether products have 8-bit operands while the layer is in training."""
     recomputes: bool = False
     """Whether backward recomputes attention scores and what lies between the products (gradient checkpointing)."""
-    has_position_bias: bool = False
-    """Whether the encoder passes a position bias to the layer as its third argument, and the layer returns a tuple,
-    which begins with its output."""
+    needs_encoder: bool = False
+    """Whether its attention scores depend on positions that its encoder gives it, so that the layer alone cannot be
+    fast."""
+    more_outputs: tuple[Any, ...] | None = None
+    """What follows the output in the tuple that the layer returns; None if it returns its output without a tuple."""
+    positions: PositionParts | None = None
+    """What makes positions for disentangled attention; None for another attention."""
 
     @property
     def linears(self) -> list[Any]:
-        """The six linear layers: query, key, value, attention output, inner, outer."""
-        return [self.query, self.key, self.value, self.attention_output, self.inner, self.outer]
+        """The linear layers: query, key, value, attention output, inner, outer; and those of positions alone."""
+        own = [self.query, self.key, self.value, self.attention_output, self.inner, self.outer]
+        return list(dict.fromkeys([*own, *([self.positions.key, self.positions.query] if self.positions else [])]))
 
 
 def _read_bert_layer(layer: Any, is_last: bool) -> LayerParts:
+    return _read_bert_like_layer(layer, is_last, "query", "key", "value")
+
+
+def _read_bert_like_layer(layer: Any, is_last: bool, query: str, key: str, value: str) -> LayerParts:
     attention, attention_output = layer.attention.self, layer.attention.output
     return LayerParts(
         heads=Heads(attention.num_attention_heads, attention.attention_head_size, attention.attention_head_size**-0.5),
         attention_module=attention,
-        query=attention.query,
-        key=attention.key,
-        value=attention.value,
+        query=getattr(attention, query),
+        key=getattr(attention, key),
+        value=getattr(attention, value),
         attention_dropout=attention.dropout,
         attention_output=attention_output.dense,
         attention_output_dropout=attention_output.dropout,
@@ -153,8 +175,65 @@ def _read_mpnet_layer(layer: Any, is_last: bool) -> LayerParts:
         outer_dropout=output.dropout,
         outer_norm=output.LayerNorm,
         is_last=is_last,
-        has_position_bias=True,
+        needs_encoder=True,
+        more_outputs=(),
     )
+
+
+def _read_albert_layer(layer: Any, is_last: bool) -> LayerParts:
+    attention = layer.attention
+    size = attention.attention_head_size
+    return LayerParts(
+        heads=Heads(attention.num_attention_heads, size, size**-0.5),
+        attention_module=attention,
+        query=attention.query,
+        key=attention.key,
+        value=attention.value,
+        attention_dropout=attention.attention_dropout,
+        attention_output=attention.dense,
+        attention_output_dropout=attention.output_dropout,
+        attention_norm=attention.LayerNorm,
+        inner=layer.ffn,
+        activation=layer.activation,
+        outer=layer.ffn_output,
+        outer_dropout=None,
+        outer_norm=layer.full_layer_layer_norm,
+        is_last=is_last,
+    )
+
+
+def _list_albert_groups(encoder: Any) -> list[Any]:
+    layers_of_group = encoder.config.num_hidden_layers / encoder.config.num_hidden_groups
+    return [encoder.albert_layer_groups[int(i / layers_of_group)] for i in range(encoder.config.num_hidden_layers)]
+
+
+def _read_deberta_layer(layer: Any, is_last: bool) -> LayerParts:
+    attention = layer.attention.self
+    parts = _read_bert_like_layer(layer, is_last, "query_proj", "key_proj", "value_proj")
+    parts.heads = replace(parts.heads, factor=(3 * parts.heads.size) ** -0.5)
+    shares = attention.share_att_key
+    parts.positions = PositionParts(
+        attention.key_proj if shares else attention.pos_key_proj,
+        attention.query_proj if shares else attention.pos_query_proj,
+        attention.pos_dropout,
+    )
+    parts.needs_encoder, parts.more_outputs = True, (None,)
+    return parts
+
+
+def _find_deberta_distances(encoder: Any, length: int) -> Distances:
+    from cpuft.train.fast.disentangled import Distances, number_embeddings  # not above, because of data preparation
+
+    return Distances.of(number_embeddings(length, encoder.position_buckets, encoder.max_relative_positions))
+
+
+def _find_unknown_in_deberta(encoder: Any) -> str:
+    if encoder.conv is not None:
+        return "the convolution after the first layer"
+    kinds = encoder.layer[0].attention.self.pos_att_type
+    if not encoder.relative_attention or not {"c2p", "p2c"} <= {*kinds}:
+        return "attention without both c2p and p2c in pos_att_type"
+    return ""
 
 
 def _make_mpnet_bias(encoder: Any, length: int) -> Tensor:
@@ -329,6 +408,57 @@ class PositionBias:
 
 
 @dataclass(frozen=True)
+class RelativeSize:
+    """What relative embeddings add to the size of a model."""
+
+    embeddings: int
+    """Number of relative embeddings."""
+    layer_parameters: int
+    """Number of parameters in the linear modules of each layer which make positions alone."""
+    absolute_positions: int
+    """Number of positions that have an embedding of their own: 0 or all."""
+
+
+@dataclass(frozen=True)
+class RelativeEmbeddings:
+    """The relative embeddings of an encoder, which it passes to layers with disentangled attention."""
+
+    find_distances: Callable[[Any, int], Distances]
+    """Return which embedding stands for each distance, given the encoder and the length of the examples."""
+    read_size: Callable[[Mapping[str, Any], int, int], RelativeSize | None]
+    """Return the sizes of a model, given the content of config.json, the hidden size and the number of positions; None
+    if the fast path does not know a part of the model."""
+
+
+def _read_deberta_size(settings: Mapping[str, Any], hidden: int, positions: int) -> RelativeSize | None:
+    kinds = settings.get("pos_att_type") or ()
+    kinds = kinds.lower().split("|") if isinstance(kinds, str) else kinds
+    if settings.get("conv_kernel_size") or not settings.get("relative_attention") or not {"c2p", "p2c"} <= {*kinds}:
+        return None
+    halves = (settings.get(name) for name in ("position_buckets", "max_relative_positions"))
+    half = next((one for one in halves if type(one) is int and one > 0), positions)
+    own_linears = 0 if settings.get("share_att_key") else 2 * (hidden + 1) * hidden
+    return RelativeSize(2 * half, own_linears, positions if settings.get("position_biased_input", True) else 0)
+
+
+@dataclass(frozen=True)
+class SharedLayers:
+    """How an encoder is built that runs the same layers several times, in groups."""
+
+    encoder_class: str
+    """Name of the encoder's class in transformers."""
+    list_groups: Callable[[Any], list[Any]]
+    """Return the groups of an encoder in the order in which it runs them, each as often as it does."""
+    layers: str
+    """Name of a group's list of layers."""
+    projection: str
+    """Name of the module by which the encoder brings embeddings to the hidden size before the first layer. It stays
+    fp32."""
+    counts: tuple[str, str]
+    """Names in config.json of the number of groups and of the number of layers in a group, both 1 unless given."""
+
+
+@dataclass(frozen=True)
 class Architecture:
     """An architecture with post-norm encoder layers like BERT's, which the fast path can replace."""
 
@@ -345,6 +475,13 @@ class Architecture:
     layer has other modules than a layer of `layer_class`."""
     position_bias: PositionBias | None = None
     """The relative position bias of its encoder; None if attention scores depend on no positions."""
+    shared_layers: SharedLayers | None = None
+    """How its encoder runs the same layers several times; None if the encoder has a list `layer` and runs each once."""
+    relative_embeddings: RelativeEmbeddings | None = None
+    """Those of its encoder if the layers have disentangled attention; None for another attention."""
+    find_unknown: Callable[[Any], str] = lambda encoder: ""
+    """Return what of an encoder the fast path does not know, so that none of its layers can be replaced; else an empty
+    string."""
 
     @property
     def first_token_head(self) -> str:
@@ -369,6 +506,29 @@ ARCHITECTURES = (
         "MPNetLayer",
         _read_mpnet_layer,
         PositionBias("compute_position_bias", _make_mpnet_bias),
+    ),
+    Architecture(
+        "albert",
+        "ALBERT",
+        "Albert",
+        "AlbertLayer",
+        _read_albert_layer,
+        shared_layers=SharedLayers(
+            "AlbertTransformer",
+            _list_albert_groups,
+            "albert_layers",
+            "embedding_hidden_mapping_in",
+            ("num_hidden_groups", "inner_group_num"),
+        ),
+    ),
+    Architecture(
+        "deberta-v2",
+        "DeBERTa-v2/v3",
+        "DebertaV2",
+        "DebertaV2Layer",
+        _read_deberta_layer,
+        relative_embeddings=RelativeEmbeddings(_find_deberta_distances, _read_deberta_size),
+        find_unknown=_find_unknown_in_deberta,
     ),
 )
 
@@ -429,6 +589,17 @@ and the padding token must not change."""
 
 ATTENTION_MODULE_NAMES = ("attention", "attn")
 """One of these is part of the names of attention modules, in the encoders and decoders of transformers."""
+
+
+_PARALLEL_PARTS = 64
+"""Least number of independent parts in the backward pass of disentangled attention, if there are as many pairs of an
+example and a head. Each part takes memory for gradients of positions. The number of threads must not decide, because
+sums in another order are rounded otherwise."""
+
+
+def count_position_groups(examples: int, heads: int) -> int:
+    """Return into how many groups of examples the backward pass of disentangled attention divides a batch."""
+    return min(examples, -(-_PARALLEL_PARTS // heads))
 
 
 Known = TypeVar("Known", Architecture, PreNormArchitecture)

@@ -7,6 +7,7 @@
 // attention's rows are as short as a sentence, and a scalar loop took half of their time.
 
 #include "attention.h"
+#include "disentangled.h"
 #include "vectors.h"
 #include <cmath>
 #include <omp.h>
@@ -507,6 +508,8 @@ EXPORT(norm_forward)
 EXPORT(norm_backward)
 EXPORT(attention_forward)
 EXPORT(attention_backward)
+EXPORT(disentangled_forward)
+EXPORT(disentangled_backward)
 EXPORT(gelu_forward)
 EXPORT(gelu_backward)
 EXPORT(glu_forward)

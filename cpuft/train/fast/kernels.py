@@ -32,6 +32,8 @@ _SIGNATURES = {
     "norm_backward": "pppppppppppqqQIfi",
     "attention_forward": "ppppppppqqqqqqqqqqqqqfQIfi",
     "attention_backward": "ppppppppppppqqqqqqqqqqqqqfQIfi",
+    "disentangled_forward": "pppppppppqqqqqqqqqqfQIfi",
+    "disentangled_backward": "ppppppppppppppqqqqqqqqqqqfQIfi",
     "gelu_forward": "ppppqqi",
     "gelu_backward": "ppppqqi",
     "glu_forward": "ppqqqi",

@@ -8,8 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    AlbertConfig,
+    AlbertForSequenceClassification,
     BertConfig,
     BertForSequenceClassification,
+    DebertaV2Config,
+    DebertaV2ForSequenceClassification,
     DistilBertConfig,
     DistilBertForSequenceClassification,
     ElectraConfig,
@@ -36,7 +40,17 @@ DISTIL_SIZES = {
     "hidden_dim": 48,
     "max_position_embeddings": 40,
 }
-KINDS = ("bert", "roberta", "distilbert", "electra", "mpnet")
+KINDS = ("bert", "roberta", "distilbert", "electra", "mpnet", "albert", "deberta-v2")
+DEBERTA = {
+    "relative_attention": True,
+    "position_buckets": 8,
+    "max_relative_positions": -1,
+    "pos_att_type": ["p2c", "c2p"],
+    "share_att_key": True,
+    "norm_rel_ebd": "layer_norm",
+    "position_biased_input": False,
+}
+"""Settings of all checkpoints of DeBERTa-v2 and v3 but the number of buckets, which is 256."""
 LENGTHS = (17, 9, 5, 3)
 
 
@@ -52,6 +66,10 @@ def make_model(kind: str, dropout: float = 0.0, **sizes: Any) -> Any:
         "roberta": lambda: RobertaForSequenceClassification(RobertaConfig(**usual)),
         "mpnet": lambda: MPNetForSequenceClassification(MPNetConfig(**usual)),
         "electra": lambda: ElectraForSequenceClassification(ElectraConfig(embedding_size=16, **usual)),
+        "albert": lambda: AlbertForSequenceClassification(
+            AlbertConfig(**{"embedding_size": 16, "classifier_dropout_prob": dropout, **usual})
+        ),
+        "deberta-v2": lambda: DebertaV2ForSequenceClassification(DebertaV2Config(**{**DEBERTA, **usual})),
         "distilbert": lambda: DistilBertForSequenceClassification(
             DistilBertConfig(dropout=dropout, attention_dropout=dropout, seq_classif_dropout=dropout, **DISTIL_SIZES)
         ),
@@ -59,7 +77,7 @@ def make_model(kind: str, dropout: float = 0.0, **sizes: Any) -> Any:
     model: Any = makers[kind]()
     for name, parameter in model.named_parameters():
         # Large enough that attention is far from uniform and GELU from linear.
-        parameter.data.mul_(50.0 if "relative_attention_bias" in name else 3.0)
+        parameter.data.mul_(50.0 if name.endswith(("relative_attention_bias.weight", "rel_embeddings.weight")) else 3.0)
     return model.train()
 
 

@@ -2,24 +2,43 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from transformers import (
     AlbertConfig,
-    AlbertModel,
+    AlbertForMaskedLM,
+    AlbertForSequenceClassification,
+    AlbertForTokenClassification,
     BertForMaskedLM,
     BertForTokenClassification,
     BertModel,
+    DebertaV2Config,
+    DebertaV2ForMaskedLM,
+    DebertaV2ForSequenceClassification,
+    DebertaV2ForTokenClassification,
     GPT2Config,
     GPT2Model,
+    ModernBertConfig,
+    ModernBertModel,
 )
 from transformers.models.bert import BertConfig
 
 from cpuft.errors import CpuftError
 from cpuft.train.fast.acceleration import accelerate
-from tests.train.fast.encoders import KINDS, SIZES, make_batch, make_model, make_optimizer, make_pair, relative_error
+from cpuft.train.fast.encoder import run_layer
+from tests.train.fast.encoders import (
+    DEBERTA,
+    KINDS,
+    SIZES,
+    make_batch,
+    make_model,
+    make_optimizer,
+    make_pair,
+    relative_error,
+)
 
 # Of the gradient of one parameter: sums of fp32 taken in another order; bf16 through two layers and back.
 TOLERANCE = {"fp32": 1e-4, "bf16": 0.05}
@@ -94,7 +113,7 @@ def test_padding_on_the_left() -> None:
     torch.testing.assert_close(fast(**batch).logits, plain(**batch).logits, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+@pytest.mark.parametrize("kind", ["bert", "mpnet", "albert", "deberta-v2"])
 @pytest.mark.parametrize("precision", TOLERANCE)
 def test_hidden_states_and_attentions_keep_their_shapes(kind: str, precision: str) -> None:
     plain, fast = make_pair(kind)
@@ -138,6 +157,103 @@ def test_other_heads_read_every_token(head: type[nn.Module]) -> None:
     del batch["labels"]
     seen = batch["attention_mask"].bool()
     torch.testing.assert_close(fast(**batch)[0][seen], plain(**batch)[0][seen], atol=1e-5, rtol=1e-4)
+
+
+ALBERT_GROUPS = {"num_hidden_layers": 6, "num_hidden_groups": 2, "inner_group_num": 2}
+"""Twelve runs of four layers: each group three times, then the next one."""
+
+
+@pytest.mark.parametrize("head", [AlbertForSequenceClassification, AlbertForTokenClassification, AlbertForMaskedLM])
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("lengths", [(17, 9, 1, 2), (1, 1), (40, 40, 3)], ids=["packed", "one", "longest"])
+def test_layers_that_run_several_times(head: type[nn.Module], precision: str, lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    settings = {"embedding_size": 16, "classifier_dropout_prob": 0.0, **SIZES, **ALBERT_GROUPS}
+    check_updates(head(AlbertConfig(**settings)), make_batch(lengths), precision)
+
+
+DEBERTA_HEADS = {
+    "classes": (DebertaV2ForSequenceClassification, {}),
+    "tags": (DebertaV2ForTokenClassification, {}),
+    "words": (DebertaV2ForMaskedLM, {}),
+    "words-new": (DebertaV2ForMaskedLM, {"legacy": False}),
+    "no-buckets": (DebertaV2ForSequenceClassification, {"position_buckets": -1, "max_relative_positions": 6}),
+    "two-projections": (DebertaV2ForTokenClassification, {"share_att_key": False}),
+    "absolute": (DebertaV2ForTokenClassification, {"position_biased_input": True, "norm_rel_ebd": "none"}),
+}
+
+
+@pytest.mark.parametrize(("head", "options"), DEBERTA_HEADS.values(), ids=DEBERTA_HEADS)
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("lengths", [(17, 9, 1, 2), (1, 1), (40, 40, 40)], ids=["packed", "one", "longest"])
+def test_disentangled_attention(
+    head: type[nn.Module], options: dict[str, Any], precision: str, lengths: tuple[int, ...]
+) -> None:
+    torch.manual_seed(0)
+    settings = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, **SIZES, **DEBERTA, **options}
+    check_updates(head(DebertaV2Config(**settings)), make_batch(lengths), precision)
+
+
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("form", ["none", "queries", "tuple", "encoder"])
+def test_other_calls_of_disentangled_attention(precision: str, form: str) -> None:
+    plain, fast = make_pair("deberta-v2")
+    accelerate(fast, make_optimizer(fast), precision=precision)
+    batch = make_batch(FULL_BATCH)
+
+    def run(model: Any) -> torch.Tensor:
+        if form == "none":
+            return torch.as_tensor(model(batch["input_ids"]).logits)
+        if form == "tuple":
+            return torch.as_tensor(model(**batch, return_dict=False)[1])
+        embedded = model.deberta.embeddings(batch["input_ids"])
+        if form == "encoder":
+            return torch.stack(model.deberta.encoder(embedded, batch["attention_mask"]).hidden_states)
+        mask = torch.ones(17, 17).tril().expand(4, 17, 17)
+        return torch.as_tensor(model.deberta.encoder(embedded, mask, output_hidden_states=False)[0])
+
+    assert relative_error(run(fast), run(plain)) < TOLERANCE[precision]
+
+
+def check_updates(plain: nn.Module, batch: dict[str, torch.Tensor], precision: str, updates: int = 5) -> None:
+    """Losses and gradients of five updates against transformers' own layers, from the same weights in each."""
+    if not type(plain).__name__.endswith("ForSequenceClassification"):
+        batch = {**batch, "labels": torch.where(batch["attention_mask"].bool(), batch["input_ids"] % 2, -100)}
+    for parameter in plain.parameters():
+        parameter.data.mul_(3.0)  # as make_model does
+    fast, limit = copy.deepcopy(plain).train(), 1e-5 if precision == "fp32" else TOLERANCE[precision]
+    optimizer, theirs = make_optimizer(fast), make_optimizer(plain.train())
+    accelerate(fast, optimizer, precision=precision)
+    for _ in range(updates):
+        wanted, found = plain(**batch).loss, fast(**batch).loss
+        assert relative_error(found, wanted) < limit
+        wanted.backward()
+        found.backward()
+        pairs = [(one.grad, two.grad) for one, two in zip(fast.parameters(), plain.parameters(), strict=True)]
+        both = [(one.flatten().float(), two.flatten()) for one, two in pairs if one is not None and two is not None]
+        assert relative_error(*(torch.cat(some) for some in zip(*both))) < limit
+        theirs.step()
+        theirs.zero_grad()
+        optimizer.zero_grad()
+        fast.load_state_dict(plain.state_dict())
+
+
+def test_only_the_last_run_of_a_shared_layer_computes_first_tokens_alone() -> None:
+    model = make_model("albert", **ALBERT_GROUPS)
+    accelerate(model, make_optimizer(model), precision="fp32")
+    rows: list[int] = []
+    own = run_layer
+    with pytest.MonkeyPatch.context() as patch:
+
+        def note(*arguments: Any) -> torch.Tensor:
+            output = own(*arguments)
+            rows.append(len(output))
+            return output
+
+        patch.setattr("cpuft.train.fast.encoder.run_layer", note)
+        for _ in range(2):
+            model(**make_batch())
+    assert rows == 2 * [*[sum(LOOSE_BATCH)] * 11, len(LOOSE_BATCH)]
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -203,7 +319,7 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
-    "albert": lambda: AlbertModel(AlbertConfig(embedding_size=16, num_hidden_groups=1, **SIZES)),
+    "modernbert": lambda: ModernBertModel(ModernBertConfig(pad_token_id=0, **SIZES)),
 }
 
 

@@ -60,7 +60,7 @@ def test_loss_and_gradients_are_those_of_peft_s_own_layers(kind: str, precision:
     theirs = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     ours = {name: p.grad for name, p in fast.named_parameters() if p.grad is not None}
     assert ours.keys() == theirs.keys()
-    assert all("lora" in name or "classifier" in name for name in ours)
+    assert all("lora" in name or "classifier" in name or "model.pooler" in name for name in ours)
     whole, expected = (torch.cat([grads[name].flatten().float() for name in sorted(ours)]) for grads in (ours, theirs))
     assert relative_error(whole, expected) < TOLERANCE[precision]
 

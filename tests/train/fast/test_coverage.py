@@ -6,16 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AlbertConfig, AutoModelForSequenceClassification, BertConfig, GPT2Config, ModernBertConfig
+from transformers import (
+    AlbertConfig,
+    AutoModelForSequenceClassification,
+    BertConfig,
+    DebertaV2Config,
+    GPT2Config,
+    ModernBertConfig,
+)
 
 from cpuft.config import TrainConfig
 from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.optimizer import describe_fast_path
+from tests.train.fast.encoders import DEBERTA
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
 UNKNOWN = (
-    "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet, ModernBERT, EuroBERT, "
-    "Llama, Qwen3, SmolLM3 and Gemma 3 (text))"
+    "(it knows the layers of BERT, RoBERTa, XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet, ALBERT, DeBERTa-v2/v3, "
+    "ModernBERT, EuroBERT, Llama, Qwen3, SmolLM3 and Gemma 3 (text))"
 )
 
 
@@ -24,9 +32,20 @@ UNKNOWN = (
     [
         (BertConfig(**SMALL), "2 of 2 layers replaced"),
         # ALBERT has one layer, which it runs as often as the configuration says.
+        (AlbertConfig(**SMALL, embedding_size=16), "1 of 1 layer replaced"),
+        (AlbertConfig(**SMALL, embedding_size=16, num_hidden_groups=2), "2 of 2 layers replaced"),
+        (DebertaV2Config(**SMALL, **DEBERTA), "2 of 2 layers replaced"),
         (
-            AlbertConfig(**SMALL, embedding_size=16),
-            f"0 of 1 layer replaced, because it does not know AlbertLayer {UNKNOWN}",
+            DebertaV2Config(**SMALL, **DEBERTA, conv_kernel_size=3),
+            "0 of 2 layers replaced, because it does not know the convolution after the first layer",
+        ),
+        (
+            DebertaV2Config(**SMALL, **DEBERTA | {"pos_att_type": ["c2p"]}),
+            "0 of 2 layers replaced, because it does not know attention without both c2p and p2c in pos_att_type",
+        ),
+        (
+            DebertaV2Config(**SMALL),
+            "0 of 2 layers replaced, because it does not know attention without both c2p and p2c in pos_att_type",
         ),
         (ModernBertConfig(**SMALL, pad_token_id=0), "2 of 2 layers replaced"),
         (
@@ -43,7 +62,19 @@ UNKNOWN = (
             "or adapters with dropout)",
         ),
     ],
-    ids=["bert", "albert", "modernbert", "activation", "gpt2", "chunked"],
+    ids=[
+        "bert",
+        "albert",
+        "albert-groups",
+        "deberta",
+        "convolution",
+        "c2p",
+        "absolute",
+        "modernbert",
+        "activation",
+        "gpt2",
+        "chunked",
+    ],
 )
 def test_how_many_layers_are_replaced(config: Any, said: str) -> None:
     model = AutoModelForSequenceClassification.from_config(config)

@@ -15,6 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.attention import Grid, attention
+from cpuft.train.fast.disentangled import disentangled_attention
 from cpuft.train.fast.elementwise import Mask, Norm, add_norm, dropout_add_norm, gelu, glu, masked
 from cpuft.train.fast.int8 import multiply, quantise_rows
 from cpuft.train.fast.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
@@ -89,6 +90,19 @@ def run_gated(dtype: torch.dtype, cols: int) -> list[Tensor]:
     return [*outputs, *torch.autograd.grad(outputs, [x, residual, packed, norm.weight], weights)]
 
 
+def run_disentangled(dtype: torch.dtype, cols: int) -> list[Tensor]:
+    """Output and gradients of attention with positions, of two examples with `cols` tokens and half of these."""
+    torch.manual_seed(3)
+    width = HEADS.count * HEADS.size
+    grid = Grid.of(2, cols, torch.arange(cols + cols // 2))
+    bias = (torch.arange(cols) >= torch.tensor([cols, cols // 2])[:, None]) * torch.finfo(torch.float32).min
+    packed = torch.randn(grid.tokens, 3 * width).to(dtype).requires_grad_()
+    keys, queries = (torch.randn(2 * cols - 1, width).to(dtype).requires_grad_() for _ in range(2))
+    context = disentangled_attention(None, packed, keys, queries, bias[:, None, None], HEADS, MASK, grid)
+    weights = torch.randn(context.shape).to(dtype)
+    return [context, *torch.autograd.grad(context, [packed, keys, queries], weights)]
+
+
 def run_int8(dtype: torch.dtype, cols: int) -> list[Tensor]:
     """Rows in 8 bits, and a product of them."""
     torch.manual_seed(1)
@@ -117,7 +131,7 @@ def run_update(dtype: torch.dtype, cols: int) -> list[Tensor]:
 )
 @pytest.mark.parametrize("dtype", list(TOLERANCE), ids=["fp32", "bf16"])
 def test_every_processor_s_build_gives_what_plain_torch_does(processor: str, dtype: torch.dtype) -> None:
-    for run in (run_layers, run_gated, run_int8, run_update):
+    for run in (run_layers, run_gated, run_disentangled, run_int8, run_update):
         for cols in WIDTHS:
             with use_kernels(build_for(processor)):
                 assert kernels_for(torch.empty(0)) is build_for(processor)
