@@ -303,9 +303,10 @@ void add_block(Desk<T> &desk, const T *left, const T *right, float *sums, int64_
 // Then the columns after these take their place, and zeros follow: in the end, all sums are zero again.
 template <class T>
 void finish(Desk<T> &desk, float *sums, int64_t stride, Rows<T> to, int64_t first, int64_t count, int64_t size) {
-    int64_t columns = filled_up(count, W);
+    int64_t columns = filled_up(count, COLS<T>);
     exchange(words(sums), stride, desk.paired, desk.width, desk.width, columns);
     deliver(reinterpret_cast<const float *>(desk.paired), desk.width, to, first, count, size);
+    if (columns == stride) return (void)std::fill_n(sums, desk.width * stride, 0.0f);  // at once: rows may be short
     for (float *row = sums; row < sums + desk.width * stride; row += stride) {
         std::copy(row + columns, row + stride, row);
         std::fill(row + stride - columns, row + stride, 0.0f);
