@@ -19,15 +19,22 @@ import numpy as np
 
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS
 from cpuft.config import (
+    DEFAULT_LORA_RANK,
     HostMemory,
     RunMemory,
     TrainConfig,
 )
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
-from cpuft.tasks import EMBEDDING_KINDS
+from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TEXT_KINDS, find_task
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
+from cpuft.train.decoder_memory import (
+    DecoderShape,
+    decoder_activation_bytes,
+    decoder_evaluation_bytes,
+    read_decoder_shape,
+)
 from cpuft.train.fast.architectures import (
     ARCHITECTURES,
     ATTENTION_DROPOUT_SETTINGS,
@@ -140,7 +147,7 @@ def read_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape
 
 
 def estimate_memory(
-    shape: ModelShape,
+    shape: ModelShape | DecoderShape,
     config: TrainConfig,
     precision: str,
     train: LargestBatch,
@@ -161,6 +168,8 @@ def estimate_memory(
     ranks: number of ranks that train together.
     writes_checkpoints: whether this rank holds a copy of the state while it writes checkpoints.
     """
+    if isinstance(shape, DecoderShape):
+        return _estimate_decoder(shape, config, precision, train, evaluation, ranks, writes_checkpoints)
     size, fast = 2 if precision == "bf16" else 4, config.engine == "torch" and config.fast_path and not config.compile
     weight_size, shards = size if fast else 4, ranks if config.shard == "optimizer" else 1
     # --lora-rank trains two factors for each of attention's linear layers, and the head's product.
@@ -194,6 +203,46 @@ def estimate_memory(
         # Small tensors that stay divide the memory that forward layers have freed, so that the layers which backward
         # recomputes do not fit there.
         gaps += 2 * _recompute_bytes(shape, fast, size, train) + temporary
+    return parts | {"process": _PROCESS_BYTES + round(gaps)}
+
+
+def _estimate_decoder(
+    shape: DecoderShape,
+    config: TrainConfig,
+    precision: str,
+    train: LargestBatch,
+    evaluation: LargestBatch,
+    ranks: int,
+    writes_checkpoints: bool,
+) -> dict[str, int]:
+    """Return what `estimate_memory` does, for a decoder with the layers of transformers, whose weights are in fp32."""
+    size, adapts = 2 if precision == "bf16" else 4, config.lora_rank > 0
+    adapters = shape.count_adapter_parameters(max(0, config.lora_rank))
+    trained, shards = adapters if adapts else shape.parameters, ranks if config.shard == "optimizer" else 1
+    has_mask = config.pack or train.tokens < train.positions
+    training = decoder_activation_bytes(
+        shape,
+        size,
+        adapts,
+        config.gradient_checkpointing,
+        train.positions,
+        train.positions * train.length * has_mask,
+        train.masked,
+    )
+    feedback = 16 * trained if config.sync_every > 1 else 0
+    if config.grad_compression in COMPRESSIONS_WITH_FEEDBACK:
+        feedback = 4 * trained
+    keeps_copy = writes_checkpoints and (config.checkpoint_every or config.save_best)
+    parts = {
+        "weights": 4 * (shape.parameters + adapters),
+        "masters": 0,
+        "moments": 8 * trained // shards,
+        "gradients": 4 * trained + (4 * trained // shards if shards > 1 else 0),
+        "activations": max(training, decoder_evaluation_bytes(shape, size, evaluation.positions, evaluation.masked)),
+        "checkpoint's copy": 12 * trained if keeps_copy else 0,
+        "buffers": _BUCKET_BYTES + feedback if ranks > 1 else 0,
+    }
+    gaps = _FRAGMENTATION * (parts["moments"] + parts["gradients"] + parts["activations"])
     return parts | {"process": _PROCESS_BYTES + round(gaps)}
 
 
@@ -349,10 +398,10 @@ def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> Non
         raise CpuftError(f"{describe_shortage(shortage)}: {suggest_changes(config, memory, estimate)}")
 
 
-def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
-    """Return the shape of the model that the options name.
+def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape | DecoderShape:
+    """Return the shape of the model that the options name; for next-token prediction that of a decoder.
 
-    For an architecture that the fast path does not know, and for a model on the hub, it has no layers, and only the
+    For an architecture that is not known, and for a model on the hub, it has no layers, and only the
     parameters in the folder's safetensors files (0 if there are none).
 
     Parameters
@@ -363,25 +412,37 @@ def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
     """
     if config.from_config:
         settings = load_config(config, {}, vocab_size).to_dict()
-        return read_shape(settings, config.dropout) or ModelShape(0, 0)
+        return read_shape_for(config, settings) or ModelShape(0, 0)
     source = Path(find_model(config.model))
     try:  # not through transformers, whose import takes longer than the whole check
         settings = load(dict[str, Any], parse_json((source / "config.json").read_text(encoding="utf-8")))
     except (OSError, ValueError):
         settings = {}
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    return read_shape(settings, config.dropout) or ModelShape(0, nbytes // 4)
+    return read_shape_for(config, settings) or ModelShape(0, nbytes // 4)
+
+
+def read_shape_for(config: TrainConfig, settings: Mapping[str, Any]) -> ModelShape | DecoderShape | None:
+    """Return what `read_decoder_shape` does for a task of decoders, else what `read_shape` does."""
+    if find_task(config.task, config.causal).kind in DECODER_KINDS:
+        return read_decoder_shape(settings)
+    return read_shape(settings, config.dropout)
 
 
 def estimate_rank(
-    shape: ModelShape, config: TrainConfig, precision: str, prepared: Prepared, ranks: int, writes_checkpoints: bool
+    shape: ModelShape | DecoderShape,
+    config: TrainConfig,
+    precision: str,
+    prepared: Prepared,
+    ranks: int,
+    writes_checkpoints: bool,
 ) -> dict[str, int]:
     """Return the bytes that a rank holds at its peak, by part, with the largest batches of these examples.
 
     The parts are those of `estimate_memory`: weights, masters, moments, gradients, activations, checkpoint's copy,
     buffers, process. `prepared` must have validation examples.
     """
-    reads_all_tokens = prepared.kind in ("tags", "masked", *EMBEDDING_KINDS)
+    reads_all_tokens = prepared.kind in ("tags", *TEXT_KINDS, *EMBEDDING_KINDS)
     if prepared.kind in EMBEDDING_KINDS:
         train = find_largest_text_batch(prepared, config, ranks)
     else:
@@ -393,6 +454,8 @@ def estimate_rank(
         train, evaluation = (
             replace(batch, masked=round(config.mlm_probability * batch.tokens)) for batch in (train, evaluation)
         )
+    if prepared.kind in DECODER_KINDS:
+        train, evaluation = (replace(batch, masked=batch.tokens) for batch in (train, evaluation))
     return estimate_memory(shape, config, precision, train, evaluation, ranks, writes_checkpoints)
 
 
@@ -475,7 +538,8 @@ def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator)
 
     It is the first that is enough of: the options that cost the least time (`add --shard optimizer`); up to 64 hosts
     like the one with the least memory, with one rank each (`take 4 hosts like node1 with one rank each: --np 4
-    --batch-size 8`); `take a smaller model, or hosts with more memory`.
+    --batch-size 8`); for decoders, LoRA (`add --lora-rank 16, which trains adapters instead of all weights`); `take a
+    smaller model, or hosts with more memory`.
     """
     smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
     for changes in list_changes(config, 1 if memory.independent else ranks):
@@ -490,6 +554,10 @@ def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator)
                 options = _format_options({"np": count} | changes)
                 return f"take {count} hosts like {smallest.host} with one rank each: {options}"
         count *= 2
+    adapters: dict[str, Any] = {"lora_rank": DEFAULT_LORA_RANK, "gradient_checkpointing": True}
+    may_adapt = find_task(config.task, config.causal).kind in DECODER_KINDS and not config.from_config
+    if may_adapt and config.lora_rank <= 0 and not find_shortage(replace(config, **adapters), memory, estimate):
+        return f"add {_format_options(adapters)}, which trains adapters instead of all weights"
     return "take a smaller model, or hosts with more memory"
 
 

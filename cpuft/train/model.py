@@ -414,7 +414,7 @@ def count_stored_parameters(config: TrainConfig) -> int:
     """
     source = find_model(config.model)
     source = find_base_model(source) or source
-    if found := sum(_count_numbers(path) for path in sorted(Path(source).glob("*.safetensors"))):
+    if found := count_stored_numbers(source):
         return found
     import torch
     import transformers
@@ -427,10 +427,16 @@ def count_stored_parameters(config: TrainConfig) -> int:
         raise CpuftError(describe_load_failure(config.model, error)) from None
 
 
-def _count_numbers(path: Path) -> int:
-    """Return the number of numbers in a safetensors file."""
-    header, _ = _read_safetensors_header(path)
-    return sum(math.prod(one["shape"]) for one in header.values())
+def count_stored_numbers(source: str) -> int:
+    """Return how many numbers the safetensors files in a folder hold, in whatever format; 0 if there are no such files.
+
+    Raises CpuftError: a file is damaged.
+    """
+    headers = [_read_safetensors_header(path)[0] for path in sorted(Path(source).glob("*.safetensors"))]
+    try:
+        return sum(math.prod(one["shape"]) for header in headers for one in header.values())
+    except (KeyError, TypeError):
+        raise CpuftError(_DAMAGED.format(source)) from None
 
 
 def count_parameters(model: Any) -> int:

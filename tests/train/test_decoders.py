@@ -18,12 +18,18 @@ from transformers import AutoTokenizer
 
 from cpuft.config import TrainConfig, refuse_conflicts
 from cpuft.errors import CpuftError
+from cpuft.train.checkpoint.policy import CheckpointWriter, resume
+from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.show import format_summary, summarize
 from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.loop import train
+from cpuft.train.process_group import checksum_parameters
+from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import mpirun
-from tests.train.decoder_ranks import learn, make_setup
+from tests.train.checkpoint.training import HEADER
+from tests.train.decoder_ranks import ALONE, learn, make_setup
 from tests.train.decoders import (
     CHATML,
     FAMILIES,
@@ -262,6 +268,47 @@ def test_classes_are_told_by_the_last_real_token_without_a_padding_token(family:
 def test_a_decoder_learns_classes(tmp_path: Path) -> None:
     found = learn(make_class_config(tmp_path, max_steps=30, batch_size=8, learning_rate=5e-3))
     assert found["metrics"]["accuracy"] > 0.9
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Sums of several threads are added in the order in which they come."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("alone", "one_thread")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recomputed_activations_give_the_same_losses_to_the_bit(family: str, tmp_path: Path) -> None:
+    config = make_chat_config(tmp_path, family, pack=True, lora_rank=4 if family == "qwen3" else 0)
+    assert learn(replace(config, gradient_checkpointing=True)) == learn(config)
+
+
+@pytest.mark.usefixtures("alone", "one_thread")
+@pytest.mark.parametrize("task", ["causal", "chat", "adapters"])
+def test_a_resumed_run_goes_on_to_the_bit(task: str, tmp_path: Path) -> None:
+    config = make_text_config(tmp_path) if task == "causal" else make_chat_config(tmp_path, "gemma3_text", pack=True)
+    config = replace(config, max_steps=6, lora_rank=4 if task == "adapters" else 0)
+
+    def make() -> tuple[TrainingSetup, TrainingState]:
+        setup = make_setup(config)
+        return setup, TrainingState(setup.model, setup.optimizer)
+
+    setup, state = make()
+    header = replace(HEADER, options=asdict(config), data=setup.prepared.checksum)
+    writer, losses = CheckpointWriter(state, tmp_path / "kept", 0, every=0.0), []
+    for line in train(setup):
+        losses.append(line.loss)
+        if line.step == 3:
+            writer.add_line(header)
+            writer.write(3, wait=True)
+    again, state = make()
+    point = resume(state, tmp_path / "kept", ALONE, asdict(config), header.data)
+    assert point.update == 3
+    assert [line.loss for line in train(again, done=3)] == losses[3:]
+    assert checksum_parameters(again.model) == checksum_parameters(setup.model)
 
 
 def train_on_two_ranks(folder: Path, configs: dict[str, TrainConfig]) -> dict[str, Any]:

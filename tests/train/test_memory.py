@@ -390,4 +390,28 @@ def test_an_untrained_model_is_as_large_as_its_configuration() -> None:
     found = find_shape(TrainConfig(from_config="bert-large"), 30522)
     assert (found.layers, found.hidden, found.inner) == (24, 1024, 4096)
     # As published, without a head: 335 million.
+    assert isinstance(found, ModelShape)
     assert found.linear_parameters + found.other_parameters == pytest.approx(335e6, rel=0.005)
+
+
+def test_a_decoder_that_does_not_fit_may_train_adapters(tmp_path: Path) -> None:
+    settings = {
+        "model_type": "qwen3",
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151_936,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    config = TrainConfig(task="chat", model=str(tmp_path), batch_size=4, checkpoint_every=0.0, lora_rank=0)
+    tokens = make_tokens([512] * 20)
+    prepared = Prepared((), (), "", 0, tokens, {"": tokens}, "chat")
+    memory = RunMemory((HostMemory("a", 1, 8 * GB),), "bf16")
+    with pytest.raises(CpuftError, match="add --lora-rank 16 --gradient-checkpointing, which trains adapters"):
+        check_fit(config, prepared, memory)
+    check_fit(dataclasses.replace(config, lora_rank=16, gradient_checkpointing=True), prepared, memory)
+    check_fit(config, prepared, RunMemory((HostMemory("a", 1, 64 * GB),), "bf16"))

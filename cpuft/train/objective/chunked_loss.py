@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-_CHUNK_LOGITS = 1 << 26
+from cpuft.train.decoder_memory import CHUNK_LOGITS
+
+_CHUNK_LOGITS = CHUNK_LOGITS
 """Largest number of logits of a chunk, 268 MB in fp32. The gradient of the head's weight is read and written once for
 each chunk, so that much smaller chunks would be slower."""
 

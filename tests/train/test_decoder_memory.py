@@ -1,0 +1,102 @@
+"""The estimate of a decoder's memory, against what autograd keeps and models have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from cpuft.train.decoder_memory import (
+    CHUNK_LOGITS,
+    DecoderShape,
+    decoder_activation_bytes,
+    head_bytes,
+    layer_bytes,
+    read_decoder_shape,
+)
+from cpuft.train.lora import add_adapters
+from cpuft.train.precision import autocast
+from tests.train.decoders import FAMILIES
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 64, "max_position_embeddings": 1024}
+ROWS, LENGTH = 2, 256
+
+
+def make_model(family: str, layers: int) -> Any:
+    kinds = {"layer_types": ["full_attention"] * layers} if family == "gemma3_text" else {}
+    settings = {**FAMILIES[family], **SIZES, "num_hidden_layers": layers, "head_dim": 16, **kinds}
+    return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **settings)).train()
+
+
+def read(model: Any) -> DecoderShape:
+    shape = read_decoder_shape(model.config.to_dict())
+    assert shape
+    return shape
+
+
+def count_kept(family: str, layers: int, precision: str, adapts: bool, masks: bool) -> int:
+    """Bytes that autograd holds once the layers have run, weights left out."""
+    model = make_model(family, layers)
+    decoder = model.model
+    if adapts:
+        model = add_adapters(model, 2, "", ())
+    weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage()
+        return tensor
+
+    positions = torch.arange(LENGTH)[None].repeat(ROWS, 1) % (LENGTH // 2 if masks else LENGTH)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(precision):
+        decoder(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64), position_ids=positions, use_cache=False)
+    return sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
+
+
+@pytest.mark.parametrize("masks", [False, True], ids=["alone", "packed"])
+@pytest.mark.parametrize("adapts", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_keeps_what_is_estimated(family: str, precision: str, adapts: bool, masks: bool) -> None:
+    counted = count_kept(family, 4, precision, adapts, masks) - count_kept(family, 3, precision, adapts, masks)
+    scores = ROWS * LENGTH * LENGTH if masks else 0
+    shape = read(make_model(family, 1))
+    found = layer_bytes(shape, 2 if precision == "bf16" else 4, adapts, ROWS * LENGTH, scores)
+    assert found == pytest.approx(counted, rel=0.12)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_shape_has_as_many_parameters_as_its_model_and_its_adapters(family: str) -> None:
+    model = make_model(family, 3)
+    shape = read(model)
+    assert shape.parameters == pytest.approx(model.num_parameters(), rel=0.01)
+    adapted = add_adapters(model, 4, "", ())
+    trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
+    assert shape.count_adapter_parameters(4) == trained
+
+
+def test_other_configurations_have_no_shape() -> None:
+    settings = make_model("llama", 1).config.to_dict()
+    assert read_decoder_shape(settings | {"hidden_size": "many"}) is None
+    assert read_decoder_shape({name: one for name, one in settings.items() if name != "num_key_value_heads"}) is None
+
+
+SHAPE = DecoderShape(28, 1024, 3072, 2048, 1024, 16, 151_936, True, norms_heads=True)
+"""Qwen3-0.6B."""
+
+
+def test_the_head_needs_one_chunk_of_logits_however_many_tokens_there_are() -> None:
+    assert SHAPE.parameters == pytest.approx(596e6, rel=0.01)
+    logits = {count: head_bytes(SHAPE, 4, True, count) - 4 * count * SHAPE.hidden for count in (10, 1000, 10_000)}
+    assert logits == {10: 8 * 10 * SHAPE.vocab_size, 1000: 8 * CHUNK_LOGITS, 10_000: 8 * CHUNK_LOGITS}
+    whole = head_bytes(SHAPE, 4, False, 1000) - head_bytes(SHAPE, 4, True, 1000)
+    assert whole == 4 * SHAPE.embedding_parameters
+
+
+def test_gradient_checkpointing_saves_most_of_the_activations() -> None:
+    def estimate(checkpoints: bool) -> int:
+        return decoder_activation_bytes(SHAPE, 4, True, checkpoints, 8192, 0, 8191) - head_bytes(SHAPE, 4, True, 8191)
+
+    assert estimate(True) < 0.15 * estimate(False)
