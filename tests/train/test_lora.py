@@ -35,6 +35,7 @@ HEADS = {
     "electra": ["classifier"],
     "distilbert": ["pre_classifier", "classifier"],
     "mpnet": ["classifier"],
+    "deberta-v2": ["pooler", "classifier"],
 }
 
 

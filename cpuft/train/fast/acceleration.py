@@ -49,8 +49,8 @@ def accelerate(
 
     Returns (model, optimizer), the same two objects, changed in place. Call this after the model is loaded and the
     optimizer is made, and before DistributedDataParallel or a trainer gets them. Encoders of BERT, RoBERTa,
-    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet and ALBERT get the fast layers, also inside of another module
-    such as a SentenceTransformer; in any other model only dropout modules change.
+    XLM-RoBERTa, CamemBERT, ELECTRA, DistilBERT, MPNet, ALBERT, DeBERTa-v2 and DeBERTa-v3 get the fast layers, also
+    inside of another module such as a SentenceTransformer; in any other model only dropout modules change.
     A model that has been accelerated before keeps its layers and precision, whatever the options; the optimizer is
     connected to its master weights. For the whole process, malloc keeps freed memory (see `keep_freed_memory`).
 

@@ -483,7 +483,8 @@ class FastEncoder:
 def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]:
     """Return the encoders of `model` of which the fast path knows every layer (see `read_parts`), in module order.
 
-    The list is empty if there are none, or if the model is patched already. Nothing is installed yet.
+    The list is empty if there are none, or if the model is patched already. An encoder is left out if `find_unknown` of
+    its architecture names a part of it. Nothing is installed yet.
 
     `adapters`: accept layers with LoRA adapters of peft, too.
     """
@@ -524,7 +525,8 @@ def _list_runs(encoder: nn.Module, shared: SharedLayers) -> list[nn.Module]:
 def describe_layers(model: nn.Module) -> str:
     """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`.
 
-    If it has replaced none, the reason follows: the layers have parts that it does not know, or they are unknown, as in
+    If it has replaced none, the reason follows: the encoder or its layers have parts that it does not know, or the
+    layers are unknown, as in
     `0 of 12 layers replaced, because it does not know GPT2Block (it knows the layers of BERT, ... and DistilBERT)`.
     """
     layers = _find_layers(model)
