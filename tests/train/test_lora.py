@@ -39,6 +39,7 @@ HEADS = {
     "electra": ["classifier"],
     "distilbert": ["pre_classifier", "classifier"],
     "mpnet": ["classifier"],
+    "deberta-v2": ["pooler", "classifier"],
 }
 
 

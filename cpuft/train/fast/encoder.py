@@ -482,7 +482,8 @@ class FastEncoder:
 def find_encoders(model: nn.Module, adapters: bool = False) -> list[FastEncoder]:
     """Return the encoders of `model` of which the fast path knows every layer (see `read_parts`), in module order.
 
-    The list is empty if there are none, or if the model is patched already. Nothing is installed yet.
+    The list is empty if there are none, or if the model is patched already. An encoder is left out if `find_unknown` of
+    its architecture names a part of it. Nothing is installed yet.
 
     `adapters`: accept layers with LoRA adapters of peft, too.
     """

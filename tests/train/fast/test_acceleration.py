@@ -401,7 +401,9 @@ def gradient_moments(model: nn.Module, batch: dict[str, torch.Tensor], draws: in
     return mean, (squares / draws - float(mean.square().sum())) ** 0.5
 
 
-@pytest.mark.parametrize("kind", ["bert", pytest.param("distilbert", marks=pytest.mark.proof)])
+@pytest.mark.parametrize(
+    "kind", ["bert", *(pytest.param(kind, marks=pytest.mark.proof) for kind in ("distilbert", "albert", "deberta-v2"))]
+)
 def test_dropout_s_noise_in_the_gradients_is_the_plain_model_s(kind: str) -> None:
     """Masks that hang together, between elements, layers or steps, would make it larger; a wrong scale, biased."""
     draws, batch = 400, make_batch()

@@ -20,7 +20,13 @@ from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, relative_error
 
-KEY = "bert.encoder.layer.0.intermediate.dense.weight"
+KEYS = {
+    "bert": "bert.encoder.layer.0.intermediate.dense.weight",
+    "albert": "albert.encoder.albert_layer_groups.0.albert_layers.0.ffn.weight",
+    "deberta-v2": "deberta.encoder.layer.0.attention.self.query_proj.weight",
+}
+"""The weight that is compared, of each kind of model."""
+KEY = KEYS["bert"]
 
 
 def rows(count: int = 16) -> list[dict[str, Tensor]]:
@@ -69,16 +75,16 @@ def test_the_trainer_saves_and_resumes(tmp_path: Path) -> None:
     torch.testing.assert_close(again.state_dict()[KEY], through.model.state_dict()[KEY], atol=0, rtol=0)
 
 
-def _ddp_rank(rank: int, folder: str, kernels: bool) -> None:
+def _ddp_rank(rank: int, folder: str, kernels: bool, kind: str) -> None:
     with contextlib.nullcontext() if kernels else plain_torch():
-        _train_as_rank(rank, folder)
+        _train_as_rank(rank, folder, kind)
 
 
-def _train_as_rank(rank: int, folder: str) -> None:
+def _train_as_rank(rank: int, folder: str, kind: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     keep_forever(dist.group.WORLD)  # as cpuft.rank.script does
-    model = make_model("bert")
+    model = make_model(kind)
     model, optimizer = accelerate(model, make_optimizer(model), precision="bf16")
     # As the Trainer does: it looks for parameters without gradients, and its optimizer's state is loaded once more.
     wrapped = DistributedDataParallel(model, find_unused_parameters=True)
@@ -94,14 +100,22 @@ def _train_as_rank(rank: int, folder: str) -> None:
     flush_and_exit(0)
 
 
-@pytest.mark.parametrize("kernels", [True, pytest.param(False, marks=pytest.mark.proof)])
-def test_two_ranks_agree_and_train_as_one(tmp_path: Path, kernels: bool) -> None:
+@pytest.mark.parametrize(
+    ("kernels", "kind"),
+    [
+        (True, "bert"),
+        pytest.param(False, "bert", marks=pytest.mark.proof),
+        pytest.param(True, "albert", marks=pytest.mark.proof),
+        pytest.param(True, "deberta-v2", marks=pytest.mark.proof),
+    ],
+)
+def test_two_ranks_agree_and_train_as_one(tmp_path: Path, kernels: bool, kind: str) -> None:
     """Without kernels, too: a host without a compiler is one of them."""
-    ranks = spawn(_ddp_rank, (str(tmp_path), kernels), nprocs=2, join=False, daemon=True)  # type: ignore[no-untyped-call]
+    ranks = spawn(_ddp_rank, (str(tmp_path), kernels, kind), nprocs=2, join=False, daemon=True)  # type: ignore[no-untyped-call]
     # The first to end, then the other.
     assert ranks.join(timeout=120) or ranks.join(timeout=30)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    model = make_model("bert")
+    model = make_model(kind)
     model, optimizer = accelerate(model, make_optimizer(model), precision="bf16")
     for _ in range(2):
         model(**make_batch((9, 7, 9, 7))).loss.backward()
@@ -111,8 +125,8 @@ def test_two_ranks_agree_and_train_as_one(tmp_path: Path, kernels: bool) -> None
     for key, value in first.items():
         torch.testing.assert_close(value, second[key], atol=0, rtol=0)
         assert value.dtype == torch.float32
-    alone, start = model.state_dict()[KEY], make_model("bert").state_dict()[KEY]
-    assert relative_error(first[f"module.{KEY}"] - start, alone - start) < 0.2
+    alone, start = model.state_dict()[KEYS[kind]], make_model(kind).state_dict()[KEYS[kind]]
+    assert relative_error(first[f"module.{KEYS[kind]}"] - start, alone - start) < 0.2
 
 
 def test_a_wrapped_model_is_refused(tmp_path: Path) -> None:
