@@ -15,6 +15,8 @@ EXEMPT = {
     "read_measurements": "a record that was read",
     "read_operations": "what this process has noted",
     "read_shape": "a model's configuration that transformers reads",
+    "read_shape_for": "a model's configuration that transformers reads",
+    "read_decoder_shape": "a model's configuration that transformers reads",
     "read_template": "a file of the package",
     "load_allowed_paths": "a list of texts, or nothing",
     "load_call": "a pickle whose digest has been checked",
