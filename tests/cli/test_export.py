@@ -30,7 +30,7 @@ def make_run(folder: Path, task: str = "mrpc") -> ExportConfig:
         (
             "text",
             ExportConfig(),
-            "is a run of --task text, whose model predicts masked tokens and no labels: export the model of",
+            "is a run of --task text, whose model predicts tokens and no labels: export the model of",
         ),
         (
             "mrpc",
