@@ -31,7 +31,7 @@ def one_thread() -> Iterator[None]:
 def find_gradients(kind: str, config: TrainConfig) -> dict[str, torch.Tensor]:
     """Of an update with dropout."""
     model = make_model(kind, dropout=0.1)
-    if config.lora_rank:
+    if config.lora_rank > 0:
         model = add_adapters(model, config.lora_rank, "", ()).train()
         for _, factor in filter(lambda named: "lora_B" in named[0], model.named_parameters()):
             nn.init.ones_(factor)
