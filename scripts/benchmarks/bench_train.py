@@ -26,8 +26,8 @@ from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.precision import format_products, measure_products, read_cpu
 from scripts.benchmarks.contestants import (
-    BATCH,
     CONTESTANTS,
+    MAX_LENGTH,
     UNTRAINED,
     Contestant,
     Workload,
@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "attention": (
         "_Attention",
         "_Disentangled",
+        "_Rotate",
         "aten::scaled_dot_product",
         "aten::_scaled_dot",
         "aten::bmm",
@@ -52,7 +53,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     ),
     "products": ("aten::mm", "aten::addmm", "aten::_int_mm"),
     "dropout": ("_Dropout", "aten::dropout", "aten::native_dropout", "aten::bernoulli_"),
-    "norms and activations": ("aten::native_layer_norm", "aten::gelu", "_Gelu", "aten::tanh"),
+    "norms and activations": ("aten::native_layer_norm", "aten::gelu", "_Gelu", "_Glu", "_AddNorm", "aten::tanh"),
     "casts and copies": ("aten::copy_", "aten::fill_", "aten::cat", "aten::index", "aten::_to_copy", "aten::empty"),
 }
 # Dropout, residual and norm are one kernel in the fast path: it counts as a norm.
@@ -187,6 +188,10 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         default=256,
         help="rows a turn (padded fp32: a quarter of them, for speed and so for accuracy)",
     )
+    parser.add_argument(
+        "--max-length", type=int, default=MAX_LENGTH, help="most tokens of an example; more than 128 joins texts"
+    )
+    parser.add_argument("--batch-size", type=int, default=32, help="examples of an update")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each after the warm-up turn")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for each")
     parser.add_argument(
@@ -274,7 +279,9 @@ def run_breakdown(workload: Workload) -> dict[str, Any]:
     model, rows = load(workload)
     model, optimizer = accelerated(model)
     step = make_step(model.train(), optimizer)
-    middle = sorted(rows, key=lambda row: len(row["input_ids"]))[len(rows) // 2 - BATCH // 2 :][:BATCH]
+    middle = sorted(rows, key=lambda row: len(row["input_ids"]))[len(rows) // 2 - workload.batch // 2 :][
+        : workload.batch
+    ]
     for _ in range(2):
         step(middle)
     bf16 = has_bf16_products()
@@ -308,7 +315,7 @@ def format_summary(lines: list[dict[str, Any]], base: str) -> str:
 def format_breakdown(line: dict[str, Any]) -> str:
     """Return the table of the time of a step by kind, with the limit."""
     whole = sum(line["kinds"].values())
-    rows = [f"one step, 32 rows of median length: {line['seconds'] * 1e3:.0f} ms"]
+    rows = [f"one step, examples of median length: {line['seconds'] * 1e3:.0f} ms"]
     rows += [f"  {kind:24}{100 * seconds / whole:6.1f} %" for kind, seconds in line["kinds"].items()]
     rate = line["operations_per_second"] / 1e12
     limit = f"its products alone: {line['limit_seconds'] * 1e3:.0f} ms ({rate:.2f} TFLOP/s)"
@@ -337,7 +344,9 @@ def run(options: argparse.Namespace) -> None:
         write(first)
         print(f"products on {options.threads} cores: {format_products(first['products'])}", flush=True)
         for kind in models:
-            workload = Workload(options.data, model, kind, options.rows, options.threads)
+            workload = Workload(
+                options.data, model, kind, options.rows, options.threads, options.max_length, options.batch_size
+            )
             turns = []
             for turn in run_rounds(names, workload, options.rounds):
                 write(turn)
@@ -345,7 +354,14 @@ def run(options: argparse.Namespace) -> None:
             summary, breakdown = summarise(turns, names[0]), run_breakdown(workload)
             for line in (*summary, breakdown):
                 write({"model": kind, **line})
-            if kind in MODELS and names[0] == everybody[0] and first["class"] and set(everybody) <= set(names):
+            usual_sizes = (options.max_length, options.batch_size) == (MAX_LENGTH, 32)
+            if (
+                kind in MODELS
+                and usual_sizes
+                and names[0] == everybody[0]
+                and first["class"]
+                and set(everybody) <= set(names)
+            ):
                 found = {"header": first, "summary": summary, "breakdown": breakdown}
                 keep_figures(options.figures, first["class"], kind, found)
             print(f"\n{kind}\n\n{format_summary(summary, names[0])}\n\n{format_breakdown(breakdown)}", flush=True)

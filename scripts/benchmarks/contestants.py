@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,17 @@ from cpuft.train.fast.adamw import clip_gradients
 from cpuft.train.precision import autocast
 
 MAX_LENGTH = 128
-BATCH = 32
+"""Most tokens of an example of MRPC."""
+_SENTENCE_TOKENS = 25
+"""About the number of tokens of a sentence of MRPC."""
 Row = dict[str, Any]
 
 
-def read_rows(path: Path, tokenizer: Any, count: int = 0) -> list[Row]:
+def read_rows(path: Path, tokenizer: Any, count: int = 0, length: int = MAX_LENGTH) -> list[Row]:
     """The first `count` rows (0: all) of MRPC in GLUE's layout: `input_ids`, `token_type_ids`, `label` of each.
+
+    With a `length` above 128, each text is followed by as many of the next texts as a random number of tokens up to
+    that holds, so that all lengths are equally frequent.
 
     Raises CpuftError: there is no such file, or a line that is not MRPC's.
     """
@@ -42,7 +48,12 @@ def read_rows(path: Path, tokenizer: Any, count: int = 0) -> list[Row]:
         raise CpuftError(f"{path} is not there: give --data the folder that holds MRPC's train.tsv and dev.tsv")
     rows = parse_glue_tsv(path.read_text(encoding="utf-8-sig"), TASKS["mrpc"], str(path)).first(count)
     first, second = ([texts[at] for texts in rows.texts] for at in (0, 1))
-    encoded = tokenizer(first, second, truncation=True, max_length=MAX_LENGTH)
+    if length > MAX_LENGTH:
+        sizes = np.random.default_rng(0).integers(1, length // (2 * _SENTENCE_TOKENS) + 1, len(first))
+        first, second = (
+            [" ".join(texts[at : at + size]) for at, size in enumerate(sizes.tolist())] for texts in (first, second)
+        )
+    encoded = tokenizer(first, second, truncation=True, max_length=length)
     return [
         {"input_ids": ids, "token_type_ids": types, "label": int(label)}
         for ids, types, label in zip(encoded["input_ids"], encoded["token_type_ids"], rows.labels, strict=True)
@@ -63,30 +74,26 @@ def make_tokens(rows: list[Row]) -> Tokens:
 def collate(rows: list[Row], length: int = 0) -> dict[str, Tensor]:
     """Return a batch padded to `length` or to its longest example:
 
-    input ids, token types, attention mask and labels.
+    input ids, token types (if the model has any), attention mask and labels.
     """
     longest = length or max(len(row["input_ids"]) for row in rows)
     ids, types, mask = torch.zeros(3, len(rows), longest, dtype=torch.long)
     for i, row in enumerate(rows):
         size = len(row["input_ids"])
         ids[i, :size] = torch.tensor(row["input_ids"])
-        types[i, :size] = torch.tensor(row["token_type_ids"])
+        types[i, :size] = torch.tensor(row.get("token_type_ids", 0))
         mask[i, :size] = 1
     labels = torch.tensor([row["label"] for row in rows])
-    return {"input_ids": ids, "token_type_ids": types, "attention_mask": mask, "labels": labels}
+    types_of_tokens = {"token_type_ids": types} if "token_type_ids" in rows[0] else {}
+    return {"input_ids": ids, **types_of_tokens, "attention_mask": mask, "labels": labels}
 
 
-def collate_to_the_recipe_s_length(rows: list[Row]) -> dict[str, Tensor]:
-    """Return a batch padded to 128 tokens, as in the well-known recipe."""
-    return collate(rows, MAX_LENGTH)
-
-
-def length_grouped(rows: list[Row], seed: int) -> list[list[Row]]:
+def length_grouped(rows: list[Row], seed: int, batch: int) -> list[list[Row]]:
     """Return batches of examples of similar length, in random order."""
     generator = torch.Generator().manual_seed(seed)
     order = [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
     order.sort(key=lambda row: len(row["input_ids"]))
-    batches = [order[i : i + BATCH] for i in range(0, len(order), BATCH)]
+    batches = [order[i : i + batch] for i in range(0, len(order), batch)]
     return [batches[i] for i in torch.randperm(len(batches), generator=generator).tolist()]
 
 
@@ -99,6 +106,15 @@ LEARNING_RATE = 1e-4
 PADDED_SHARE = 4
 
 
+# Those of MiniLM's tokenizer.
+_SPECIAL = {
+    "vocab_size": 30522,
+    "pad_token_id": 0,
+    "bos_token_id": 101,
+    "eos_token_id": 102,
+    "cls_token_id": 101,
+    "sep_token_id": 102,
+}
 UNTRAINED: dict[str, dict[str, Any]] = {
     "bert-base": {"model_type": "bert"},
     "deberta-v3-base": {
@@ -123,6 +139,18 @@ UNTRAINED: dict[str, dict[str, Any]] = {
         "num_attention_heads": 12,
         "intermediate_size": 3072,
     },
+    "modernbert-base": {"model_type": "modernbert", **_SPECIAL, "classifier_pooling": "mean"},
+    "eurobert-210m": {"model_type": "eurobert", **_SPECIAL, "num_key_value_heads": 12, "mask_token_id": 103},
+    "qwen3-0.6b": {
+        "model_type": "qwen3",
+        **_SPECIAL,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
 }
 """Models with random weights, by their name: the arguments of transformers' AutoConfig.for_model."""
 
@@ -136,6 +164,18 @@ class Workload:
     kind: str
     rows: int
     threads: int
+    length: int = MAX_LENGTH
+    """Most tokens of an example."""
+    batch: int = 32
+    """Examples of an update."""
+
+    def read_rows(self, split: str, count: int = 0) -> list[Row]:
+        """Return the first `count` rows (0: all) of a split (train or dev), see `read_rows`."""
+        from transformers import AutoTokenizer
+
+        rows = read_rows(self.data / f"{split}.tsv", AutoTokenizer.from_pretrained(self.model), count, self.length)
+        has_types = self.kind not in UNTRAINED or UNTRAINED[self.kind]["model_type"] in ("bert", "albert", "deberta-v2")
+        return rows if has_types else [{n: value for n, value in row.items() if n != "token_type_ids"} for row in rows]
 
 
 Turn = Callable[[], tuple[int, float]]
@@ -144,13 +184,13 @@ Turn = Callable[[], tuple[int, float]]
 
 def load(workload: Workload) -> tuple[Any, list[Row]]:
     """Return the model in fp32 and the examples."""
-    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+    from transformers import AutoConfig, AutoModelForSequenceClassification
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    rows = read_rows(workload.data / "train.tsv", AutoTokenizer.from_pretrained(workload.model), workload.rows)
+    rows = workload.read_rows("train", workload.rows)
     if workload.kind in UNTRAINED:
         config = AutoConfig.for_model(**UNTRAINED[workload.kind])
         return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), rows
@@ -185,7 +225,7 @@ def _bare_loop(workload: Workload, *, compiled: bool = False, own: str = "auto")
     def turn() -> tuple[int, float]:
         start = time.perf_counter()
         model.train()
-        batches = length_grouped(rows, seed=0)
+        batches = length_grouped(rows, 0, workload.batch)
         for number, batch in enumerate(batches):
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * (1 - number / len(batches))
@@ -206,7 +246,6 @@ _TRAINING: dict[str, Any] = {
     "use_cpu": True,
     "num_train_epochs": 1,
     "learning_rate": LEARNING_RATE,
-    "per_device_train_batch_size": BATCH,
     "save_strategy": "no",
     "logging_strategy": "no",
     "disable_tqdm": True,
@@ -229,13 +268,15 @@ def _trainer(workload: Workload, *, bf16: bool, dynamic: bool, fast: bool) -> tu
 
     model, rows = load(workload)
     optimizer = accelerated(model)[1] if fast else None
-    rows = rows if dynamic else rows[: max(BATCH, len(rows) // PADDED_SHARE)]
+    rows = rows if dynamic else rows[: max(workload.batch, len(rows) // PADDED_SHARE)]
 
     def turn() -> tuple[int, float]:
         with tempfile.TemporaryDirectory() as folder:
             sampling = "group_by_length" if dynamic else "random"
-            arguments = TrainingArguments(output_dir=folder, bf16=bf16, train_sampling_strategy=sampling, **_TRAINING)
-            collator = collate if dynamic else collate_to_the_recipe_s_length
+            faster = {"bf16": bf16, "train_sampling_strategy": sampling}
+            size = {"per_device_train_batch_size": workload.batch}
+            arguments = TrainingArguments(output_dir=folder, **faster, **size, **_TRAINING)
+            collator = collate if dynamic else partial(collate, length=workload.length)  # as in the well-known recipe
             trainer = Trainer(
                 model=model,
                 args=arguments,
@@ -265,7 +306,7 @@ def _predictor(workload: Workload) -> tuple[Any, Turn]:
     def turn() -> tuple[int, float]:
         start = time.perf_counter()
         model.eval()
-        compute_outputs(model, objective, tokens, BATCH, 1, precision)
+        compute_outputs(model, objective, tokens, workload.batch, 1, precision)
         return len(rows), time.perf_counter() - start
 
     return model, turn
@@ -277,7 +318,7 @@ def _trainer_predictor(workload: Workload) -> tuple[Any, Turn]:
     from transformers import Trainer, TrainingArguments
 
     model, rows = load(workload)
-    faster = {"per_device_eval_batch_size": BATCH, "bf16_full_eval": has_bf16_products()}
+    faster = {"per_device_eval_batch_size": workload.batch, "bf16_full_eval": has_bf16_products()}
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(output_dir=folder, **_TRAINING, **faster)
         trainer = Trainer(model=model, args=arguments, data_collator=collate)
@@ -350,12 +391,10 @@ def _serve(name: str, workload: Workload, pipe: Connection) -> None:
 
 @torch.no_grad()
 def _accuracy(model: Any, workload: Workload) -> float:
-    from transformers import AutoTokenizer
-
-    rows = read_rows(workload.data / "dev.tsv", AutoTokenizer.from_pretrained(workload.model))
+    rows, size = workload.read_rows("dev"), workload.batch
     model.eval()
     right = 0
-    for start in range(0, len(rows), BATCH):
-        batch = collate(rows[start : start + BATCH])
+    for start in range(0, len(rows), size):
+        batch = collate(rows[start : start + size])
         right += int((model(**batch).logits.argmax(-1) == batch["labels"]).sum())
     return right / len(rows)
