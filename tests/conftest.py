@@ -76,13 +76,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as `real` what scripts/test quick leaves out; whatever asks for root, cores or data is among it.
-
-    With --dist loadgroup, pytest-xdist runs the tests of a group one after another, in one process.
-    """
+    """Mark as `real` what scripts/test quick leaves out; whatever asks for root, cores or data is among it."""
     for item in items:
         path = item.path.relative_to(Path(__file__).parent).as_posix()
-        item.add_marker(pytest.mark.xdist_group("clusters" if path.startswith(CLUSTER_FOLDERS) else path))
+        if path.startswith(CLUSTER_FOLDERS):
+            item.add_marker("clusters")
         if isinstance(item, pytest.Function) and (
             path.startswith(REAL_FOLDERS)
             or item.get_closest_marker("skipif")
