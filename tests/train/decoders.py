@@ -36,6 +36,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 """Settings by model type. Qwen3 and SmolLM3 share the weight of embedding and head, Gemma 3 does anyway."""
 
+ENCODERS: dict[str, dict[str, Any]] = {
+    "modernbert": {
+        **{name: value for name, value in _SIZES.items() if name != "num_key_value_heads"},
+        "num_hidden_layers": 4,
+        "local_attention": 8,
+        "cls_token_id": 1,
+        "sep_token_id": 2,
+    },
+    "eurobert": {**_SIZES, "mask_token_id": 1},
+}
+"""Settings of encoders whose layers are like those of decoders, by model type."""
+
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -99,6 +111,21 @@ def save_decoder(folder: Path, family: str = "llama", template: str = CHATML, **
     """A tiny decoder with its tokenizer; the folder."""
     make_decoder(family, **settings).save_pretrained(folder)
     save_tokenizer(folder, template)
+    return str(folder)
+
+
+def save_encoder(folder: Path, family: str) -> str:
+    """A tiny encoder with the same tokenizer; the folder."""
+    import transformers
+
+    torch.manual_seed(0)
+    made = transformers.AutoConfig.for_model(family, **{"vocab_size": 324, **ENCODERS[family]})
+    model = transformers.AutoModel.from_config(made)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            torch.nn.init.normal_(weight, std=0.15)
+    model.save_pretrained(folder)
+    save_tokenizer(folder)
     return str(folder)
 
 

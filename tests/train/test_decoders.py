@@ -32,10 +32,12 @@ from tests.train.checkpoint.training import HEADER
 from tests.train.decoder_ranks import ALONE, learn, make_setup
 from tests.train.decoders import (
     CHATML,
+    ENCODERS,
     FAMILIES,
     MARKED,
     SPECIAL,
     save_decoder,
+    save_encoder,
     save_tokenizer,
     write_conversations,
     write_text,
@@ -234,8 +236,11 @@ def test_adapters_learn_to_answer(tmp_path: Path) -> None:
 
 def make_class_config(folder: Path, family: str = "llama", **options: Any) -> TrainConfig:
     """Texts of different lengths, whose class is told by their first word."""
-    model = save_decoder(folder / family, family, pad_token_id=None)
-    save_tokenizer(Path(model), pad_token="")
+    if family in ENCODERS:
+        model = save_encoder(folder / family, family)
+    else:
+        model = save_decoder(folder / family, family, pad_token_id=None)
+        save_tokenizer(Path(model), pad_token="")
     generator = random.Random(0)
     for name, count in (("train.jsonl", 60), ("validation.jsonl", 21)):
         firsts = [generator.choice(("What", "Who")) for _ in range(count)]
@@ -329,7 +334,8 @@ def test_two_ranks_learn_what_one_learns_with_twice_the_batch(tmp_path: Path) ->
         for family, pack in (("llama", False), ("qwen3", True), ("gemma3_text", True))
     }
     configs["adapters"] = replace(configs["chat llama False"], lora_rank=4)
-    configs |= {f"classes {family}": make_class_config(tmp_path / "classes", family) for family in FAMILIES}
+    every = (*FAMILIES, *ENCODERS)
+    configs |= {f"classes {family}": make_class_config(tmp_path / "classes", family) for family in every}
     found = train_on_two_ranks(tmp_path, configs)
     for name, config in configs.items():
         alone = learn(replace(config, batch_size=8, shard="none"))
