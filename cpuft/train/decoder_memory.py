@@ -1,7 +1,7 @@
 """How much memory the training of a decoder takes: its sizes, and what its layers and its head hold.
 
-The layers are those of transformers with the attention of torch (sdpa), which keeps no scores. The terms of the
-formulas are the tensors that autograd keeps, which tests count.
+The layers are fast ones, or those of transformers with the attention of torch (sdpa), which keeps no scores. The terms
+of the formulas are the tensors that autograd keeps, which tests count.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+FAST_TYPES = ("llama", "qwen3", "smollm3", "gemma3_text")
+"""Decoders with fast layers (`architectures.PRE_NORM_ARCHITECTURES`), by their model_type in config.json."""
 CHUNK_LOGITS = 1 << 26
 """Largest number of logits that the loss computes at once (`objective.chunked_loss`)."""
 
@@ -36,6 +38,8 @@ class DecoderShape:
     """Norms of the hidden size in a layer: 4 in Gemma 3, else 2."""
     norms_heads: bool = False
     """Whether queries and keys are normed in each head, as in Qwen3 and Gemma 3."""
+    may_be_fast: bool = True
+    """Whether there are fast layers for this architecture."""
 
     @property
     def layer_parameters(self) -> int:
@@ -90,6 +94,7 @@ def read_decoder_shape(settings: Mapping[str, Any]) -> DecoderShape | None:
         is_tied,
         norms=4 if kind.startswith(("gemma2", "gemma3")) else 2,
         norms_heads=kind.startswith(("qwen3", "gemma3")),
+        may_be_fast=kind in FAST_TYPES,
     )
 
 
@@ -118,6 +123,25 @@ def layer_bytes(shape: DecoderShape, size: int, adapts: bool, tokens: int, maske
     return (widths + small) * tokens + weights + size * masked_scores
 
 
+def fast_layer_bytes(shape: DecoderShape, size: int, tokens: int, gradient_checkpointing: bool = False) -> int:
+    """Return the bytes that autograd keeps of a fast layer (`fast.prenorm.run_layer`).
+
+    They are the inputs of norms and products; queries, keys and values, also before their norms; and gate and up. With
+    gradient checkpointing, what lies between the products is computed again.
+
+    Parameters
+    ----------
+    size: bytes of a number in the layers: 2 for bf16, else 4.
+    tokens: tokens of the batch, without padding.
+    """
+    ends = shape.norms - 2
+    widths = (4 + ends) * shape.hidden + shape.query
+    if not gradient_checkpointing:
+        packed = shape.query + 2 * shape.key
+        widths += (1 + shape.norms_heads) * packed + 3 * shape.inner
+    return (size * widths + 4 * shape.norms) * tokens
+
+
 def head_bytes(shape: DecoderShape, size: int, adapts: bool, targets: int, trains: bool = True) -> int:
     """Return the most bytes that the loss holds: the logits of a chunk, and what the gradient of the weight takes.
 
@@ -144,12 +168,24 @@ def decoder_activation_bytes(
     tokens: int,
     masked_scores: int,
     targets: int,
+    fast_tokens: int = 0,
 ) -> int:
     """Return the most bytes that activations take in a forward and a backward pass.
 
     With gradient checkpointing, all layers but the last keep only their inputs, and are computed again one by one when
-    the head has been freed. The parameters are those of `layer_bytes` and `head_bytes`.
+    the head has been freed. The other parameters are those of `layer_bytes` and `head_bytes`.
+
+    Parameters
+    ----------
+    fast_tokens: number of tokens without padding, if the layers are fast ones; else 0.
     """
+    if fast_tokens:
+        layer = fast_layer_bytes(shape, size, fast_tokens)
+        kept = fast_layer_bytes(shape, size, fast_tokens, gradient_checkpointing)
+        # Gradients of gate and up are there beside them.
+        running = 2 * size * shape.inner * fast_tokens + (layer - kept)
+        ends = 12 * shape.hidden * tokens
+        return ends + (shape.layers - 1) * kept + layer + max(running, head_bytes(shape, size, adapts, targets))
     layer = layer_bytes(shape, size, adapts, tokens, masked_scores)
     head = head_bytes(shape, size, adapts, targets)
     ends = 12 * shape.hidden * tokens  # embeddings, and the last norm

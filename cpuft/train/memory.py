@@ -217,8 +217,9 @@ def _estimate_decoder(
     ranks: int,
     writes_checkpoints: bool,
 ) -> dict[str, int]:
-    """Return what `estimate_memory` does, for a decoder with the layers of transformers, whose weights are in fp32."""
+    """Return what `estimate_memory` does, for a decoder. Weights of transformers' own layers are in fp32."""
     size, adapts = 2 if precision == "bf16" else 4, config.lora_rank > 0
+    fast = shape.may_be_fast and config.engine == "torch" and config.fast_path and not config.compile
     adapters = shape.count_adapter_parameters(max(0, config.lora_rank))
     trained, shards = adapters if adapts else shape.parameters, ranks if config.shard == "optimizer" else 1
     has_mask = config.pack or train.tokens < train.positions
@@ -230,16 +231,21 @@ def _estimate_decoder(
         train.positions,
         train.positions * train.length * has_mask,
         train.masked,
+        train.tokens if fast else 0,
     )
+    weight_size = size if fast else 4
+    linears = shape.layers * shape.layer_parameters
+    others = shape.parameters - linears
+    low = (adapters if adapts else linears) if weight_size == 2 else 0
     feedback = 16 * trained if config.sync_every > 1 else 0
     if config.grad_compression in COMPRESSIONS_WITH_FEEDBACK:
         feedback = 4 * trained
     keeps_copy = writes_checkpoints and (config.checkpoint_every or config.save_best)
     parts = {
-        "weights": 4 * (shape.parameters + adapters),
-        "masters": 0,
+        "weights": weight_size * (linears + adapters) + 4 * others,
+        "masters": 4 * low // shards,
         "moments": 8 * trained // shards,
-        "gradients": 4 * trained + (4 * trained // shards if shards > 1 else 0),
+        "gradients": 4 * trained - 2 * low + (4 * trained // shards if shards > 1 else 0),
         "activations": max(training, decoder_evaluation_bytes(shape, size, evaluation.positions, evaluation.masked)),
         "checkpoint's copy": 12 * trained if keeps_copy else 0,
         "buffers": _BUCKET_BYTES + feedback if ranks > 1 else 0,

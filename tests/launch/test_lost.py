@@ -25,6 +25,8 @@ SILENT_SECONDS, END_SECONDS = 10.0, 35.0
 STOPPED = """
 import datetime, os, signal, torch, torch.distributed as dist
 from cpuft import comm
+
+pytestmark = pytest.mark.alone  # four runs at the same time, and how long they take to end
 comm.start("gloo")
 group = dist.new_group(timeout=datetime.timedelta(seconds=3))
 dist.barrier()

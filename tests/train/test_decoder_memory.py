@@ -10,12 +10,15 @@ import transformers
 
 from cpuft.train.decoder_memory import (
     CHUNK_LOGITS,
+    FAST_TYPES,
     DecoderShape,
     decoder_activation_bytes,
+    fast_layer_bytes,
     head_bytes,
     layer_bytes,
     read_decoder_shape,
 )
+from cpuft.train.fast.acceleration import patch_model
 from cpuft.train.lora import add_adapters
 from cpuft.train.precision import autocast
 from tests.train.decoders import FAMILIES
@@ -36,12 +39,18 @@ def read(model: Any) -> DecoderShape:
     return shape
 
 
-def count_kept(family: str, layers: int, precision: str, adapts: bool, masks: bool) -> int:
-    """Bytes that autograd holds once the layers have run, weights left out."""
+def count_kept(
+    family: str, layers: int, precision: str, adapts: bool, masks: bool, fast: bool = False, again: bool = False
+) -> int:
+    """Bytes that autograd holds once the layers have run, weights left out; `again`: with gradient checkpointing."""
     model = make_model(family, layers)
     decoder = model.model
     if adapts:
         model = add_adapters(model, 2, "", ())
+    for layer in decoder.layers if again else ():
+        layer.gradient_checkpointing = True
+    if fast:
+        patch_model(model, precision, adapters=adapts)
     weights = {one.untyped_storage().data_ptr() for one in (*model.parameters(), *model.buffers())}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -50,7 +59,8 @@ def count_kept(family: str, layers: int, precision: str, adapts: bool, masks: bo
         return tensor
 
     positions = torch.arange(LENGTH)[None].repeat(ROWS, 1) % (LENGTH // 2 if masks else LENGTH)
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(precision):
+    plain = "fp32" if fast else precision
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), autocast(plain):
         decoder(input_ids=torch.zeros(ROWS, LENGTH, dtype=torch.int64), position_ids=positions, use_cache=False)
     return sum(storage.nbytes() for place, storage in kept.items() if place not in weights)
 
@@ -65,6 +75,17 @@ def test_a_layer_keeps_what_is_estimated(family: str, precision: str, adapts: bo
     shape = read(make_model(family, 1))
     found = layer_bytes(shape, 2 if precision == "bf16" else 4, adapts, ROWS * LENGTH, scores)
     assert found == pytest.approx(counted, rel=0.12)
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
+@pytest.mark.parametrize("adapts", [False, True], ids=["whole", "adapters"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("family", FAST_TYPES)
+def test_a_fast_layer_keeps_what_is_estimated(family: str, precision: str, adapts: bool, again: bool) -> None:
+    three, four = (count_kept(family, layers, precision, adapts, True, True, again) for layers in (3, 4))
+    size = 2 if precision == "bf16" else 4
+    found = fast_layer_bytes(read(make_model(family, 1)), size, ROWS * LENGTH, again)
+    assert found == pytest.approx(four - three, rel=0.12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

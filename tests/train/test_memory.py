@@ -410,7 +410,7 @@ def test_a_decoder_that_does_not_fit_may_train_adapters(tmp_path: Path) -> None:
     config = TrainConfig(task="chat", model=str(tmp_path), batch_size=4, checkpoint_every=0.0, lora_rank=0)
     tokens = make_tokens([512] * 20)
     prepared = Prepared((), (), "", 0, tokens, {"": tokens}, "chat")
-    memory = RunMemory((HostMemory("a", 1, 8 * GB),), "bf16")
+    memory = RunMemory((HostMemory("a", 1, 6 * GB),), "bf16")
     with pytest.raises(CpuftError, match="add --lora-rank 16 --gradient-checkpointing, which trains adapters"):
         check_fit(config, prepared, memory)
     check_fit(dataclasses.replace(config, lora_rank=16, gradient_checkpointing=True), prepared, memory)
