@@ -19,14 +19,13 @@ from cpuft.hosts.mpi_implementations import MpiImplementation
 from tests.conftest import run_cpuft
 from tests.provision.simulated import Simulated, needs_root, simulate
 
+pytestmark = pytest.mark.alone  # Four runs are active at the same time, and have a limited time to end.
 SILENT_SECONDS, END_SECONDS = 10.0, 35.0
 """Seconds after which a silent host must be detected, and seconds from then until the run must have ended."""
 
 STOPPED = """
 import datetime, os, signal, torch, torch.distributed as dist
 from cpuft import comm
-
-pytestmark = pytest.mark.alone  # four runs at the same time, and how long they take to end
 comm.start("gloo")
 group = dist.new_group(timeout=datetime.timedelta(seconds=3))
 dist.barrier()

@@ -319,7 +319,7 @@ def test_frozen_weights_get_no_gradient() -> None:
 
 OTHERS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: GPT2Model(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=64)),
-    "modernbert": lambda: ModernBertModel(ModernBertConfig(pad_token_id=0, **SIZES)),
+    "activation": lambda: ModernBertModel(ModernBertConfig(pad_token_id=0, hidden_activation="relu", **SIZES)),
 }
 
 
