@@ -1,7 +1,7 @@
 """The run record and the record of measurements: JSON lines with a version, their writer and their reader.
 
-A record begins with a header. Then come lines for updates, evaluations, interruptions and restarts, and a footer if the
-run is complete. Reports, comparisons and estimates read nothing else.
+A record begins with a header. Then come lines for updates, evaluations, interruptions and restarts, perhaps one with
+the times at which gradients become ready, and a footer if the run is complete. Reports, comparisons and estimates read nothing else.
 """
 
 from __future__ import annotations
@@ -259,6 +259,46 @@ class EvaluationLine:
 
 
 @dataclass(frozen=True)
+class GradientTime:
+    """When one gradient becomes ready in the backward pass, and when its parameter is needed in the forward pass."""
+
+    name: str
+    """Name of the parameter, as `named_parameters` of the model returns it."""
+    shape: list[int]
+    """Shape of the gradient."""
+    dtype: str
+    """Type of the gradient's elements as torch names it, such as bfloat16."""
+    ready_seconds: float
+    """Seconds from the start of an update's last backward pass until the gradient is accumulated."""
+    needed_seconds: float
+    """Seconds from the start of the update's last forward pass until the module that owns the parameter is called; -1
+    if that module is never called by itself, because a layer of the fast path computes with its parameters."""
+    by_rows: bool
+    """Whether the gradient is that of the word embedding, of which several ranks send only the rows of the update's
+    tokens."""
+
+
+@dataclass(frozen=True)
+class LayerTimesLine:
+    """When the gradients of a step become ready, as rank 0 measured with --record-layer-times.
+
+    All times are medians over the measured updates. The seconds of phases are of this rank without waiting for others;
+    with --gradient-accumulation, they are sums over the passes of an update.
+    """
+
+    gradients: list[GradientTime]
+    """In the order in which they become ready."""
+    updates: int
+    """Number of updates that were measured."""
+    data_seconds: float
+    forward_seconds: float
+    backward_seconds: float
+    last_backward_seconds: float
+    """Seconds of the last backward pass of an update, in which gradients are sent."""
+    update_seconds: float
+
+
+@dataclass(frozen=True)
 class Footer:
     """Last line of a complete run: its totals."""
 
@@ -297,6 +337,8 @@ class Record:
     evaluations: list[EvaluationLine] = field(default_factory=list)
     footer: Footer | None = None
     resumptions: list[ResumedLine] = field(default_factory=list)
+    layer_times: LayerTimesLine | None = None
+    """None if the run did not measure them (--record-layer-times)."""
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -322,13 +364,25 @@ def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:
     return steps[len(steps) // 10 :]
 
 
-Line = Header | StepLine | ResumedLine | InterruptedLine | EvaluationLine | Footer | MeasuredHeader | Measurement | Link
+Line = (
+    Header
+    | StepLine
+    | ResumedLine
+    | InterruptedLine
+    | EvaluationLine
+    | LayerTimesLine
+    | Footer
+    | MeasuredHeader
+    | Measurement
+    | Link
+)
 _KINDS: dict[str, type[Line]] = {
     "header": Header,
     "step": StepLine,
     "resumed": ResumedLine,
     "interrupted": InterruptedLine,
     "evaluation": EvaluationLine,
+    "layer_times": LayerTimesLine,
     "footer": Footer,
     "measured": MeasuredHeader,
     "backend": Measurement,
@@ -446,6 +500,7 @@ def parse_record(text: str, path: str = "record") -> Record:
         [line for line in parsed if isinstance(line, EvaluationLine)],
         next((line for line in parsed if isinstance(line, Footer)), None),
         [line for line in parsed if isinstance(line, ResumedLine)],
+        next((line for line in parsed if isinstance(line, LayerTimesLine)), None),
     )
 
 
