@@ -1,7 +1,8 @@
 """The run record and the record of measurements: JSON lines with a version, their writer and their reader.
 
 A record begins with a header. Then come lines for updates, evaluations, interruptions and restarts, perhaps one with
-the times at which gradients become ready, and a footer if the run is complete. Reports, comparisons and estimates read nothing else.
+the times at which gradients become ready, and a footer if the run is complete. Reports, comparisons and estimates read
+nothing else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import json
+import math
 import statistics
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -38,6 +40,21 @@ class GradientSizes:
     version."""
     tokens: dict[str, float] = field(default_factory=dict)
     """Mean number of different tokens in one update, by the number of ranks."""
+
+    def count_tokens(self, ranks: int) -> float:
+        """Return the number of different tokens in an update of this many ranks; 0 if nothing is known.
+
+        Between two known numbers of ranks, and above the largest two, it follows a power law (Heaps' law). Below the
+        smallest known number of ranks it is the number of tokens there.
+        """
+        known = sorted((int(size), count) for size, count in self.tokens.items())
+        if not known:
+            return 0.0
+        after = min((index for index, (size, _) in enumerate(known) if size >= ranks), default=len(known) - 1)
+        (low, few), (high, many) = known[max(0, after - 1)], known[after]
+        if high == ranks or low == high or not few:
+            return many
+        return few * math.pow(ranks / low, math.log(many / few) / math.log(high / low))
 
 
 @dataclass(frozen=True)
@@ -299,6 +316,70 @@ class LayerTimesLine:
 
 
 @dataclass(frozen=True)
+class Interval:
+    """Something that a rank did or waited for in a step that was replayed."""
+
+    name: str
+    """forward, backward, update, or the name of a collective such as all_reduce."""
+    begin: float
+    """Seconds since the begin of the step, as on hosts that are not slowed down."""
+    end: float
+    nbytes: int = 0
+    """Bytes that the rank gave to the collective; 0 for computing."""
+
+
+@dataclass(frozen=True)
+class ScalingLine:
+    """What several ranks needed for a recorded step whose computing they replayed: a case of `cpuft bench scaling`.
+
+    All seconds are those of hosts that are not slowed down: measured seconds divided by `slowdown`. They are medians
+    over the updates, of the slowest rank in each.
+    """
+
+    ranks: int
+    bits_per_second: int
+    """Rate of the link of each host."""
+    compression: str
+    """How gradients were sent: a value of --grad-compression other than auto."""
+    sync_every: int
+    slowdown: float
+    """Factor by which all times were multiplied, and rates divided."""
+    updates: int
+    """Number of updates that were measured."""
+    cores: float
+    """Cores of a host."""
+    ideal_seconds: float
+    """Seconds of the step of a rank that does not communicate."""
+    step_seconds: float
+    """Seconds of the step with communication, whose own CPU time is not in it."""
+    taken_seconds: float
+    """Seconds that the CPU time of communication takes from computing, derived from `cpu_seconds`."""
+    cpu_seconds: float
+    """CPU seconds of communication in a step of one rank, not divided by `slowdown`."""
+    bytes_per_step: float
+    """Mean bytes that a rank gave to collectives in a step."""
+    machine_busy: float
+    """Share of the CPU time of this machine that the measurement used."""
+    intervals: list[Interval] = field(default_factory=list)
+    """What rank 0 did and sent in the last step that was measured."""
+
+    @property
+    def share(self) -> float:
+        """Share of the ideal speed that is left: the ideal step divided by the step with all costs of communication."""
+        return self.ideal_seconds / (self.step_seconds + self.taken_seconds)
+
+    @property
+    def waiting(self) -> float:
+        """Share of the step with all costs of communication in which a rank waits."""
+        return (self.step_seconds - self.ideal_seconds) / (self.step_seconds + self.taken_seconds)
+
+    @property
+    def slowed(self) -> float:
+        """Share of the step with all costs of communication that its CPU time takes from computing."""
+        return self.taken_seconds / (self.step_seconds + self.taken_seconds)
+
+
+@dataclass(frozen=True)
 class Footer:
     """Last line of a complete run: its totals."""
 
@@ -374,6 +455,7 @@ Line = (
     | Footer
     | MeasuredHeader
     | Measurement
+    | ScalingLine
     | Link
 )
 _KINDS: dict[str, type[Line]] = {
@@ -386,6 +468,7 @@ _KINDS: dict[str, type[Line]] = {
     "footer": Footer,
     "measured": MeasuredHeader,
     "backend": Measurement,
+    "scaling": ScalingLine,
     "link": Link,
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}

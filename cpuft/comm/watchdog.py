@@ -96,6 +96,8 @@ class OperationRegister:
     """What this rank has begun since `take_traffic` was last called."""
     names: set[str] = field(default_factory=set)
     """Names of all operations that this rank has ever begun."""
+    ended: list[tuple[Operation, float]] | None = None
+    """If it is a list, each operation is added to it when it ends, with time.monotonic() of its end."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
@@ -126,7 +128,9 @@ class OperationRegister:
     def end(self, operation: Operation) -> None:
         """Remove an operation that has succeeded or failed from the pending ones. Does nothing if it is not pending."""
         with self._lock:
-            self.pending.pop(id(operation), None)
+            was_pending = self.pending.pop(id(operation), None)
+            if was_pending and self.ended is not None:
+                self.ended.append((operation, time.monotonic()))
 
     def copy_progress(self) -> dict[str, tuple[int, str]]:
         """Return, by channel, the sequence number and the name of the last operation begun, as a copy."""

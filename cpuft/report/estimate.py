@@ -13,7 +13,8 @@ from typing import Any
 
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, SHARDED_COMPRESSIONS
 from cpuft.errors import CpuftError, counted, suggest_names
-from cpuft.record import Link, Measurement, Record
+from cpuft.hardware import CPU_SECONDS_PER_BYTE, ETHERNET
+from cpuft.record import GradientSizes, Link, Measurement, Record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 
@@ -104,12 +105,6 @@ def find_instance(name: str, path: str = "") -> Instance:
 
 BUCKET_NUMBERS = 2**20
 """Parameters per gradient bucket; equal to the constant in `cpuft.comm.selection`."""
-ETHERNET = 1448 / 1538
-"""Payload of a TCP segment divided by the bytes that its 1,500-byte frame takes on the wire: headers of IP and TCP with
-time stamps, and Ethernet's header, preamble and gap (RFC 9293, IEEE 802.3)."""
-CPU_SECONDS_PER_BYTE = 2e-9
-"""Core seconds per byte that a rank sends in a ring: copies, TCP in the kernel, and the additions. `cpuft bench comm`
-measures the value of your hosts for `--link`."""
 TIE_RATIO = 1.02
 """Compression levels whose step times differ by less count as equally fast; equal to the constant in
 `cpuft.comm.selection`."""
@@ -188,8 +183,7 @@ class Job:
 
         The second one is 0 if embedding rows are not sent by themselves.
         """
-        words = self.words.get(str(hosts)) or interpolate(self.words, hosts)
-        return self.parameters, words * self.row
+        return self.parameters, GradientSizes(tokens=self.words).count_tokens(hosts) * self.row
 
     def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
         """Return (bytes that an update on `hosts` hosts sends during the backward pass, bytes of embedding rows after
@@ -232,26 +226,6 @@ class Estimate:
     """Seconds of a step that communication takes from computing."""
     sent_as: str = ""
     """Compression level of the gradients: the fastest one that the job may use."""
-
-
-def interpolate(words: dict[str, float], hosts: int) -> float:
-    """Return the number of different tokens in an update of `hosts` ranks.
-
-    Between two known numbers of ranks, and above the largest two, it follows a power law (Heaps' law). Below the
-    smallest known number of ranks it is the number of tokens there. 0 if nothing is known.
-
-    Parameters
-    ----------
-    words: number of different tokens by number of ranks, which is a text such as "2".
-    """
-    known = sorted((int(ranks), count) for ranks, count in words.items())
-    if not known:
-        return 0.0
-    after = min((index for index, (ranks, _) in enumerate(known) if ranks >= hosts), default=len(known) - 1)
-    (low, few), (high, many) = known[max(0, after - 1)], known[after]
-    if low == high or not few:
-        return many
-    return few * math.pow(hosts / low, math.log(many / few) / math.log(high / low))
 
 
 def read_job(record: Record, compression: str = "auto") -> Job:

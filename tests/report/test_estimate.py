@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from cpuft.comm import selection
 from cpuft.errors import CpuftError
+from cpuft.hardware import ETHERNET
 from cpuft.record import GradientSizes, Measurement, Record
 from cpuft.report import estimate
 from cpuft.report.estimate import (
-    ETHERNET,
     INSTANCE_COLUMNS,
     TABLE,
     Estimate,
@@ -25,7 +25,6 @@ from cpuft.report.estimate import (
     estimate_hosts,
     find_instance,
     find_network,
-    interpolate,
     parse_instances,
     read_job,
     scale_cores,
@@ -155,7 +154,7 @@ def test_it_lies_within_its_bar_and_below_the_ideal(rate: float, latency: float,
 
 @pytest.mark.parametrize(("hosts", "words"), [(1, 500.0), (2, 800.0), (3, 1053.1), (4, 1280.0), (8, 2048.0)])
 def test_words_between_two_counts_follow_a_power(hosts: int, words: float) -> None:
-    assert interpolate(JOB.words, hosts) == pytest.approx(words, rel=1e-3)
+    assert GradientSizes(tokens=JOB.words).count_tokens(hosts) == pytest.approx(words, rel=1e-3)
 
 
 def test_a_link_is_found_again_in_its_all_reduces() -> None:

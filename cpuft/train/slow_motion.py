@@ -1,0 +1,580 @@
+"""A cluster in slow motion: ranks replay the times of a recorded step by waiting, and send its real messages.
+
+`python -m cpuft.train.slow_motion RECORD OPTIONS` measures one case of `cpuft bench scaling`, and prints its line of
+the record. A rank that only waits needs almost no CPU time, so that a machine with two cores carries dozens of ranks.
+All times are multiplied by one factor, and the rates of the links are divided by it, so that the CPU time of the
+messages becomes small beside the step. That CPU time is measured apart.
+
+The command must be started in network and process namespaces of its own (`cpuft.cli.bench` does that with unshare):
+each rank gets a network namespace, and a link to a router in the namespace of the command. All of them end with their
+processes, so that nothing remains on the machine.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._C._distributed_c10d import PrefixStore, TCPStore
+
+from cpuft.comm import start, take_traffic
+from cpuft.comm.compression.levels import LinkModel, choose_level
+from cpuft.comm.compression.table import list_levels, resolve_compression
+from cpuft.comm.watchdog import register
+from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS
+from cpuft.config import ReplayConfig, TrainConfig, parse_arguments
+from cpuft.errors import CpuftError
+from cpuft.hardware import CPU_SECONDS_PER_BYTE, ETHERNET
+from cpuft.record import GradientTime, Interval, LayerTimesLine, Record, ScalingLine, format_line, read_record
+from cpuft.train.exchange.base import Exchange
+from cpuft.train.exchange.table import choose_exchange
+
+WARM_UP_UPDATES = 2
+"""Updates before those that are measured: DistributedDataParallel makes its buckets anew after the first one."""
+BASELINE_UPDATES = 4
+"""Updates without communication, whose CPU time is subtracted from that of updates with it."""
+LEAST_SLOWDOWN = 4.0
+"""With a smaller factor, the milliseconds in which a process is woken late count as waiting."""
+PLANNED_BUSY = 0.25
+"""Share of this machine's CPU time that the factor is chosen for."""
+MOST_BUSY = 0.6
+"""If a measurement uses more than this share of this machine's CPU time, ranks have waited for each other's CPU time,
+and its figures say nothing about a network."""
+_BURST_BYTES = 256 * 1024
+_QUEUE_SECONDS = 0.05
+"""Burst and queue of a link, those of simulated hosts (simulated_node.sh)."""
+_PORT = 29500
+_CLONE_NEWNET = 0x40000000
+_PR_SET_PDEATHSIG, _SIGKILL = 1, 9
+_NETWORK = "10.64"
+_ROUTER = "169.254.1.1"
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a rank replays: the times of a step, as they are on hosts that are not slowed down, and what is sent."""
+
+    times: LayerTimesLine
+    tokens: int
+    """Distinct tokens in an update of all ranks, whose embedding rows are sent."""
+    config: TrainConfig
+    """How gradients or parameters are sent."""
+
+    @property
+    def before_seconds(self) -> float:
+        """Seconds of a step before its last backward pass."""
+        return self.times.data_seconds + self.times.forward_seconds + self.times.backward_seconds - self.last
+
+    @property
+    def last(self) -> float:
+        """Seconds of the last backward pass."""
+        return self.times.last_backward_seconds
+
+    @property
+    def step_seconds(self) -> float:
+        """Seconds of a step without communication."""
+        return self.times.data_seconds + self.times.forward_seconds + self.times.backward_seconds + self.update_seconds
+
+    @property
+    def update_seconds(self) -> float:
+        """Seconds of the optimizer's step."""
+        return self.times.update_seconds
+
+
+def scale_times(times: LayerTimesLine, factor: float) -> LayerTimesLine:
+    """Return the times of a step on hosts that need `factor` times as long for it."""
+    gradients = [
+        replace(one, ready_seconds=one.ready_seconds * factor, needed_seconds=one.needed_seconds * factor)
+        for one in times.gradients
+    ]
+    return replace(
+        times,
+        gradients=gradients,
+        data_seconds=times.data_seconds * factor,
+        forward_seconds=times.forward_seconds * factor,
+        backward_seconds=times.backward_seconds * factor,
+        last_backward_seconds=times.last_backward_seconds * factor,
+        update_seconds=times.update_seconds * factor,
+    )
+
+
+class Timer:
+    """Waits until moments that are counted from a start. `factor` 0 means that nothing waits."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor, self.origin = factor, time.monotonic()
+
+    def begin(self) -> None:
+        """Count from now on."""
+        self.origin = time.monotonic()
+
+    def wait_until(self, seconds: float) -> None:
+        """Wait until `seconds` times the factor have passed since the last `begin`; return at once if they have."""
+        remaining = self.origin + seconds * self.factor - time.monotonic()
+        if self.factor and remaining > 0:
+            time.sleep(remaining)
+
+
+class _ReplayedGradient(torch.autograd.Function):
+    """Passes a number on; its backward pass waits, and then returns a gradient for one parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, number: torch.Tensor, parameter: torch.Tensor, make: Callable[[], torch.Tensor]) -> Any:
+        ctx.make = make
+        return number.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        return gradients[0], ctx.make(), None
+
+
+class ReplayedModel(nn.Module):
+    """A model with the parameters of the recorded one, whose backward pass waits instead of computing.
+
+    Parameters
+    ----------
+    gradients: in the order in which they become ready.
+    timer: counts from the begin of the backward pass.
+    noise: fp32, one-dimensional, as long as the largest gradient: the numbers of every gradient.
+    """
+
+    def __init__(self, gradients: Sequence[GradientTime], timer: Timer, noise: torch.Tensor) -> None:
+        super().__init__()
+        self._gradients, self._timer = gradients, timer
+        self._values = {dtype: noise.to(getattr(torch, dtype)) for dtype in {gradient.dtype for gradient in gradients}}
+        self._embedding: nn.Embedding | None = None
+        self._parameters_by_name = nn.ParameterDict()
+        # A model lists its parameters from the first layer on, which is the last one to get its gradients.
+        for number, one in reversed(list(enumerate(gradients))):
+            weight = nn.Parameter(torch.zeros(one.shape, dtype=getattr(torch, one.dtype)))
+            if one.by_rows:
+                self._embedding = nn.Embedding(one.shape[0], one.shape[1], _weight=weight)
+            else:
+                self._parameters_by_name[str(number)] = weight
+
+    def get_input_embeddings(self) -> nn.Embedding | None:
+        """Return the embedding whose gradient is exchanged by rows, or None."""
+        return self._embedding
+
+    def _find_parameter(self, number: int) -> torch.Tensor:
+        if self._gradients[number].by_rows:
+            assert self._embedding is not None
+            return self._embedding.weight
+        parameter: torch.Tensor = self._parameters_by_name[str(number)]
+        return parameter
+
+    def forward(self) -> torch.Tensor:
+        """Return a number, of which every parameter has a gradient. It does not wait."""
+        untyped: Any = _ReplayedGradient
+        number = torch.zeros((), requires_grad=True)
+        # The function that is called last is the first one in the backward pass.
+        for index in reversed(range(len(self._gradients))):
+            made = partial(self._make_gradient, index)
+            number = untyped.apply(number, self._find_parameter(index), made)
+        return number
+
+    def _make_gradient(self, number: int) -> torch.Tensor:
+        one = self._gradients[number]
+        self._timer.wait_until(one.ready_seconds)
+        return self._values[one.dtype][: torch.Size(one.shape).numel()].view(one.shape)
+
+
+@dataclass
+class RankTimes:
+    """What one rank measured."""
+
+    step_seconds: list[float]
+    """Seconds of each measured step, in slow motion."""
+    cpu_seconds: float
+    """CPU seconds of communication in a step."""
+    total_cpu_seconds: float
+    """CPU seconds of all measured steps."""
+    nbytes: float
+    """Mean bytes that the rank gave to collectives in a step."""
+    hidden: float
+    """Share of the time of messages, between 0 and 1, in which the rank was not waiting."""
+    intervals: list[Interval]
+    """What the rank did in the last step, in slow motion."""
+
+
+def replay(replayed: Replay, slowdown: float, updates: int, noise: torch.Tensor) -> RankTimes:
+    """Replay the updates of one rank, which belongs to torch's default group. Collective."""
+    timer = Timer(slowdown)
+    model = ReplayedModel(replayed.times.gradients, timer, noise)
+    optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
+    exchange = choose_exchange(replayed.config, dist.get_world_size())(model, optimizer, replayed.config, "fp32")
+    tokens = torch.arange(replayed.tokens)
+    for update in range(WARM_UP_UPDATES):
+        _run_update(exchange, replayed, Timer(0.0), update + 1, tokens)
+    seconds, intervals = list[float](), list[Interval]()
+    take_traffic()
+    dist.barrier()
+    cpu = time.process_time()
+    # The last updates end an average of parameters, so that all of its messages are counted.
+    count = -(-updates // replayed.config.sync_every) * replayed.config.sync_every
+    for update in range(count):
+        register.ended = []
+        timer.begin()
+        begun = timer.origin
+        marks = _run_update(exchange, replayed, timer, update + 1, tokens)
+        seconds.append(time.monotonic() - begun)
+        intervals = [Interval(name, begin - begun, end - begun) for name, begin, end in marks]
+        ended, register.ended = register.ended, None
+        intervals += [
+            Interval(operation.name, operation.started - begun, end - begun, operation.nbytes)
+            for operation, end in ended
+        ]
+    total_cpu = time.process_time() - cpu
+    nbytes = take_traffic().nbytes / count
+    cpu = time.process_time()
+    for _ in range(BASELINE_UPDATES):
+        with exchange.micro_batch(last=False):
+            torch.autograd.backward(exchange.forward_model())
+        exchange.clear_gradients()
+    baseline = (time.process_time() - cpu) / BASELINE_UPDATES
+    ideal = replayed.step_seconds * slowdown
+    return RankTimes(
+        seconds,
+        max(0.0, total_cpu / count - baseline),
+        total_cpu,
+        nbytes,
+        find_hidden_share(intervals, max(0.0, seconds[-1] - ideal)),
+        intervals,
+    )
+
+
+def _run_update(
+    exchange: Exchange, replayed: Replay, timer: Timer, update: int, tokens: torch.Tensor
+) -> list[tuple[str, float, float]]:
+    """Run one update as `cpuft.train.loop.train` does; return what it did, as (name, begin, end) by the clock."""
+    marks: list[tuple[str, float, float]] = []
+
+    def mark(name: str, begin: float) -> None:
+        marks.append((name, begin, time.monotonic()))
+
+    begin = time.monotonic()
+    timer.begin()
+    timer.wait_until(replayed.before_seconds)
+    mark("forward", begin)
+
+    # The timer counts from the begin of the backward pass while gradients become ready.
+    begin = time.monotonic()
+    timer.begin()
+    with exchange.micro_batch(last=True):
+        torch.autograd.backward(exchange.forward_model())
+    timer.wait_until(replayed.last)
+    mark("backward", begin)
+
+    exchange.average_gradients(lambda: tokens)
+
+    begin = time.monotonic()
+    timer.begin()
+    timer.wait_until(replayed.update_seconds)
+    exchange.clear_gradients()
+    mark("update", begin)
+    exchange.synchronize_parameters(update, wait=False)
+
+    # The sums for the record, with which the ranks of a training end each update.
+    if replayed.config.sync_every == 1:
+        dist.all_reduce(torch.zeros(6 + dist.get_world_size(), dtype=torch.float64))
+    return marks
+
+
+def find_hidden_share(intervals: Sequence[Interval], waiting_seconds: float) -> float:
+    """Return the share of the time with messages under way in which the rank was not waiting: 0 to 1, 0 for none.
+
+    Only in this time does the CPU time of communication take something from computing.
+    """
+    messages = sorted((one.begin, one.end) for one in intervals if one.nbytes)
+    seconds, until = 0.0, 0.0
+    for begin, end in messages:
+        seconds += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return min(1.0, max(0.0, 1.0 - waiting_seconds / seconds)) if seconds else 0.0
+
+
+# The simulated network: a router, with a link to each rank's network namespace.
+
+
+def address_of(rank: int) -> str:
+    """Return the address of a rank: 10.64.0.1 for rank 0, and so on."""
+    return f"{_NETWORK}.{(rank + 1) // 256}.{(rank + 1) % 256}"
+
+
+def plan_link(rank: int, process: int, bytes_per_second: float, queue_bytes: int) -> tuple[list[str], list[str]]:
+    """Return the commands that connect a rank to the router: those of the router, and those of the rank's namespace.
+
+    Each is a line for `ip -batch`, or for `tc -batch` if it begins with qdisc. Routes instead of a bridge, because the
+    kernel remembers the neighbours of all namespaces in one table, in which hosts of one bridge would all need entries
+    of each other.
+
+    Parameters
+    ----------
+    process: a process in the rank's namespace.
+    bytes_per_second: rate of the link in each direction; 0 for no limit.
+    queue_bytes: size of the link's queue.
+    """
+    rate = f"root tbf rate {max(1, round(bytes_per_second * 8))}bit burst {_BURST_BYTES} limit {queue_bytes}"
+    address, link = address_of(rank), f"rank{rank}"
+    router = [
+        f"link add dev {link} type veth peer name eth0 netns {process}",
+        f"address add {_ROUTER}/32 dev {link}",
+        f"link set dev {link} up",
+        f"route add {address}/32 dev {link}",
+    ]
+    own = [
+        "link set dev lo up",
+        f"address add {address}/32 dev eth0",
+        "link set dev eth0 up",
+        f"route add {_ROUTER}/32 dev eth0 scope link",
+        f"route add default via {_ROUTER} dev eth0 src {address}",
+    ]
+    if bytes_per_second:
+        router.append(f"qdisc add dev {link} {rate}")
+        own.append(f"qdisc add dev eth0 {rate}")
+    return router, own
+
+
+def _run_commands(commands: Sequence[str]) -> None:
+    """Run the commands of `plan_link`. Raises CpuftError: one fails."""
+    for program, own in (
+        ("ip", [one for one in commands if not one.startswith("qdisc")]),
+        ("tc", [one for one in commands if one.startswith("qdisc")]),
+    ):
+        if own:
+            done = subprocess.run([program, "-batch", "-"], input="\n".join(own), capture_output=True, text=True)
+            if done.returncode:
+                raise CpuftError(
+                    f"the simulated network cannot be made, because {program} failed ({done.stderr.strip()[:200]}): "
+                    f"install iproute2, and check that the kernel has veth and tbf"
+                )
+
+
+def _call_libc(name: str, *arguments: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if getattr(libc, name)(*arguments):
+        raise OSError(ctypes.get_errno(), f"{name} failed")
+
+
+def _run_rank(rank: int, size: int, pipe: Connection, slowdown: float, config: ReplayConfig, replayed: Replay) -> None:
+    """Run a rank in its own network namespace; the pipe gets a RankTimes, or the text of an error."""
+    try:
+        _call_libc("prctl", _PR_SET_PDEATHSIG, _SIGKILL)
+        _call_libc("unshare", _CLONE_NEWNET)
+        pipe.send("ready")
+        _run_commands(pipe.recv())
+        pipe.send("connected")
+        pipe.recv()
+        torch.set_num_threads(1)
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        os.environ |= {"MASTER_ADDR": address_of(0), "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": "eth0"}
+        timeout = 120.0 + 20 * replayed.step_seconds * slowdown
+        store = TCPStore(address_of(0), _PORT, size, rank == 0, timedelta(seconds=timeout))
+        start("gloo", timeout, PrefixStore("world", store), rank, size)
+        numbers = max(torch.Size(one.shape).numel() for one in replayed.times.gradients)
+        noise = torch.randn(numbers, generator=torch.Generator().manual_seed(rank))
+        found = replay(replayed, slowdown, config.updates, noise)
+        dist.barrier()
+        pipe.send(found)
+        # The store of rank 0 must not end before the others have.
+        pipe.recv()
+    except (CpuftError, OSError, RuntimeError, EOFError) as error:
+        pipe.send(f"rank {rank}: {error}")
+    finally:
+        os._exit(0)
+
+
+def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[RankTimes]:
+    """Start all ranks, each with a simulated link to the others, and return what they have measured, in their order.
+
+    Raises CpuftError: a rank failed, or they need more than three times as long as planned.
+    """
+    context, size = multiprocessing.get_context("fork"), config.ranks
+    seconds = 120 + 3 * (config.updates + config.sync_every) * slowdown * (
+        replayed.step_seconds + _message_seconds(config, replayed)
+    )
+    end = time.monotonic() + seconds
+    rate = config.bits_per_second / 8
+    pipes: list[Connection] = []
+    processes = []
+    for rank in range(size):
+        own, other = context.Pipe()
+        process = context.Process(target=_run_rank, args=(rank, size, other, slowdown, config, replayed), daemon=True)
+        process.start()
+        other.close()
+        pipes.append(own)
+        processes.append(process)
+    _gather(pipes, end)
+    queue = _BURST_BYTES + round(rate * _QUEUE_SECONDS)
+    links = [plan_link(rank, one.pid or 0, rate / slowdown, queue) for rank, one in enumerate(processes)]
+    _run_commands(["link set dev lo up"])
+    _run_commands([command for router, _ in links for command in router])
+    Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
+    for pipe, (_, commands) in zip(pipes, links, strict=True):
+        pipe.send(commands)
+    _gather(pipes, end)
+    for message in ("start", "end"):
+        for pipe in pipes:
+            pipe.send(message)
+        if message == "start":
+            found = _gather(pipes, end)
+    return found
+
+
+def _gather(pipes: Sequence[Connection], end: float) -> list[Any]:
+    """Receive an object from every pipe. Raises CpuftError: it is the text of an error, or it does not come in time."""
+    found: dict[int, Any] = {}
+    while len(found) < len(pipes):
+        waiting = [pipe for number, pipe in enumerate(pipes) if number not in found]
+        ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
+        if not ready:
+            raise CpuftError(f"{len(waiting)} of {len(pipes)} ranks did not end in time: give fewer ranks with --np")
+        for number, pipe in enumerate(pipes):
+            if number not in found and pipe in ready:
+                try:
+                    found[number] = pipe.recv()
+                except EOFError:
+                    raise CpuftError(f"rank {number} ended without a result: see the lines above") from None
+                if isinstance(found[number], str) and found[number].startswith("rank "):
+                    raise CpuftError(found[number])
+    return [found[number] for number in range(len(pipes))]
+
+
+def _message_seconds(config: ReplayConfig, replayed: Replay) -> float:
+    """Return the seconds in which a rank sends the messages of an update, if nothing else delays them."""
+    return 2 * _count_bytes(replayed, config.ranks) / (config.bits_per_second / 8 * ETHERNET)
+
+
+def _count_bytes(replayed: Replay, ranks: int) -> float:
+    """Return about how many bytes a rank gives to collectives in an update."""
+    trained = [torch.empty(one.shape, device="meta") for one in replayed.times.gradients if not one.by_rows]
+    row = next((one.shape[1] for one in replayed.times.gradients if one.by_rows), 0)
+    levels = {one.name: one for one in list_levels(trained, row * replayed.tokens, ranks, 0.0)}
+    level = levels[resolve_compression(replayed.config.grad_compression, "fp32")]
+    return level.layer_bytes + level.row_bytes
+
+
+def choose_slowdown(config: ReplayConfig, replayed: Replay, cores: int) -> float:
+    """Return the factor with which the ranks leave this machine mostly idle, at least 4.
+
+    Parameters
+    ----------
+    cores: of this machine.
+    """
+    # Each byte is sent, received and added, and gradients are copied once more into buckets.
+    numbers = sum(torch.Size(one.shape).numel() for one in replayed.times.gradients)
+    each = 4 * CPU_SECONDS_PER_BYTE * _count_bytes(replayed, config.ranks) + 4e-9 * numbers
+    coding = COMPRESSION_FACTS[config.grad_compression].coding_seconds * numbers * 2
+    step = replayed.step_seconds + _message_seconds(config, replayed) / 2
+    return max(LEAST_SLOWDOWN, config.ranks * (each + coding) / (PLANNED_BUSY * cores * step))
+
+
+def choose_compression(config: ReplayConfig, times: LayerTimesLine, tokens: int, precision: str) -> str:
+    """Return the compression that a launch would choose for these links with --grad-compression auto.
+
+    It is the level with the shortest estimated step, from the bytes of an update, the rate of the links and the
+    recorded times. The time that encoding takes on the recorded hosts is that of `cpuft.compressions`.
+    """
+    if config.grad_compression != "auto":
+        return config.grad_compression
+    trained = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in times.gradients]
+    layers = [one for one, time in zip(trained, times.gradients, strict=True) if not time.by_rows]
+    row = next((one.shape[1] for one in times.gradients if one.by_rows), 0)
+    coding = COMPRESSION_FACTS["int8"].coding_seconds / config.cores
+    levels = {level.name: level for level in list_levels(layers, row * tokens, config.ranks, coding)}
+    names = [name for name in AUTO_COMPRESSIONS if name in levels]
+    names = names[names.index(resolve_compression("auto", precision)) :]
+    ring = 2 * (config.ranks - 1) / config.ranks
+    link = LinkModel(ring * 8 / (config.bits_per_second * ETHERNET), 0.0)
+    compute = times.forward_seconds + times.backward_seconds
+    return choose_level([levels[name] for name in names], compute, link)[0].name
+
+
+def make_replay(record: Record, config: ReplayConfig) -> tuple[ReplayConfig, Replay]:
+    """Return the configuration with a chosen compression, and what its ranks replay.
+
+    Raises CpuftError: the record does not have the times of a step.
+    """
+    if record.layer_times is None:
+        raise CpuftError(
+            f"{record.path} does not hold when gradients become ready: train again with --record-layer-times"
+        )
+    times = scale_times(record.layer_times, config.compute_scale)
+    tokens = round(record.header.gradient_sizes.count_tokens(config.ranks))
+    rows = next((one.shape[0] for one in times.gradients if one.by_rows), 0)
+    tokens = min(tokens, rows)
+    config = replace(config, grad_compression=choose_compression(config, times, tokens, record.header.precision))
+    train = TrainConfig(grad_compression=config.grad_compression, sync_every=config.sync_every)
+    return config, Replay(times, tokens, train)
+
+
+def summarise(config: ReplayConfig, replayed: Replay, slowdown: float, found: Sequence[RankTimes]) -> ScalingLine:
+    """Return the line of the record for what the ranks have measured.
+
+    Raises CpuftError: they used too much CPU time of this machine.
+    """
+    steps = [max(one) for one in zip(*(rank.step_seconds for rank in found), strict=True)]
+    # With --sync-every, one update in N waits for messages: means over whole periods count, not medians.
+    step = statistics.median(steps) if config.sync_every == 1 else statistics.fmean(steps)
+    cpu = statistics.fmean(rank.cpu_seconds for rank in found)
+    hidden = statistics.fmean(rank.hidden for rank in found)
+    cores = os.cpu_count() or 1
+    busy = sum(rank.total_cpu_seconds for rank in found) / (sum(steps) * cores)
+    if busy > MOST_BUSY:
+        fits = slowdown * busy / PLANNED_BUSY
+        raise CpuftError(
+            f"{config.ranks} ranks used {busy:.0%} of the CPU time of this machine, so that they waited for cores and "
+            f"not for the network: give --slowdown {fits:.0f}, or fewer ranks with --np"
+        )
+    intervals = [replace(one, begin=one.begin / slowdown, end=one.end / slowdown) for one in found[0].intervals]
+    return ScalingLine(
+        ranks=config.ranks,
+        bits_per_second=config.bits_per_second,
+        compression=config.grad_compression,
+        sync_every=config.sync_every,
+        slowdown=slowdown,
+        updates=len(steps),
+        cores=config.cores,
+        ideal_seconds=replayed.step_seconds,
+        step_seconds=step / slowdown,
+        taken_seconds=hidden * cpu / config.cores,
+        cpu_seconds=cpu,
+        bytes_per_step=statistics.fmean(rank.nbytes for rank in found),
+        machine_busy=busy,
+        intervals=intervals,
+    )
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Measure one case and print its line. The arguments are the path of a record and options of ReplayConfig.
+
+    Raises CpuftError: the record has no times of a step, a rank failed, or this machine is too small.
+    """
+    path, *options = arguments
+    config, replayed = make_replay(read_record(path), parse_arguments(ReplayConfig, options))
+    slowdown = config.slowdown or choose_slowdown(config, replayed, os.cpu_count() or 1)
+    found = run_ranks(config, replayed, slowdown)
+    print(format_line(summarise(config, replayed, slowdown, found)), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except CpuftError as error:
+        print(f"cpuft: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
