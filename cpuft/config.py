@@ -750,8 +750,10 @@ class ScalingConfig:
     """What `cpuft bench scaling` measures; the lists are separated by commas."""
 
     np: str = _hosts("2,4,8,16", "Numbers of hosts to simulate, separated by commas; each has one rank", takes="N,N")
-    rates: str = _hosts(
-        "1gbit", "Rates of the link of each host, separated by commas, such as 1gbit,300mbit", takes="RATE,RATE"
+    bandwidth: str = _hosts(
+        "1gbit",
+        "Bandwidths of the network between the hosts to measure, separated by commas, such as 1gbit,300mbit",
+        takes="RATE,RATE",
     )
     step_seconds: float = _hosts(
         0.0,
@@ -762,7 +764,7 @@ class ScalingConfig:
     cores: float = _hosts(
         0.0, "Cores per host, which communication shares with computing (default: those of the recorded run)", least=0.0
     )
-    grad_compressions: str = _communication(
+    grad_compression: str = _communication(
         "auto",
         "Values of --grad-compression to measure, separated by commas; auto takes what a launch would choose for this "
         "link",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,20 +45,31 @@ def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Esti
         `path`.
     OSError: the page cannot be written.
     """
-    try:
-        from jinja2 import Environment, StrictUndefined
-    except ImportError:
-        raise CpuftError(f"a page needs matplotlib and Jinja2: {install_command('plot')}") from None
     comparison = compare(list(records))
     runs = [group[0] for group in group_repeats([one for one in _in_order(records) if not one.header.independent])]
     for run in runs:
         if not run.steps:
             raise CpuftError(f"{run.path} has no steps to draw: leave it out of the page")
+    return render_page(path, lambda: describe(comparison, runs, predictions))
+
+
+def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
+    """Write a page with the parts that `make_parts` returns, as `describe` names them, and return `path`.
+
+    Raises
+    ------
+    CpuftError: matplotlib or Jinja2 is not installed, or something else than a page of cpuft is at `path`.
+    OSError: the page cannot be written.
+    """
+    try:
+        from jinja2 import Environment, StrictUndefined
+    except ImportError:
+        raise CpuftError(f"a page needs matplotlib and Jinja2: {install_command('plot')}") from None
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     if path.exists() and _OURS not in path.read_bytes():
         raise CpuftError(f"{path} exists and is not a page of cpuft: move it away")
-    write_text(path, template.render(**describe(comparison, runs, predictions)))
+    write_text(path, template.render(**make_parts()))
     return path
 
 
@@ -110,7 +121,7 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
             "Loss and metric": draw_learning_curves(runs, comparison.rows),
             "Where the time of a step goes": [draw_phases(runs)],
         },
-        "hosts": [_host_row(run) for run in runs],
+        "hosts": [host_row(run) for run in runs],
         "links": [_link_row(run) for run in runs],
         "settings": list_settings(runs),
         "notes": comparison.notes,
@@ -153,7 +164,8 @@ def _name(row: Row) -> str:
     return f"{counted(row.np, 'rank')} on {counted(row.hosts, 'host')}"
 
 
-def _host_row(run: Record) -> list[str]:
+def host_row(run: Record) -> list[str]:
+    """Return the row of a run in the table of hosts: folder, ranks per host, CPU model, CPU flags and precision."""
     header = run.header
     ranks = ", ".join(f"{host}: {sum(one.host == host for one in header.ranks)}" for host in header.hosts[:8])
     more = f" and {len(header.hosts) - 8} more" if len(header.hosts) > 8 else ""
