@@ -46,8 +46,8 @@ from cpuft.train.exchange.table import choose_exchange
 
 WARM_UP_UPDATES = 2
 """Updates before those that are measured: DistributedDataParallel makes its buckets anew after the first one."""
-BASELINE_UPDATES = 4
-"""Updates without communication, whose CPU time is subtracted from that of updates with it."""
+CPU_UPDATES = 4
+"""Updates in which the CPU time of communication is measured."""
 LEAST_SLOWDOWN = 4.0
 """With a smaller factor, the milliseconds in which a process is woken late count as waiting."""
 PLANNED_BUSY = 0.25
@@ -212,21 +212,35 @@ class RankTimes:
     """What the rank did in the last step, in slow motion."""
 
 
-def replay(replayed: Replay, slowdown: float, updates: int, noise: torch.Tensor) -> RankTimes:
-    """Replay the updates of one rank, which belongs to torch's default group. Collective."""
+def replay(
+    replayed: Replay, slowdown: float, updates: int, noise: torch.Tensor, limit_link: Callable[[], None]
+) -> RankTimes:
+    """Replay the updates of one rank, which belongs to torch's default group. Collective.
+
+    Its link is not limited at first, and the CPU time of communication is measured then: over a slow link, messages
+    arrive in more and smaller pieces, which takes more CPU time than on the hosts that are simulated.
+
+    Parameters
+    ----------
+    noise: see `ReplayedModel`.
+    limit_link: limits the links of all ranks to their rates.
+    """
     timer = Timer(slowdown)
     model = ReplayedModel(replayed.times.gradients, timer, noise)
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
     exchange = choose_exchange(replayed.config, dist.get_world_size())(model, optimizer, replayed.config, "fp32")
     tokens = torch.arange(replayed.tokens)
-    for update in range(WARM_UP_UPDATES):
+    period = replayed.config.sync_every
+    for update in range(WARM_UP_UPDATES * period):
         _run_update(exchange, replayed, Timer(0.0), update + 1, tokens)
+    cpu_seconds = _measure_cpu(exchange, replayed, tokens)
+    limit_link()
     seconds, intervals = list[float](), list[Interval]()
     take_traffic()
     dist.barrier()
     cpu = time.process_time()
     # The last updates end an average of parameters, so that all of its messages are counted.
-    count = -(-updates // replayed.config.sync_every) * replayed.config.sync_every
+    count = -(-updates // period) * period
     for update in range(count):
         register.ended = []
         timer.begin()
@@ -241,21 +255,31 @@ def replay(replayed: Replay, slowdown: float, updates: int, noise: torch.Tensor)
         ]
     total_cpu = time.process_time() - cpu
     nbytes = take_traffic().nbytes / count
-    cpu = time.process_time()
-    for _ in range(BASELINE_UPDATES):
-        with exchange.micro_batch(last=False):
-            torch.autograd.backward(exchange.forward_model())
-        exchange.clear_gradients()
-    baseline = (time.process_time() - cpu) / BASELINE_UPDATES
     ideal = replayed.step_seconds * slowdown
     return RankTimes(
         seconds,
-        max(0.0, total_cpu / count - baseline),
+        cpu_seconds,
         total_cpu,
         nbytes,
         find_hidden_share(intervals, max(0.0, seconds[-1] - ideal)),
         intervals,
     )
+
+
+def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: torch.Tensor) -> float:
+    """Return the CPU seconds of communication in an update: those of updates with it, less those without it."""
+    count = CPU_UPDATES * replayed.config.sync_every
+    dist.barrier()
+    begin = time.process_time()
+    for update in range(count):
+        _run_update(exchange, replayed, Timer(0.0), update + 1, tokens)
+    dist.barrier()
+    between = time.process_time()
+    for _ in range(count):
+        with exchange.micro_batch(last=False):
+            torch.autograd.backward(exchange.forward_model())
+        exchange.clear_gradients()
+    return max(0.0, 2 * between - begin - time.process_time()) / count
 
 
 def _run_update(
@@ -316,20 +340,16 @@ def address_of(rank: int) -> str:
     return f"{_NETWORK}.{(rank + 1) // 256}.{(rank + 1) % 256}"
 
 
-def plan_link(rank: int, process: int, bytes_per_second: float, queue_bytes: int) -> tuple[list[str], list[str]]:
+def plan_link(rank: int, process: int) -> tuple[list[str], list[str]]:
     """Return the commands that connect a rank to the router: those of the router, and those of the rank's namespace.
 
-    Each is a line for `ip -batch`, or for `tc -batch` if it begins with qdisc. Routes instead of a bridge, because the
-    kernel remembers the neighbours of all namespaces in one table, in which hosts of one bridge would all need entries
-    of each other.
+    Each is a line for `ip -batch`. Routes instead of a bridge, because the kernel remembers the neighbours of all
+    namespaces in one table, in which hosts of one bridge would all need entries of each other.
 
     Parameters
     ----------
     process: a process in the rank's namespace.
-    bytes_per_second: rate of the link in each direction; 0 for no limit.
-    queue_bytes: size of the link's queue.
     """
-    rate = f"root tbf rate {max(1, round(bytes_per_second * 8))}bit burst {_BURST_BYTES} limit {queue_bytes}"
     address, link = address_of(rank), f"rank{rank}"
     router = [
         f"link add dev {link} type veth peer name eth0 netns {process}",
@@ -344,25 +364,31 @@ def plan_link(rank: int, process: int, bytes_per_second: float, queue_bytes: int
         f"route add {_ROUTER}/32 dev eth0 scope link",
         f"route add default via {_ROUTER} dev eth0 src {address}",
     ]
-    if bytes_per_second:
-        router.append(f"qdisc add dev {link} {rate}")
-        own.append(f"qdisc add dev eth0 {rate}")
     return router, own
 
 
-def _run_commands(commands: Sequence[str]) -> None:
-    """Run the commands of `plan_link`. Raises CpuftError: one fails."""
-    for program, own in (
-        ("ip", [one for one in commands if not one.startswith("qdisc")]),
-        ("tc", [one for one in commands if one.startswith("qdisc")]),
-    ):
-        if own:
-            done = subprocess.run([program, "-batch", "-"], input="\n".join(own), capture_output=True, text=True)
-            if done.returncode:
-                raise CpuftError(
-                    f"the simulated network cannot be made, because {program} failed ({done.stderr.strip()[:200]}): "
-                    f"install iproute2, and check that the kernel has veth and tbf"
-                )
+def plan_limit(rank: int, bytes_per_second: float, queue_bytes: int) -> tuple[list[str], list[str]]:
+    """Return the commands that limit a rank's link: for the end of the router, and for the rank's own end.
+
+    Each is a line for `tc -batch`.
+
+    Parameters
+    ----------
+    bytes_per_second: rate of the link in each direction.
+    queue_bytes: size of the link's queue.
+    """
+    limit = f"root tbf rate {max(1, round(bytes_per_second * 8))}bit burst {_BURST_BYTES} limit {queue_bytes}"
+    return [f"qdisc add dev rank{rank} {limit}"], [f"qdisc add dev eth0 {limit}"]
+
+
+def _run_commands(program: str, commands: Sequence[str]) -> None:
+    """Run commands of ip or tc. Raises CpuftError: one fails."""
+    done = subprocess.run([program, "-batch", "-"], input="\n".join(commands), capture_output=True, text=True)
+    if done.returncode:
+        raise CpuftError(
+            f"the simulated network cannot be made, because {program} failed ({done.stderr.strip()[:200]}): "
+            f"install iproute2, and check that the kernel has veth and tbf"
+        )
 
 
 def _call_libc(name: str, *arguments: int) -> None:
@@ -377,7 +403,7 @@ def _run_rank(rank: int, size: int, pipe: Connection, slowdown: float, config: R
         _call_libc("prctl", _PR_SET_PDEATHSIG, _SIGKILL)
         _call_libc("unshare", _CLONE_NEWNET)
         pipe.send("ready")
-        _run_commands(pipe.recv())
+        _run_commands("ip", pipe.recv())
         pipe.send("connected")
         pipe.recv()
         torch.set_num_threads(1)
@@ -388,7 +414,14 @@ def _run_rank(rank: int, size: int, pipe: Connection, slowdown: float, config: R
         start("gloo", timeout, PrefixStore("world", store), rank, size)
         numbers = max(torch.Size(one.shape).numel() for one in replayed.times.gradients)
         noise = torch.randn(numbers, generator=torch.Generator().manual_seed(rank))
-        found = replay(replayed, slowdown, config.updates, noise)
+
+        def limit_link() -> None:
+            pipe.send("measured")
+            _run_commands("tc", pipe.recv())
+            pipe.send("limited")
+            pipe.recv()
+
+        found = replay(replayed, slowdown, config.updates, noise, limit_link)
         dist.barrier()
         pipe.send(found)
         # The store of rank 0 must not end before the others have.
@@ -421,19 +454,26 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
         processes.append(process)
     _gather(pipes, end)
     queue = _BURST_BYTES + round(rate * _QUEUE_SECONDS)
-    links = [plan_link(rank, one.pid or 0, rate / slowdown, queue) for rank, one in enumerate(processes)]
-    _run_commands(["link set dev lo up"])
-    _run_commands([command for router, _ in links for command in router])
+    links = [plan_link(rank, one.pid or 0) for rank, one in enumerate(processes)]
+    limits = [plan_limit(rank, rate / slowdown, queue) for rank in range(size)]
+    _run_commands("ip", ["link set dev lo up", *(command for router, _ in links for command in router)])
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
-    for pipe, (_, commands) in zip(pipes, links, strict=True):
-        pipe.send(commands)
+    _send(pipes, [own for _, own in links])
     _gather(pipes, end)
-    for message in ("start", "end"):
-        for pipe in pipes:
-            pipe.send(message)
-        if message == "start":
-            found = _gather(pipes, end)
+    _send(pipes, ["start"] * size)
+    _gather(pipes, end)
+    _run_commands("tc", [command for router, _ in limits for command in router])
+    _send(pipes, [own for _, own in limits])
+    _gather(pipes, end)
+    _send(pipes, ["go on"] * size)
+    found = _gather(pipes, end)
+    _send(pipes, ["end"] * size)
     return found
+
+
+def _send(pipes: Sequence[Connection], messages: Sequence[object]) -> None:
+    for pipe, message in zip(pipes, messages, strict=True):
+        pipe.send(message)
 
 
 def _gather(pipes: Sequence[Connection], end: float) -> list[Any]:
