@@ -484,6 +484,11 @@ class TrainConfig:
         "package on the head host. A tracker that fails or is slow does not disturb the run (default: none)",
         takes="LIST",
     )
+    record_layer_times: bool = _output(
+        False,
+        "Measure in up to 16 updates when the gradient of each parameter becomes ready, and write these times to the "
+        "record, for cpuft bench scaling to replay",
+    )
     checkpoint_every: float = _output(
         -1.0,
         "Seconds between checkpoints, from which a run is restarted or resumed; the newest two stay until the run is "
@@ -529,6 +534,7 @@ CHANGEABLE_ON_RESUME = (
     "save_model",
     "lora_merge",
     "report_to",
+    "record_layer_times",
 )
 """Training options that may change when a run is resumed: they decide how these hosts train, not what is learned."""
 
@@ -971,6 +977,7 @@ UNSUPPORTED_BY_ENGINE = {
         "shard": _SHARDS,
         "save_best": _NO_CHECKPOINTS,
         "layerwise_lr_decay": _UNTESTED,
+        "record_layer_times": _SENDS,
     },
     "ort": {**_OWN_LAYERS, "shard": _UNTESTED, "save_best": _NO_CHECKPOINTS},
 }

@@ -26,6 +26,7 @@ from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
 from cpuft.train.evaluate import evaluate, find_best, should_stop_early
 from cpuft.train.joint import JointBatch, make_joint_batches, run_joint_batch
+from cpuft.train.layer_times import LayerTimes
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.embeddings import EmbeddingObjective
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor
@@ -70,8 +71,9 @@ def train_and_evaluate(
     config, exchange, updates = setup.config, setup.exchange, setup.updates
     steps, evaluations = list[StepLine](), list(reporter.earlier_evaluations)
     stops = partial(should_stop_early, evaluations, setup.best_metric, config.early_stopping)
+    layer_times = make_layer_times(setup, reporter, done)
     try:
-        for line in () if stops() else train(setup, checkpoints, done):
+        for line in () if stops() else train(setup, checkpoints, done, layer_times):
             steps.append(line)
             reporter.add_step(line, updates)
             # With --sync-every the ranks' parameters differ on purpose between two averages.
@@ -94,6 +96,8 @@ def train_and_evaluate(
         reporter.add(interruption.line)
         dist.barrier()  # mpirun ends all ranks when the first one ends
         raise
+    if layer_times:
+        layer_times.finish()
     last = steps[-1].step if steps else done
     checkpoints.write_final(last)
     with exchange.full_weights():
@@ -158,16 +162,34 @@ def train_independently(
     Raises CpuftError: this rank's loss is not finite.
     """
     own: list[StepLine] = []
-    for line in train(setup, checkpoints, done):
+    layer_times = make_layer_times(setup, reporter, done)
+    for line in train(setup, checkpoints, done, layer_times):
         own.append(line)
         reporter.progress.show_step(line, setup.updates)
+    if layer_times:
+        layer_times.finish()
     steps = merge_steps(gather(own))
     for line in steps:
         reporter.add(line)
     return TrainingResult(steps, gather(average_phases(own)), "")
 
 
-def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: int = 0) -> Iterator[StepLine]:
+def make_layer_times(setup: TrainingSetup, reporter: RunReporter, done: int) -> LayerTimes | None:
+    """Return what measures when gradients become ready in the updates after the first `done` ones.
+
+    None on all ranks but rank 0, without --record-layer-times, and if a resumed run has measured this already.
+    """
+    if not setup.config.record_layer_times or setup.world.rank or reporter.has_layer_times:
+        return None
+    return LayerTimes(setup.model, setup.updates - done, reporter)
+
+
+def train(
+    setup: TrainingSetup,
+    checkpoints: Checkpoints | None = None,
+    done: int = 0,
+    layer_times: LayerTimes | None = None,
+) -> Iterator[StepLine]:
     """Run the updates that follow the first `done` ones; yield the record's line of each. Collective.
 
     Before the first update, one forward and one backward pass warm up. With --sync-every above 1, the line of an update
@@ -176,6 +198,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
     Parameters
     ----------
     checkpoints: decides when checkpoints are written and when the run stops; None: never.
+    layer_times: measures when gradients become ready, and is finished by the caller; None: nothing does.
 
     Raises
     ------
@@ -198,6 +221,9 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         # Requests that are carried out after this update. With --sync-every a checkpoint waits for the next average; a
         # stop makes the ranks' parameters equal after this update.
         due = requests if requests.stop or update % config.sync_every == 0 else Requests()
+
+        if layer_times:
+            layer_times.begin_update()
 
         # This rank's examples. One that has none of its own takes part with others' at weight 0.
         clock = Clock()
@@ -242,6 +268,8 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
             due = Requests()
         clock.lap("communication")
         sent, seconds = take_traffic().nbytes, time.perf_counter() - clock.start
+        if layer_times:
+            layer_times.end_update(clock.seconds, clock.last_laps, waited)
         unfinished.append(_Step(update, rate, clock, waited, sent, seconds, sums))
 
         # Record.
@@ -378,17 +406,19 @@ class Clock:
     """Measures the seconds of one step by phase: data, forward, backward, update and communication.
 
     It starts when it is made. `seconds` has the sum of each phase so far, `start` the time.perf_counter value of the
-    start.
+    start, and `last_laps` those of the start and the end of each phase's last lap.
     """
 
     def __init__(self) -> None:
         self.seconds = dict.fromkeys(("data", "forward", "backward", "update", "communication"), 0.0)
+        self.last_laps: dict[str, tuple[float, float]] = {}
         self.start = self.last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
         """Add the time since the last lap, or the start, to `phase`. Raises KeyError: there is no such phase."""
         now = time.perf_counter()
         self.seconds[phase] += now - self.last
+        self.last_laps[phase] = (self.last, now)
         self.last = now
 
     @property

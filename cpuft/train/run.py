@@ -175,6 +175,7 @@ def begin(
         exchange.reset()
         reporter.earlier_steps = point.record.steps if point.record else []
         reporter.earlier_evaluations = point.record.evaluations if point.record else []
+        reporter.has_layer_times = point.record is not None and point.record.layer_times is not None
     record_text = point.text or format_line(header) + "\n"
     if worker.run_dir and world.rank == 0:
         reporter.record = stack.enter_context(Writer(worker.run_dir, record_text if is_resumed else None))

@@ -1,0 +1,163 @@
+"""When the gradients of an update become ready (`--record-layer-times`): what `cpuft bench scaling` replays."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from cpuft.comm.compression.embedding_rows import find_embedding
+from cpuft.record import GradientTime, LayerTimesLine
+from cpuft.train.reporter import RunReporter
+
+MEASURED_UPDATES = 16
+"""Largest number of updates that are measured."""
+_WARM_UP_UPDATES = 3
+"""Number of first updates that are not measured, because caches and kernels warm up; at most half of the updates."""
+
+
+@dataclass(frozen=True)
+class _UpdateTimes:
+    """The times of one update, in seconds."""
+
+    ready: dict[str, float]
+    """Of each gradient by its parameter's name, from the start of the last backward pass."""
+    needed: dict[str, float]
+    """Of each parameter by its name, from the start of the last forward pass."""
+    phases: dict[str, float]
+    """By names of fields of LayerTimesLine, such as data_seconds."""
+
+
+class LayerTimes:
+    """Measures in some updates when gradients become ready, and writes the medians to the record.
+
+    The training loop calls `begin_update` before and `end_update` after each update, and `finish` after the last one.
+    Hooks on the model measure the times. They are there only in the updates that are measured.
+
+    Parameters
+    ----------
+    model: the model itself, without the wrapper of an exchange.
+    updates: number of updates that will run.
+    reporter: writes the line to the record.
+    """
+
+    def __init__(self, model: torch.nn.Module, updates: int, reporter: RunReporter) -> None:
+        self._model, self._reporter = model, reporter
+        self._skipped = min(_WARM_UP_UPDATES, max(1, updates // 2))
+        """Number of updates before the first one that is measured."""
+        self._measured: list[_UpdateTimes] = []
+        self._hooks: list[Any] = []
+        """Handles of the registered hooks; empty while no update is measured."""
+        self._ready_at: dict[str, float] = {}
+        """When each parameter's latest gradient was accumulated, as perf_counter counts."""
+        self._called_at = defaultdict[str, list[float]](list)
+        """When the modules that own each parameter were called in this update, as perf_counter counts."""
+
+    def begin_update(self) -> None:
+        """Register the hooks if the update that follows is the first one to measure."""
+        if self._skipped:
+            self._skipped -= 1
+        elif not self._measured:
+            self._register_hooks()
+
+    def end_update(
+        self, seconds: Mapping[str, float], last_laps: Mapping[str, tuple[float, float]], waited: float
+    ) -> None:
+        """Keep the times of the update if it was measured. After the last such update, `finish`.
+
+        Parameters
+        ----------
+        seconds: of the update's phases by name.
+        last_laps: start and end of the last lap of each phase, as perf_counter counts.
+        waited: seconds of the last backward pass in which this rank waited for messages.
+        """
+        if not self._hooks:
+            return
+        (forward_start, forward_end), (start, end) = last_laps["forward"], last_laps["backward"]
+        ready = {name: at - start for name, at in self._ready_at.items() if at >= start}
+        needed: dict[str, float] = {}
+        for name, calls in self._called_at.items():
+            # Gradient checkpointing calls modules again in the backward pass.
+            if in_pass := [at for at in calls if forward_start <= at <= forward_end]:
+                needed[name] = in_pass[0] - forward_start
+        # An exchange may have waited before the last gradient was ready: then all later times include that.
+        last_backward = max(0.0, end - start - waited, *ready.values())
+        phases = {
+            "data_seconds": seconds["data"],
+            "forward_seconds": seconds["forward"],
+            "backward_seconds": seconds["backward"] - (end - start) + last_backward,
+            "last_backward_seconds": last_backward,
+            "update_seconds": seconds["update"],
+        }
+        self._measured.append(_UpdateTimes(ready, needed, phases))
+        self._ready_at.clear()
+        self._called_at.clear()
+        if len(self._measured) == MEASURED_UPDATES:
+            self.finish()
+
+    def finish(self) -> None:
+        """Remove the hooks and write the line, unless both was done; show a warning if no update was measured.
+
+        Raises OSError: the record cannot be written.
+        """
+        if self._hooks and self._measured:
+            self._reporter.add(self._make_line())
+        elif not self._measured:
+            self._reporter.progress.show(
+                "warning: --record-layer-times measured no update, because it leaves out the first one: give at least "
+                "--max-steps 2"
+            )
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def _register_hooks(self) -> None:
+        names = {parameter: name for name, parameter in self._list_trained()}
+        for parameter, name in names.items():
+            untyped: Any = parameter  # torch has no types for its hooks
+            self._hooks.append(untyped.register_post_accumulate_grad_hook(partial(self._note_ready, name)))
+        for module in self._model.modules():
+            if owned := [names[one] for one in module.parameters(recurse=False) if one in names]:
+                self._hooks.append(module.register_forward_pre_hook(partial(self._note_call, owned)))
+
+    def _list_trained(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        return (item for item in self._model.named_parameters() if item[1].requires_grad)
+
+    def _note_ready(self, name: str, _: torch.Tensor) -> None:
+        self._ready_at[name] = time.perf_counter()
+
+    def _note_call(self, names: list[str], *_: object) -> None:
+        now = time.perf_counter()
+        for name in names:
+            self._called_at[name].append(now)
+
+    def _make_line(self) -> LayerTimesLine:
+        """Return the medians of all measured updates. Parameters that never had a gradient are left out."""
+        embedding = find_embedding(self._model)
+        gradients: list[GradientTime] = []
+        for name, parameter in self._list_trained():
+            ready = [update.ready[name] for update in self._measured if name in update.ready]
+            needed = [update.needed[name] for update in self._measured if name in update.needed]
+            if ready:
+                gradients.append(
+                    GradientTime(
+                        name=name,
+                        shape=list(parameter.shape),
+                        dtype=str(parameter.dtype).removeprefix("torch."),
+                        ready_seconds=statistics.median(ready),
+                        needed_seconds=statistics.median(needed) if needed else -1.0,
+                        by_rows=embedding is not None and parameter is embedding.weight,
+                    )
+                )
+        phases = {
+            name: statistics.median(update.phases[name] for update in self._measured)
+            for name in self._measured[0].phases
+        }
+        gradients.sort(key=lambda one: one.ready_seconds)
+        return LayerTimesLine(gradients=gradients, updates=len(self._measured), **phases)

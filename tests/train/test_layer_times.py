@@ -1,0 +1,203 @@
+"""When the gradients of an update become ready: measured on layers that sleep, by hooks that are removed."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from torch.utils.checkpoint import checkpoint
+
+from cpuft.config import TrainConfig, WorkerConfig, refuse_conflicts
+from cpuft.errors import CpuftError
+from cpuft.rank.world import World
+from cpuft.record import LayerTimesLine, Line, Writer, format_line, parse_record, read_record
+from cpuft.train.checkpoint.policy import Checkpoints, ResumePoint
+from cpuft.train.data.archive import Prepared
+from cpuft.train.exchange.table import EXCHANGES
+from cpuft.train.layer_times import MEASURED_UPDATES
+from cpuft.train.loop import make_layer_times, train_and_evaluate
+from cpuft.train.objective.base import Batch
+from cpuft.train.reporter import Progress, RunReporter
+from cpuft.train.run import begin
+from cpuft.train.setup import TrainingSetup
+from tests.records import LAYER_TIMES, make_record
+from tests.train.test_loop import Weighing
+from tests.train.tokens import make_tokens
+
+CONFIG = TrainConfig(fast_path=False, batch_size=4, max_steps=6, record_layer_times=True)
+NAP = 0.03
+"""Seconds of one sleep."""
+
+
+class _Sleep(torch.autograd.Function):
+    """Sleeps for one nap in the forward pass, and for a given number of naps in the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, naps: int) -> torch.Tensor:
+        ctx.naps = naps
+        time.sleep(NAP)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        time.sleep(ctx.naps * NAP)
+        return gradients[0], None
+
+
+class Sleeper(torch.nn.Module):
+    """Words, two layers and a scale, with sleeps between them; a parameter is frozen, and one is never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = torch.nn.Embedding(20, 4)
+        self.first = torch.nn.Linear(4, 4, dtype=torch.float64)
+        self.second = torch.nn.Linear(4, 1)
+        self.scale = torch.nn.LayerNorm(1, bias=False)
+        self.frozen = torch.nn.Parameter(torch.ones(1), requires_grad=False)
+        self.unused = torch.nn.Parameter(torch.ones(1))
+
+    def get_input_embeddings(self) -> torch.nn.Embedding:
+        return self.words
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        sleep: Any = _Sleep.apply
+        hidden = (self.words(input_ids) * attention_mask[..., None]).sum(1)
+        hidden = sleep(hidden, 3)
+        # The backward pass calls this layer again.
+        hidden = checkpoint(self.first, hidden.double(), use_reentrant=False).float()
+        hidden = sleep(hidden, 1)
+        # Nothing calls the module that owns this weight.
+        outputs: torch.Tensor = (self.second(hidden) * self.scale.weight * self.frozen)[:, 0]
+        return outputs
+
+
+class Watching(Weighing):
+    """Counts the model's hooks in each forward pass of a training."""
+
+    hooks: list[int]
+
+    def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        if model.training:
+            parameters: Any = list(model.parameters())
+            on_parameters = [p for p in parameters if p._post_accumulate_grad_hooks]
+            on_modules = [module for module in model.modules() if module._forward_pre_hooks]
+            self.hooks.append(len(on_parameters) + len(on_modules))
+        return super().losses(model, batch)
+
+
+@pytest.fixture(autouse=True)
+def _alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def make_setup(config: TrainConfig) -> TrainingSetup:
+    tokens = replace(make_tokens([3, 1, 4, 1, 5, 2, 6, 5], types=False), labels=np.linspace(1, 2, 8, dtype=np.float32))
+    prepared = Prepared((), (), "", 0, tokens, {"": tokens})
+    return TrainingSetup(Sleeper(), Watching((), (), 0, 0), config, prepared, "fp32", World(0, 1, 0, 1))
+
+
+def train(run: Path, config: TrainConfig) -> tuple[LayerTimesLine | None, list[int]]:
+    """Train a sleeper; return the recorded times, and the number of hooks in each forward pass."""
+    setup = make_setup(config)
+    objective = setup.objective
+    assert isinstance(objective, Watching)
+    objective.hooks = []
+    reporter = RunReporter(Progress("lines", 1))
+    with Writer(str(run)) as reporter.record:
+        reporter.record.write(make_record().header)
+        train_and_evaluate(setup, reporter, Checkpoints(setup.exchange))
+    return read_record(str(run)).layer_times, objective.hooks
+
+
+@pytest.mark.parametrize("exchange", ["--np 1", "--grad-compression NAME"])
+def test_gradients_are_ready_when_the_layers_after_them_have_slept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: str
+) -> None:
+    """With the exchange of several ranks, too, whose DistributedDataParallel has hooks of its own."""
+    monkeypatch.setattr("cpuft.train.setup.choose_exchange", lambda config, ranks: EXCHANGES[exchange])
+    times, _ = train(tmp_path, replace(CONFIG, gradient_accumulation=2))
+    assert times is not None
+    assert times.updates == 3
+    found = {one.name: one for one in times.gradients}
+    assert [one.ready_seconds for one in times.gradients] == sorted(one.ready_seconds for one in times.gradients)
+    # In naps: when a gradient is ready in the last backward pass, and when a module is called in the last forward pass.
+    wanted = {
+        "words.weight": (4, 0),
+        "first.weight": (1, 1),
+        "first.bias": (1, 1),
+        "second.weight": (0, 2),
+        "second.bias": (0, 2),
+        "scale.weight": (0, -1.0 / NAP),
+    }
+    assert found.keys() == wanted.keys()
+    for name, (ready, needed) in wanted.items():
+        assert found[name].ready_seconds / NAP == pytest.approx(ready, abs=0.5)
+        assert found[name].needed_seconds / NAP == pytest.approx(needed, abs=0.5)
+    assert {name: (one.shape, one.dtype) for name, one in found.items()} == {
+        "words.weight": ([20, 4], "float32"),
+        "first.weight": ([4, 4], "float64"),
+        "first.bias": ([4], "float64"),
+        "second.weight": ([1, 4], "float32"),
+        "second.bias": ([1], "float32"),
+        "scale.weight": ([1], "float32"),
+    }
+    assert [name for name, one in found.items() if one.by_rows] == ["words.weight"]
+    # Two passes of two sleeps each; the backward pass calls no sleep again.
+    assert times.forward_seconds / NAP == pytest.approx(4, abs=1)
+    assert times.backward_seconds / NAP == pytest.approx(8, abs=1)
+    assert times.last_backward_seconds / NAP == pytest.approx(4, abs=0.5)
+    assert max(times.data_seconds, times.update_seconds) < NAP
+
+
+def test_hooks_are_there_in_sixteen_updates_after_the_first_three(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.NAP", 0.0)
+    times, hooks = train(tmp_path / "long", replace(CONFIG, max_steps=25))
+    assert times is not None
+    assert times.updates == MEASURED_UPDATES
+    trained = 7  # parameters with requires_grad, and five modules own them
+    assert hooks == [0] * (1 + 3) + [trained + 5] * MEASURED_UPDATES + [0] * 6
+    for updates, measured in ((4, 2), (2, 1)):
+        times, _ = train(tmp_path / str(updates), replace(CONFIG, max_steps=updates))
+        assert times is not None
+        assert times.updates == measured
+
+
+def test_without_the_option_there_are_no_hooks_and_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.NAP", 0.0)
+    assert train(tmp_path, replace(CONFIG, record_layer_times=False)) == (None, [0] * 7)
+
+
+@pytest.mark.parametrize("recorded", [LAYER_TIMES, None])
+def test_a_resumed_run_keeps_the_times_that_are_recorded(
+    recorded: LayerTimesLine | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = make_record()
+    lines: list[Line] = [whole.header, *whole.steps, *([recorded] if recorded else [])]
+    text = "".join(format_line(line) + "\n" for line in lines)
+    point = ResumePoint(1, text, parse_record(text))
+    monkeypatch.setattr("cpuft.train.run.resume", lambda *given: point)
+    monkeypatch.setattr("cpuft.train.run.handle_interruption", lambda: None)
+    setup, reporter = make_setup(CONFIG), RunReporter(Progress("lines", 1))
+    header = replace(whole.header, options=dict(vars(CONFIG)))
+    with ExitStack() as stack:
+        begin(reporter, setup, WorkerConfig(str(tmp_path), recorded_updates=1), header, stack)
+    assert (make_layer_times(setup, reporter, 1) is None) == (recorded is not None)
+    assert read_record(str(tmp_path)).layer_times == recorded
+
+
+def test_an_engine_that_takes_gradients_by_itself_is_refused() -> None:
+    with pytest.raises(CpuftError, match=r"^--engine deepspeed excludes --record-layer-times, because it sends gradie"):
+        refuse_conflicts(TrainConfig(engine="deepspeed", record_layer_times=True))
