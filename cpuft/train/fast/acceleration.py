@@ -19,6 +19,7 @@ from cpuft.train.fast.architectures import ARCHITECTURES, PRE_NORM_ARCHITECTURES
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.fast.embedding import patch_embedding
 from cpuft.train.fast.encoder import FastEncoder, FastLayer, find_encoders, find_unknown, reads_first_token
+from cpuft.train.fast.frozen import list_frozen_weights
 from cpuft.train.fast.prenorm import FastPreNormLayer, FastStack, find_obstacle, find_stacks
 from cpuft.train.fast.prenorm import read_parts as read_pre_norm_parts
 
@@ -141,7 +142,11 @@ def _check(model: nn.Module, precision: str) -> None:
         )
     if hasattr(model, MASTERS_ATTRIBUTE):
         return
-    low = next((name for name, p in model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16)), None)
+    frozen = {id(p) for p in list_frozen_weights(model)}
+    low = next(
+        (n for n, p in model.named_parameters() if p.dtype in (torch.bfloat16, torch.float16) and id(p) not in frozen),
+        None,
+    )
     if low is not None:
         raise CpuftError(f"parameter {low} is not fp32, as training needs it: load the model with dtype=torch.float32")
 
@@ -155,7 +160,10 @@ def _patch(model: nn.Module, precision: str, first_token: bool, adapters: bool) 
             f"another precision"
         )
     linears = [linear for one in found for linear in one.linears]
-    low: list[nn.Parameter] = [p for linear in linears for p in linear.parameters()] if precision == "bf16" else []
+    frozen = {id(p) for p in list_frozen_weights(model)}
+    low: list[nn.Parameter] = []
+    if precision == "bf16":
+        low = [p for linear in linears for p in linear.parameters() if id(p) not in frozen]
     masters = MasterWeights(model, [p for p in low if p.requires_grad or not adapters])
     for parameter in low:
         if masters.get(parameter) is None:

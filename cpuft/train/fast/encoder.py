@@ -20,7 +20,7 @@ from cpuft.train.fast.attention import Grid, attention, make_bias
 from cpuft.train.fast.disentangled import Distances, disentangled_attention
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
-from cpuft.train.fast.projection import PackedLinear, can_pack, is_adapted, linear, product
+from cpuft.train.fast.projection import PackedLinear, can_pack, is_adapted, is_plain, linear, product
 
 MIN_PADDING = 0.05
 """Share of padding in a batch above which its tokens are packed. With less, packing the tokens at the encoder's entry
@@ -122,7 +122,7 @@ def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> Layer
         return None
     parts = architecture.read_layer(layer, is_last)
     known = all(
-        (type(linear) is nn.Linear or (adapters and is_adapted(linear))) and linear.bias is not None
+        (is_plain(linear) or (adapters and is_adapted(linear))) and linear.bias is not None
         for linear in parts.linears
     )
     known &= can_pack((parts.query, parts.key, parts.value), adapters)
@@ -239,7 +239,7 @@ class FastLayer:
             if isinstance(layout, Layout):
                 output = run_layer(parts, hidden_states, layout, embeddings)
                 return output if parts.more_outputs is None else (output, *parts.more_outputs)
-        dtype = parts.inner.weight.dtype
+        dtype = parts.inner.bias.dtype  # a frozen weight may have another one than activations
         if parts.attention_module._forward_hooks or parts.needs_encoder:
             if embeddings is not None:
                 kwargs = {**kwargs, "rel_embeddings": embeddings.to(dtype)}

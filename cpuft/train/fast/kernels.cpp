@@ -413,6 +413,18 @@ void dequantise(const int32_t *product, const float *scales, const float *column
     }
 }
 
+// y = 8-bit weights times the scale of their row.
+template <class T>
+void dequantise_rows(const int8_t *x, const float *scales, T *y, int64_t rows, int64_t cols, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const int8_t *__restrict xi = x + i * cols;
+        T *__restrict yi = y + i * cols;
+        const float scale = scales[i];
+        for (int64_t j = 0; j < cols; j++) store(yi[j], float(xi[j]) * scale);
+    }
+}
+
 // *sum += the sum of the squares of all numbers of `count` gradients.
 template <class G>
 void square_sum(const G *const *grads, const int64_t *sizes, double *sum, int64_t count, int threads) {
@@ -519,5 +531,6 @@ EXPORT(rotate_backward)
 EXPORT(column_sums)
 EXPORT(quantise_rows)
 EXPORT(dequantise)
+EXPORT(dequantise_rows)
 EXPORT(square_sum)
 EXPORT(adamw)

@@ -43,6 +43,7 @@ _SIGNATURES = {
     "column_sums": "ppqqi",
     "quantise_rows": "ppppqqi",
     "dequantise": "pppppqqi",
+    "dequantise_rows": "pppqqi",
     "square_sum": "pppqi",
     "adamw": "ppppppppqffffffffi",
 }

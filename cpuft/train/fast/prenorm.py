@@ -20,7 +20,7 @@ from cpuft.train.fast.architectures import PreNormParts, find_pre_norm_architect
 from cpuft.train.fast.attention import Grid, attention
 from cpuft.train.fast.elementwise import GATES, Mask, add_norm, apply_norm, draw_mask, dropout, glu, read_norm
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
-from cpuft.train.fast.projection import PackedLinear, can_pack, is_adapted, linear, product
+from cpuft.train.fast.projection import PackedLinear, can_pack, is_adapted, is_plain, linear, product
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 
 _NO_MASK_NEEDED = torch.ones(1, 1, 1, 1, dtype=torch.bool)
@@ -112,7 +112,7 @@ def find_obstacle(parts: PreNormParts, adapters: bool) -> str:
     if norm is not None:
         return f"the norm {type(norm).__name__}"
     for layer in parts.linears:
-        if type(layer) is not nn.Linear and not (adapters and is_adapted(layer)):
+        if not is_plain(layer) and not (adapters and is_adapted(layer)):
             return f"the linear layer {type(layer).__name__}, or the form of its adapter"
     if not (can_pack(parts.projections, adapters) and can_pack(parts.inner, adapters)):
         return "linear layers of which some are trained, have adapters or have a bias, and others are not or have none"

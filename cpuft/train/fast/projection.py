@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from cpuft.train.fast.frozen import FrozenLinear, FrozenWeight, frozen_linear
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
 from cpuft.train.fast.kernels import kernels_for
@@ -68,24 +69,37 @@ class _PackedLinear(torch.autograd.Function):
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x W^T + (x A^T) B^T + bias, of which only A and B are trained."""
+    """x W^T + (x A^T) B^T + bias, of which only A and B are trained.
+
+    W is a tensor, or weights that are expanded here and again in backward, because they share the buffer of all layers.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, forward_pass: ForwardPass, down: Tensor, up: Tensor
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | FrozenWeight,
+        bias: Tensor | None,
+        forward_pass: ForwardPass,
+        down: Tensor,
+        up: Tensor,
     ) -> Tensor:
         narrow = functional.linear(x, down)
-        ctx.save_for_backward(x, narrow, weight, down, up)
+        ctx.frozen = weight if isinstance(weight, FrozenWeight) else None
+        ctx.save_for_backward(x, narrow, None if isinstance(weight, FrozenWeight) else weight, down, up)
         if forward_pass is ForwardPass.RECOMPUTE:
-            return x.new_empty(len(x), len(weight))
-        return functional.linear(x, weight, bias).addmm_(narrow, up.t())
+            return x.new_empty(len(x), len(up))
+        whole = weight.expand(x.dtype) if isinstance(weight, FrozenWeight) else weight
+        return functional.linear(x, whole, bias).addmm_(narrow, up.t())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, narrow, weight, down, up = ctx.saved_tensors
-        dnarrow = grad @ up
-        dx = (grad @ weight).addmm_(dnarrow, down) if ctx.needs_input_grad[0] else None
+        dnarrow, dx = grad @ up, None
+        if ctx.needs_input_grad[0]:
+            whole = ctx.frozen.expand(grad.dtype) if ctx.frozen else weight
+            dx = (grad @ whole).addmm_(dnarrow, down)
         return dx, None, None, None, dnarrow.t() @ x, grad.t() @ narrow
 
 
@@ -94,8 +108,13 @@ _adapted_linear: Callable[..., Tensor] = _AdaptedLinear.apply
 _block_diagonal: Callable[..., Tensor] = torch.block_diag
 
 
+def is_plain(layer: Any) -> bool:
+    """Return whether this is a torch.nn.Linear itself, or one with a frozen weight of any type, without an adapter."""
+    return type(layer) in (nn.Linear, FrozenLinear)
+
+
 def is_adapted(layer: Any) -> bool:
-    """Return whether this is peft's LoRA layer around a frozen torch.nn.Linear, with exactly one active adapter.
+    """Return whether this is peft's LoRA layer around a frozen linear layer, with exactly one active adapter.
 
     The adapter must be without dropout, bias and variant (such as DoRA), and neither merged nor disabled. False for any
     other object.
@@ -104,45 +123,68 @@ def is_adapted(layer: Any) -> bool:
         return False
     names, base = layer.active_adapters, layer.base_layer
     plain = len(names) == 1 and not (layer.lora_variant or layer.merged or layer.disable_adapters)
-    frozen = type(base) is nn.Linear and not any(parameter.requires_grad for parameter in base.parameters())
+    frozen = is_plain(base) and not any(parameter.requires_grad for parameter in base.parameters())
     return plain and frozen and type(layer.lora_dropout[names[0]]) is nn.Identity and not layer.lora_bias[names[0]]
 
 
 def can_pack(layers: Sequence[Any], adapters: bool) -> bool:
     """Return whether the outputs of these linear layers, which have the same input, can be one product.
 
-    All are torch.nn.Linear, with `adapters` also layers for which `is_adapted` holds; among adapted layers, the others
-    are frozen. All of them have a bias or none has.
+    All are plain (`is_plain`), with `adapters` also layers for which `is_adapted` holds; among adapted layers, the
+    others are frozen. All of them have a bias or none has, and all or none are a FrozenLinear.
     """
     if len({layer.bias is None for layer in layers if hasattr(layer, "bias")}) != 1:
         return False
-    plain = [layer for layer in layers if type(layer) is nn.Linear]
+    if len({isinstance(_base_of(layer), FrozenLinear) for layer in layers}) != 1:
+        return False
+    plain = [layer for layer in layers if is_plain(layer)]
     if len(plain) == len(layers):
         return True
     frozen = not any(parameter.requires_grad for layer in plain for parameter in layer.parameters())
     return adapters and frozen and all(is_adapted(layer) for layer in layers if layer not in plain)
 
 
-def _lora_factors(layer: Any) -> tuple[Tensor, Tensor]:
+def _base_of(layer: Any) -> Any:
+    """The linear layer below the adapter of an adapted layer; any other layer itself."""
+    return getattr(layer, "base_layer", layer)
+
+
+def _find_weight(layers: Sequence[Any]) -> Tensor | FrozenWeight:
+    """Return the weights of one layer, or of several that are a FrozenLinear each."""
+    bases = [_base_of(layer) for layer in layers]
+    if isinstance(bases[0], FrozenLinear):
+        return FrozenWeight(bases)
+    weight: Tensor = layers[0].weight.detach()
+    return weight
+
+
+def _lora_factors(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """An adapted layer's A, (rank, inputs), and its B times the adapter's scale, (outputs, rank).
 
-    Of a layer without an adapter, factors of rank 0.
+    Of a layer without an adapter, factors of rank 0 of this type.
     """
-    if type(layer) is nn.Linear:
-        return layer.weight.new_empty(0, layer.in_features), layer.weight.new_empty(layer.out_features, 0)
+    if is_plain(layer):
+        return torch.empty(0, layer.in_features, dtype=dtype), torch.empty(layer.out_features, 0, dtype=dtype)
     (name,) = layer.active_adapters
     return layer.lora_A[name].weight, layer.lora_B[name].weight * layer.scaling[name]
 
 
 def _project(
-    x: Tensor, layers: Sequence[Any], weight: Tensor, bias: Tensor | None, forward_pass: ForwardPass, int8: bool
+    x: Tensor,
+    layers: Sequence[Any],
+    weight: Tensor | FrozenWeight,
+    bias: Tensor | None,
+    forward_pass: ForwardPass,
+    int8: bool,
 ) -> Tensor:
     """Return the outputs of `layers`, for which `can_pack` holds, side by side, given all their weights and biases."""
-    if all(type(layer) is nn.Linear for layer in layers):
+    if all(map(is_plain, layers)):
+        if isinstance(weight, FrozenWeight):
+            return frozen_linear(x, weight, bias, forward_pass)
         int8 = int8 and layers[0].training and len(x) >= MIN_ROWS
         parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers if bias is not None]
         return _packed_linear(x, weight, bias, forward_pass, int8, *parameters)
-    downs, ups = zip(*map(_lora_factors, layers))
+    downs, ups = zip(*(_lora_factors(layer, x.dtype) for layer in layers))
     return _adapted_linear(x, weight, bias, forward_pass, torch.cat(downs), _block_diagonal(*ups))
 
 
@@ -152,12 +194,12 @@ def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
     Parameters
     ----------
     layer: a torch.nn.Linear, or a layer for which `is_adapted` holds, with or without a bias.
-    x: in the dtype of the layer's weight.
+    x: in the dtype of the layer's weight, unless that is a FrozenLinear's.
     int8: multiply 8-bit numbers, if the layer is a torch.nn.Linear in training and there are at least `MIN_ROWS`
         tokens. The weights are then fp32.
     """
     bias = None if layer.bias is None else layer.bias.detach()
-    return _project(x, [layer], layer.weight.detach(), bias, ForwardPass.ONLY, int8)
+    return _project(x, [layer], _find_weight([layer]), bias, ForwardPass.ONLY, int8)
 
 
 def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass = ForwardPass.ONLY) -> Tensor:
@@ -171,7 +213,7 @@ def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass
     forward_pass: which pass of a part under gradient checkpointing this is. The part must end with this product,
         because its values are undefined in the pass RECOMPUTE.
     """
-    return _project(x, [layer], layer.weight.detach(), None, forward_pass, int8)
+    return _project(x, [layer], _find_weight([layer]), None, forward_pass, int8)
 
 
 class PackedLinear:
@@ -179,7 +221,8 @@ class PackedLinear:
 
     The layers stay in the model with their parameters and names. An optimizer that writes to their weights writes to
     the packed tensor. Weights may be moved together; if one of them gets other storage, the weights are concatenated at
-    each call instead.
+    each call instead. Weights of FrozenLinear layers stay where they are, which may be a mapped file, and are expanded
+    into one buffer at each call.
 
     `layers`: for which `can_pack` holds. They may have different numbers of outputs.
     """
@@ -188,7 +231,8 @@ class PackedLinear:
         self.layers = layers
         """The layers in the order of their outputs."""
         if len(layers) > 1:
-            self._pack([layer.weight for layer in layers])
+            if not isinstance(_base_of(layers[0]), FrozenLinear):
+                self._pack([layer.weight for layer in layers])
             if layers[0].bias is not None:
                 self._pack([layer.bias for layer in layers])
 
@@ -216,11 +260,14 @@ class PackedLinear:
 
         Parameters
         ----------
-        x: (tokens, inputs), in the dtype of the weights.
+        x: (tokens, inputs), in the dtype of the weights, unless these are of FrozenLinear layers.
         first: 0 for all layers; less than their number.
         int8: multiply 8-bit numbers, under the conditions of `linear`.
         """
         layers = self.layers[first:]
-        weight = self._current([layer.weight for layer in layers])
+        if isinstance(_base_of(layers[0]), FrozenLinear):
+            weight = _find_weight(layers)
+        else:
+            weight = self._current([layer.weight for layer in layers])
         bias = None if layers[0].bias is None else self._current([layer.bias for layer in layers])
         return _project(x, layers, weight, bias, ForwardPass.ONLY, int8)

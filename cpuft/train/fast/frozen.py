@@ -1,0 +1,197 @@
+"""Frozen weights in bf16, fp32 or 8 bits, which are converted for one product at a time.
+
+With LoRA adapters, nothing but the adapters is trained. The weights below them are read only, so that ranks of one host
+can share a mapped file of them, in a type that takes a half or a quarter of fp32's memory. Products need them in the
+type of the activations: a buffer, which all layers use in turn, gets the weights of one product in that type, in forward
+and again in backward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from cpuft.train.fast.gradient_checkpointing import ForwardPass
+from cpuft.train.fast.kernels import kernels_for
+
+_HEAD_ROWS = 2048
+"""Rows of a head's weight that are converted at a time: 8 MB in fp32 at 1,024 inputs, which stays in the cache."""
+_buffers = threading.local()
+
+
+class FrozenLinear(nn.Linear):
+    """A linear layer whose weight is frozen, and may be of another type than its inputs.
+
+    A layer becomes one by `freeze_linear`. Its outputs have the type of its inputs, or under autocast that of autocast.
+    """
+
+    scales: Tensor | None
+    """Of an int8 weight, the factor of each output, fp32, (outputs,); else None."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return x W^T + bias: (..., inputs) -> (..., outputs)."""
+        if torch.is_autocast_enabled("cpu"):
+            input = input.to(torch.get_autocast_dtype("cpu"))
+        flat = input.reshape(-1, self.in_features)
+        output = frozen_linear(flat, FrozenWeight((self,)), self.bias)
+        return output.view(*input.shape[:-1], self.out_features)
+
+
+class FrozenEmbedding(nn.Embedding):
+    """A token embedding whose weight is frozen, and whose outputs are fp32, whatever the type of the weight."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the embeddings of tokens, times the factor that Gemma's embedding has: (...) -> (..., width), fp32."""
+        rows = functional.embedding(input, self.weight.detach()).float()
+        factor = getattr(self, "embed_scale", None)
+        return rows if factor is None else rows * factor
+
+
+def freeze_linear(layer: nn.Linear, scales: Tensor | None = None) -> None:
+    """Make a layer a FrozenLinear in place. Its weight has its final type already.
+
+    Parameters
+    ----------
+    layer: a torch.nn.Linear itself, not of a subclass.
+    scales: of an int8 weight, (outputs,), fp32.
+    """
+    layer.weight.requires_grad_(False)
+    if layer.bias is not None:
+        layer.bias.requires_grad_(False)
+    layer.__class__ = FrozenLinear
+    assert isinstance(layer, FrozenLinear)
+    layer.scales = scales
+
+
+def can_freeze_embedding(module: Any) -> bool:
+    """Return whether `freeze_embedding` knows what a module computes: a plain embedding, or Gemma's, times a factor."""
+    is_plain = isinstance(module, nn.Embedding) and module.max_norm is None
+    return is_plain and (type(module) is nn.Embedding or type(module).__name__ == "Gemma3TextScaledWordEmbedding")
+
+
+def freeze_embedding(module: nn.Embedding) -> None:
+    """Make an embedding a FrozenEmbedding in place; its class stays a subclass of the model's own."""
+    module.weight.requires_grad_(False)
+    own = type(module)
+    bases = (FrozenEmbedding,) if own is nn.Embedding else (FrozenEmbedding, own)
+    module.__class__ = type(f"Frozen{own.__name__}", bases, {"__module__": __name__})
+
+
+def list_frozen_weights(model: nn.Module) -> list[nn.Parameter]:
+    """Return the weights of all FrozenLinear and FrozenEmbedding modules, whose types nothing may change."""
+    return [one.weight for one in model.modules() if isinstance(one, (FrozenLinear, FrozenEmbedding))]
+
+
+def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the nearest int8 weight, (outputs, inputs), and the factor of each output, fp32, (outputs,).
+
+    The largest magnitude of an output's weights is 127, as for the weights of LLM.int8 (Dettmers and others 2022, arXiv
+    2208.07339). An output of zeros has the factor 1.
+    """
+    wide = weight.detach().float()
+    scales = wide.abs().amax(1) / 127
+    scales = torch.where(scales > 0, scales, 1.0)
+    return (wide / scales[:, None]).round().clamp(-127, 127).to(torch.int8), scales
+
+
+def dequantise(weight: Tensor, scales: Tensor | None, out: Tensor) -> None:
+    """Write a weight to `out`, (outputs, inputs), fp32 or bf16, in its type; an int8 one times its scales."""
+    if scales is None:
+        out.copy_(weight)
+    elif kernels := kernels_for(out):
+        kernels.run("dequantise_rows", out.dtype, weight, scales, out, *out.shape)
+    else:
+        out.copy_(weight.float() * scales[:, None])
+
+
+def _take_buffer(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return (rows, columns) of memory that the next call in this thread returns again."""
+    known: Tensor | None = getattr(_buffers, str(dtype), None)
+    if known is None or known.numel() < rows * columns:
+        known = torch.empty(rows * columns, dtype=dtype)
+        setattr(_buffers, str(dtype), known)
+    return known[: rows * columns].view(rows, columns)
+
+
+@dataclass(frozen=True)
+class FrozenWeight:
+    """The weights of frozen layers with the same input, whose outputs are side by side."""
+
+    layers: Sequence[FrozenLinear]
+
+    def expand(self, dtype: torch.dtype) -> Tensor:
+        """Return the weights as one matrix, (outputs of all layers, inputs), of this type.
+
+        It is valid until the next call in this thread, and must not be written to.
+        """
+        first = self.layers[0]
+        if len(self.layers) == 1 and first.scales is None and first.weight.dtype == dtype:
+            return first.weight.detach()
+        sizes = [len(layer.weight) for layer in self.layers]
+        whole = _take_buffer(sum(sizes), first.in_features, dtype)
+        for layer, part in zip(self.layers, torch.split(whole, sizes), strict=True):
+            dequantise(layer.weight.detach(), layer.scales, part)
+        return whole
+
+    @property
+    def outputs(self) -> int:
+        """The number of outputs of all layers."""
+        return sum(len(layer.weight) for layer in self.layers)
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """x W^T + bias, of which only x has a gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: FrozenWeight, bias: Tensor | None, forward_pass: ForwardPass) -> Tensor:
+        ctx.weight = weight
+        if forward_pass is ForwardPass.RECOMPUTE:
+            return x.new_empty(len(x), weight.outputs)
+        return functional.linear(x, weight.expand(x.dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return grad @ ctx.weight.expand(grad.dtype), None, None, None
+
+
+_run_frozen_linear: Callable[..., Tensor] = _FrozenLinear.apply
+
+
+def frozen_linear(
+    x: Tensor, weight: FrozenWeight, bias: Tensor | None, forward_pass: ForwardPass = ForwardPass.ONLY
+) -> Tensor:
+    """Return x W^T + bias, of which only x has a gradient: (tokens, inputs) -> (tokens, outputs), in the type of x.
+
+    Parameters
+    ----------
+    bias: (outputs,), of any type.
+    forward_pass: which pass of a part under gradient checkpointing this is.
+    """
+    bias = None if bias is None else bias.detach().to(x.dtype)
+    return _run_frozen_linear(x, weight, bias, forward_pass)
+
+
+def multiply_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write x W^T to `out`, (tokens, outputs), where the weight may be of another type than x and `out`.
+
+    A few rows of the weight are converted at a time. x is (tokens, inputs), and the weight (outputs, inputs).
+    """
+    for start in range(0, len(weight), _HEAD_ROWS):
+        rows = weight[start : start + _HEAD_ROWS]
+        part = _take_buffer(*rows.shape, x.dtype).copy_(rows)
+        torch.mm(x, part.t(), out=out[:, start : start + len(rows)])
+
+
+def add_input_gradient(grad: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Add grad W to `out`, (tokens, inputs), as `multiply_rows` does: grad is (tokens, outputs)."""
+    for start in range(0, len(weight), _HEAD_ROWS):
+        rows = weight[start : start + _HEAD_ROWS]
+        out.addmm_(grad[:, start : start + len(rows)], _take_buffer(*rows.shape, grad.dtype).copy_(rows))
