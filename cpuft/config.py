@@ -26,6 +26,7 @@ from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TASKS, find_task
 
 POOLINGS = ("mean", "cls", "lasttoken")
 """How the hidden states of a text's tokens become one vector: their mean, the first one, or the last one."""
+BASE_PRECISIONS = ("auto", "fp32", "bf16", "int8")
 PADDINGS = ("dynamic", "max_length")
 """The values of --padding."""
 LABEL_TYPES = ("auto", "class", "number", "multi")
@@ -391,6 +392,13 @@ class TrainConfig:
         "multiplies in 8 bits, except for the gradients of weights; it is faster than fp32 on CPUs with VNNI and "
         "without bf16, and may change the metric slightly",
         choices=PRECISIONS,
+    )
+    base_precision: str = _speed(
+        "auto",
+        "With LoRA adapters, number format of the frozen weights: fp32, bf16 or int8 (one scale per output; embedding "
+        "and head are bf16). They are mapped from a file, so that the ranks of a host share their memory, and converted "
+        "for one matrix product at a time. auto gives each rank weights of its own, in the format of --precision",
+        choices=BASE_PRECISIONS,
     )
     padding: str = _speed(
         "dynamic",
@@ -1031,7 +1039,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
     These are: an engine other than torch with an option in UNSUPPORTED_BY_ENGINE that differs from its default; ort
     without fp32 and gloo, or with the task text; a label type without the task files; int8 with another engine, without
     the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a compression
-    that does not work with it; LoRA with from_config; lora_merge without LoRA; what compares evaluations without
+    that does not work with it; LoRA with from_config; lora_merge and base_precision without LoRA; what compares evaluations without
     evaluations; a warm-up with a constant learning rate; mining_model without hard_negatives; and an option of
     embedding models with another task, or with another engine than torch; causal with another task than text, and what
     next-token prediction does not have. A compression that was removed is refused,
@@ -1109,6 +1117,15 @@ def refuse_conflicts(config: TrainConfig) -> None:
         )
     if kind in EMBEDDING_KINDS and config.engine != "torch":
         raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
+    if config.base_precision != "auto":
+        flag = format_flag("base_precision", config.base_precision)
+        if config.lora_rank <= 0 and not config.may_choose_lora:
+            raise CpuftError(
+                f"{flag} is for the frozen weights of LoRA runs, and all weights are trained: add --lora-rank "
+                f"{DEFAULT_LORA_RANK}, or leave it out"
+            )
+        if config.compile:
+            raise CpuftError(f"{flag} is not tested with --compile: leave out one of them")
     if config.lora_merge and config.lora_rank <= 0 and not config.may_choose_lora:
         raise CpuftError("--lora-merge merges LoRA adapters, and there are none: add --lora-rank 16, or leave it out")
 

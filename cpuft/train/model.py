@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -203,8 +204,11 @@ def load_model(
     Raises CpuftError: the model cannot be found or loaded, or its architecture has no such head or no attention for
     adapters.
     """
+    # Imported here, because commands that only look at a model's files start faster without torch.
     import torch
     import transformers
+
+    from cpuft.train.base_weights import as_fp32, find_stored_type, hold_base, keep_stored_type
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -218,14 +222,36 @@ def load_model(
             return model_class.from_config(settings, attn_implementation=implementation, dtype=torch.float32)
         source = find_model(config.model)
         read = partial(model_class.from_pretrained, config=settings, attn_implementation=implementation)
-        model, new = load_weights(read, source)
+        holds = config.lora_rank > 0 and config.base_precision != "auto"
+        files = list_weight_files(source) if holds else []
+        # Adapters are merged into fp32 weights.
+        stored = torch.float32 if find_base_model(source) else find_stored_type(map(read_safetensors_header, files))
+        with keep_stored_type(stored) if holds else nullcontext():
+            model, new = load_weights(read, source)
         if pad_id >= 0:
             _train_padding_row(model, load_config(config, head).pad_token_id)
     except CpuftError:
         raise
     except Exception as error:  # safetensors, pickle and zipfile raise errors of their own classes
         raise CpuftError(describe_load_failure(get_model_name(config), error)) from None
-    return add_adapters(model, config.lora_rank, source, new) if config.lora_rank > 0 else model
+    if config.lora_rank <= 0:
+        return model
+    with as_fp32(model):
+        model = add_adapters(model, config.lora_rank, source, new)
+    if holds:
+        hold_base(model, config.base_precision, files)
+    return model
+
+
+def list_weight_files(source: str) -> list[Path]:
+    """Return the safetensors files of a model; of adapters, those of their base model, too.
+
+    Raises CpuftError: there are none, or the base model of adapters cannot be found.
+    """
+    from cpuft.train.base_weights import find_weight_files
+
+    base = find_base_model(source)
+    return find_weight_files(source) + (list_weight_files(base) if base and base != source else [])
 
 
 def _train_padding_row(model: Any, own_pad_id: int | None) -> None:
@@ -313,6 +339,14 @@ def check_weights(source: str) -> None:
 _DAMAGED = "the weights file {} is cut off or damaged: copy or download it again"
 
 
+def read_safetensors_header(path: Path) -> dict[str, dict[str, Any]]:
+    """Return what the header of a safetensors file says of each tensor: its dtype, shape and data_offsets.
+
+    Raises CpuftError: the file has no such header. OSError: it cannot be read.
+    """
+    return _read_safetensors_header(path)[0]
+
+
 def _read_safetensors_header(path: Path) -> tuple[dict[str, dict[str, Any]], int]:
     """Return what the header of a safetensors file says of each tensor, and the length of the header in bytes.
 
@@ -387,7 +421,8 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
 
     Only the sizes of the weights are read, or the configuration.
 
-    Raises CpuftError: the model cannot be found, or its configuration cannot be loaded.
+    Raises CpuftError: the model cannot be found, or its configuration cannot be loaded; or all weights are trained, and
+    --base-precision is given.
     """
     if not config.may_choose_lora:
         return config.choose_lora(0), ""
@@ -399,12 +434,15 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
             f"LoRA adapters of rank {chosen.lora_rank} are trained, because {size}, more than {limit}; --lora-rank 0 "
             f"trains all weights"
         )
+    why = "the model is untrained" if config.from_config else f"{size}, at most {limit}"
+    if config.base_precision != "auto":
+        raise CpuftError(
+            f"--base-precision {config.base_precision} is for the frozen weights of LoRA runs, and all weights are "
+            f"trained, because {why}: add --lora-rank {DEFAULT_LORA_RANK}, or leave --base-precision out"
+        )
     if config.from_config:
-        return chosen, "all weights are trained, because the model is untrained"
-    return chosen, (
-        f"all weights are trained, because {size}, at most {limit}; --lora-rank {DEFAULT_LORA_RANK} trains LoRA "
-        f"adapters"
-    )
+        return chosen, f"all weights are trained, because {why}"
+    return chosen, f"all weights are trained, because {why}; --lora-rank {DEFAULT_LORA_RANK} trains LoRA adapters"
 
 
 def count_stored_parameters(config: TrainConfig) -> int:
@@ -432,7 +470,7 @@ def count_stored_numbers(source: str) -> int:
 
     Raises CpuftError: a file is damaged.
     """
-    headers = [_read_safetensors_header(path)[0] for path in sorted(Path(source).glob("*.safetensors"))]
+    headers = [read_safetensors_header(path) for path in sorted(Path(source).glob("*.safetensors"))]
     try:
         return sum(math.prod(one["shape"]) for header in headers for one in header.values())
     except (KeyError, TypeError):

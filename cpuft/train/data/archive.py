@@ -127,13 +127,16 @@ def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], 
 
 
 @contextmanager
-def explain_cache_failures(folder: Path) -> Iterator[None]:
-    """Raise an OSError of writing prepared data to the cache folder as a CpuftError that says what to do."""
+def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Iterator[None]:
+    """Raise an OSError of writing something to the cache folder as a CpuftError that says what to do.
+
+    `what`: the begin of the message, in the plural or as a mass noun.
+    """
     try:
         yield
     except OSError as error:
         raise CpuftError(
-            f"the prepared data cannot be written to the cache folder {folder} ({error.strerror}): free space "
+            f"{what} cannot be written to the cache folder {folder} ({error.strerror}): free space "
             f"there, or set XDG_CACHE_HOME to another folder"
         ) from None
 

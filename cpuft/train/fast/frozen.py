@@ -190,8 +190,9 @@ def multiply_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(x, part.t(), out=out[:, start : start + len(rows)])
 
 
-def add_input_gradient(grad: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Add grad W to `out`, (tokens, inputs), as `multiply_rows` does: grad is (tokens, outputs)."""
+def multiply_columns(grad: Tensor, weight: Tensor, out: Tensor) -> None:
+    """Write grad W to `out`, (tokens, inputs), as `multiply_rows` does: grad is (tokens, outputs)."""
+    out.zero_()
     for start in range(0, len(weight), _HEAD_ROWS):
         rows = weight[start : start + _HEAD_ROWS]
         out.addmm_(grad[:, start : start + len(rows)], _take_buffer(*rows.shape, grad.dtype).copy_(rows))

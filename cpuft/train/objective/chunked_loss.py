@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import linear
 
 from cpuft.train.decoder_memory import CHUNK_LOGITS
+from cpuft.train.fast.frozen import multiply_columns, multiply_rows
 
 _CHUNK_LOGITS = CHUNK_LOGITS
 """Largest number of logits of a chunk, 268 MB in fp32. The gradient of the head's weight is read and written once for
@@ -74,9 +75,12 @@ class _Head:
     """The head of a decoder, in the type of its products."""
 
     def __init__(self, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, form: HeadForm) -> None:
-        # Converted here, once for all chunks, because autocast would convert the weight in each.
         self.dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
-        self.hidden, self.weight = hidden.to(self.dtype), weight.to(self.dtype)
+        self.hidden = hidden.to(self.dtype)
+        self.is_narrow = weight.dtype == torch.bfloat16 != self.dtype
+        """Whether the weight is converted a few rows at a time: as a whole it would take twice its memory."""
+        # Otherwise it is converted here, once for all chunks, because autocast would convert it in each.
+        self.weight = weight if self.is_narrow else weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
         self.form = form
         size = max(1, _CHUNK_LOGITS // len(weight))
@@ -85,7 +89,7 @@ class _Head:
     def compute_logits(self, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the logits of a chunk in fp32, and with softcapping their derivative by the uncapped ones."""
         with torch.autocast("cpu", enabled=False):
-            logits = linear(self.hidden[part], self.weight, self.bias).float()
+            logits = self._multiply(self.hidden[part]).float()
         if self.form.factor != 1:
             logits *= self.form.factor
         if not self.form.softcap:
@@ -93,6 +97,20 @@ class _Head:
         logits.div_(self.form.softcap).tanh_()
         slope = 1 - logits**2
         return logits.mul_(self.form.softcap), slope
+
+    def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not self.is_narrow:
+            return linear(hidden, self.weight, self.bias)
+        product = hidden.new_empty(len(hidden), len(self.weight))
+        multiply_rows(hidden, self.weight, product)
+        return product if self.bias is None else product.add_(self.bias)
+
+    def find_hidden_gradient(self, gradient: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the gradient of a chunk's hidden states to `out`, given that of its logits."""
+        if self.is_narrow:
+            multiply_columns(gradient, self.weight, out)
+        else:
+            torch.mm(gradient, self.weight, out=out)
 
 
 @dataclass
@@ -141,7 +159,7 @@ def _run_chunks(
             found.bias += gradient.sum(0)
         gradient = gradient.to(head.dtype)
         if found.hidden is not None:
-            torch.mm(gradient, head.weight, out=found.hidden[part])
+            head.find_hidden_gradient(gradient, found.hidden[part])
         if found.weight is not None and head.dtype == torch.float32:
             found.weight.addmm_(gradient.T, head.hidden[part])
         elif found.weight is not None:

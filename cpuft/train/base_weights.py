@@ -1,0 +1,247 @@
+"""The frozen weights of LoRA runs in the type of --base-precision, mapped from files that the ranks of a host share.
+
+transformers maps safetensors files: where a weight stays in the type in which the file has it, it is a view of the
+file, whose pages are in memory once for all processes of a host. Weights that need another type are converted one by
+one into a file in the cache folder, by the first rank that finds none there, and mapped from that.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpuft.errors import CpuftError
+from cpuft.files import cache_folder, hash_file, hash_text, write_atomically
+from cpuft.serialization import load, parse_json
+from cpuft.train.data.archive import explain_cache_failures
+from cpuft.train.fast.frozen import can_freeze_embedding, freeze_embedding, freeze_linear, quantise
+
+_FORMAT = 1
+"""Version of the files in the cache: part of their key."""
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8"}
+_SCALES = ".scales"
+"""End of the name of the scales of an int8 weight in a file."""
+
+
+def find_weight_files(source: str) -> list[Path]:
+    """Return the safetensors files from which transformers loads a model or adapters.
+
+    Parameters
+    ----------
+    source: a folder, or a hub name, whose files are downloaded if they are not in the cache of models.
+
+    Raises CpuftError: there are none.
+    """
+    folder = Path(source)
+    if Path(folder, "adapter_config.json").is_file():
+        names = ["adapter_model.safetensors"]
+    else:
+        names = [_FILE] if _locate(source, _FILE) else []
+        if not names and (index := _locate(source, _INDEX)):
+            parts = load(dict[str, Any], parse_json(index.read_text(encoding="utf-8"))).get("weight_map", {})
+            names = sorted(set(parts.values()))
+    files = [path for name in names if (path := _locate(source, name))]
+    if not files or len(files) < len(names):
+        raise CpuftError(
+            f"--base-precision maps weights from safetensors files, and {source} has none: save the model with "
+            f"save_pretrained, or leave --base-precision out"
+        )
+    return files
+
+
+def _locate(source: str, name: str) -> Path | None:
+    if Path(source).is_dir():
+        path = Path(source, name)
+        return path if path.is_file() else None
+    from transformers.utils import cached_file
+
+    found = cached_file(source, name, _raise_exceptions_for_missing_entries=False)
+    return Path(found) if found else None
+
+
+def find_stored_type(headers: Iterable[dict[str, dict[str, Any]]]) -> torch.dtype:
+    """Return the type that most matrices have in safetensors files, given their headers; fp32 if it is another type
+    than fp32, bf16 and fp16."""
+    counts = Counter(one["dtype"] for header in headers for one in header.values() if len(one["shape"]) > 1)
+    return _STORED.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.float32
+
+
+@contextmanager
+def keep_stored_type(stored: torch.dtype) -> Iterator[None]:
+    """Inside, from_pretrained loads linear weights and token embeddings in this type, and all others in fp32.
+
+    transformers has an option for one type of the whole model only, with which it would also round constants, such as
+    the factor of Gemma's embedding. Here the plan that it makes for exceptions gets these weights.
+    """
+    from transformers import PreTrainedModel
+
+    owner: Any = PreTrainedModel
+    original = owner._get_dtype_plan
+
+    def plan(self: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        own = {f"^{name}.weight$": stored for name, one in self.named_modules() if _is_base(one, self)}
+        return {**original(self, dtype), **own}
+
+    owner._get_dtype_plan = plan
+    try:
+        yield
+    finally:
+        owner._get_dtype_plan = original
+
+
+def _is_base(module: nn.Module, model: Any) -> bool:
+    return type(module) is nn.Linear or (module is model.get_input_embeddings() and can_freeze_embedding(module))
+
+
+@contextmanager
+def as_fp32(model: nn.Module) -> Iterator[None]:
+    """Inside, weights of other types look like fp32 ones, without values and without memory.
+
+    peft makes adapters in the type of the weights that they are for: those of bf16 weights would begin rounded.
+    """
+    narrow = [(p, p.data) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
+    for parameter, value in narrow:
+        parameter.data = torch.zeros(()).expand(value.shape)
+    try:
+        yield
+    finally:
+        for parameter, value in narrow:
+            parameter.data = value
+
+
+@dataclass(frozen=True)
+class _Held:
+    """A frozen weight that is held in the type of --base-precision, and the modules that use it."""
+
+    name: str
+    parameter: nn.Parameter
+    owners: list[Any]
+    dtype: torch.dtype
+
+
+def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
+    """Hold the frozen weights of a model's linear layers, and its frozen token embedding, in a type, in place.
+
+    Layers become FrozenLinear and FrozenEmbedding, and all other parameters fp32. With int8, the token embedding and
+    the head of a language model are bf16, as in LLM.int8.
+
+    Parameters
+    ----------
+    model: a model of peft, with its adapters. Its weights have any type.
+    precision: fp32, bf16 or int8.
+    files: of the weights that the model was loaded from, by whose content converted weights are found in the cache.
+
+    Raises CpuftError: there is not enough room in the cache folder.
+    """
+    held = _find_held(model, precision)
+    known = {id(one.parameter) for one in held}
+    for parameter in model.parameters():
+        if id(parameter) not in known and parameter.is_floating_point() and parameter.dtype != torch.float32:
+            parameter.data = parameter.data.float()
+    # Weights of another type, and those that adapters were merged into, which are in this rank's memory.
+    converted = [one for one in held if one.parameter.dtype != one.dtype or len(files) > 1 and _is_merged(files)]
+    scales = dict[str, Tensor]()
+    if converted:
+        with explain_cache_failures(cache_folder(os.environ), "the converted weights"):
+            path = _find_converted(converted, precision, files)
+        scales = _map_weights(converted, path)
+    for one in held:
+        for owner in one.owners:
+            if isinstance(owner, nn.Embedding):
+                freeze_embedding(owner)
+            else:
+                freeze_linear(owner, scales.get(one.name))
+
+
+def _is_merged(files: Sequence[Path]) -> bool:
+    return any(path.name.startswith("adapter_model") for path in files)
+
+
+def _find_held(model: Any, precision: str) -> list[_Held]:
+    """Return the frozen weights of which every user is a linear layer or an embedding that can be frozen."""
+    users: dict[nn.Parameter, list[Any]] = {}
+    for name, module in model.named_modules():
+        # peft keeps the head as it was beside the one that is trained.
+        for parameter in module.parameters(recurse=False) if "original_module" not in name else ():
+            users.setdefault(parameter, []).append(module)
+    outer = {model.get_input_embeddings(), model.get_output_embeddings()}
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}[precision]
+    found = []
+    for name, parameter in model.named_parameters():
+        owners = users.get(parameter, [])
+        if parameter.requires_grad or parameter.ndim != 2 or not owners:
+            continue
+        frozen = all(not any(p.requires_grad for p in one.parameters(recurse=False)) for one in owners)
+        if frozen and all(_is_base(one, model) for one in owners):
+            is_outer = dtype == torch.int8 and any(one in outer for one in owners)
+            found.append(_Held(name, parameter, owners, torch.bfloat16 if is_outer else dtype))
+    return found
+
+
+def _find_converted(held: Sequence[_Held], precision: str, files: Sequence[Path]) -> Path:
+    """Return the path of the file with these converted weights in the cache folder; write it if it is not there.
+
+    Ranks of one host take turns, so that the first one writes it.
+    """
+    names = repr((_FORMAT, precision, [hash_file(path) for path in files], [one.name for one in held]))
+    path = cache_folder(os.environ) / f"base-{precision}-{hash_text(names, 16)}.safetensors"
+    if path.exists():
+        return path
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            with write_atomically(path) as beside:
+                _write_converted(held, beside)
+    return path
+
+
+def _write_converted(held: Sequence[_Held], path: Path) -> None:
+    """Write a safetensors file of weights, which are converted one at a time, and sync it to the disk."""
+    shapes = [(one.name, one.dtype, tuple(one.parameter.shape)) for one in held]
+    shapes += [(one.name + _SCALES, torch.float32, (len(one.parameter),)) for one in held if one.dtype == torch.int8]
+    header, starts, end = dict[str, Any](), dict[str, int](), 0
+    for name, dtype, shape in sorted(shapes, key=lambda one: -one[1].itemsize):  # so that every tensor is aligned
+        starts[name], end = end, end + dtype.itemsize * torch.Size(shape).numel()
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        begin = file.tell()
+
+        def write(name: str, value: Tensor) -> None:
+            file.seek(begin + starts[name])
+            file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+        for one in held:
+            if one.dtype == torch.int8:
+                rounded, scales = quantise(one.parameter)
+                write(one.name, rounded)
+                write(one.name + _SCALES, scales)
+            else:
+                write(one.name, one.parameter.detach().to(one.dtype))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _map_weights(held: Sequence[_Held], path: Path) -> dict[str, Tensor]:
+    """Let parameters be views of a mapped file, and return the scales of int8 weights by the weights' names."""
+    from safetensors import safe_open
+
+    opened: Any = safe_open
+    with opened(path, framework="pt") as file:
+        for one in held:
+            one.parameter.data = file.get_tensor(one.name)
+        return {one.name: file.get_tensor(one.name + _SCALES) for one in held if one.dtype == torch.int8}
