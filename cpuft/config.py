@@ -22,11 +22,12 @@ from cpuft.errors import CpuftError, suggest_names
 from cpuft.files import refuse_special
 from cpuft.hardware import PRECISIONS
 from cpuft.serialization import load, parse_json
-from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TASKS, find_task
+from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, LABEL_KINDS, TASKS, find_task
 
 POOLINGS = ("mean", "cls", "lasttoken")
 """How the hidden states of a text's tokens become one vector: their mean, the first one, or the last one."""
 BASE_PRECISIONS = ("auto", "fp32", "bf16", "int8")
+"""The values of --base-precision."""
 PADDINGS = ("dynamic", "max_length")
 """The values of --padding."""
 LABEL_TYPES = ("auto", "class", "number", "multi")
@@ -283,7 +284,8 @@ class TrainConfig:
         -1,
         "Rank of LoRA adapters (peft) in the attention layers, of decoders in all layers, which are trained together "
         "with the head of the task instead of all weights; their alpha is twice the rank. 0 trains all weights "
-        "(default: 16 with --task chat and --causal for models above 200 million parameters, else 0)",
+        "(default: 16 for decoders above 200 million parameters with --task chat, --causal, --task files and GLUE "
+        "tasks, else 0)",
         least=-1,
         most=1024,
     )
@@ -395,9 +397,10 @@ class TrainConfig:
     )
     base_precision: str = _speed(
         "auto",
-        "With LoRA adapters, number format of the frozen weights: fp32, bf16 or int8 (one scale per output; embedding "
-        "and head are bf16). They are mapped from a file, so that the ranks of a host share their memory, and converted "
-        "for one matrix product at a time. auto gives each rank weights of its own, in the format of --precision",
+        "With LoRA adapters, number format of the frozen weights: fp32, bf16, or int8 with one scale for each output, "
+        "where embedding and head are bf16. They are mapped from a file, so that the ranks of a host share their "
+        "memory, and converted for one matrix product at a time. auto gives each rank weights of its own, in the "
+        "format of --precision",
         choices=BASE_PRECISIONS,
     )
     padding: str = _speed(
@@ -518,14 +521,16 @@ class TrainConfig:
 
     @property
     def may_choose_lora(self) -> bool:
-        """Whether the size of the model decides on LoRA: no rank is given, and the task is one of decoders."""
-        return self.lora_rank < 0 and find_task(self.task, self.causal).kind in DECODER_KINDS
+        """Whether the model decides on LoRA: no rank is given, the task is one that decoders learn, and nothing that
+        excludes LoRA is given."""
+        learns = find_task(self.task, self.causal).kind in (*DECODER_KINDS, *LABEL_KINDS) and self.task != "demo"
+        return self.lora_rank < 0 and learns and self.engine == "torch" and self.precision != "int8"
 
     def choose_lora(self, parameters: int) -> TrainConfig:
         """Return the options with a LoRA rank, which is not negative, and the learning rate that goes with it.
 
-        A rank that is given stays. Otherwise it is 16 for tasks of decoders with a model of more than 200 million
-        `parameters`, unless the model is untrained, else 0.
+        A rank that is given stays. Otherwise it is 16 for a decoder of more than 200 million `parameters`, unless it is
+        untrained, else 0. For an encoder, `parameters` is 0.
         """
         is_large = self.may_choose_lora and parameters > LARGE_DECODER and not self.from_config
         return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)
@@ -1037,13 +1042,13 @@ def refuse_conflicts(config: TrainConfig) -> None:
     step.
 
     These are: an engine other than torch with an option in UNSUPPORTED_BY_ENGINE that differs from its default; ort
-    without fp32 and gloo, or with the task text; a label type without the task files; int8 with another engine, without
-    the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a compression
-    that does not work with it; LoRA with from_config; lora_merge and base_precision without LoRA; what compares evaluations without
-    evaluations; a warm-up with a constant learning rate; mining_model without hard_negatives; and an option of
-    embedding models with another task, or with another engine than torch; causal with another task than text, and what
-    next-token prediction does not have. A compression that was removed is refused,
-    too, and so is a value of eval_every that is none.
+    without fp32 and gloo, or with the task text; a label type without the task files; int8 with another engine,
+    without the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a
+    compression that does not work with it; LoRA with from_config; lora_merge and base_precision without LoRA, and
+    base_precision with torch.compile; what compares evaluations without evaluations; a warm-up with a constant
+    learning rate; mining_model without hard_negatives; and an option of embedding models with another task, or with
+    another engine than torch; causal with another task than text, and what next-token prediction does not have. A
+    compression that was removed is refused, too, and so is a value of eval_every that is none.
     """
     default, kind = TrainConfig(), find_task(config.task, config.causal).kind
     if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
@@ -1118,7 +1123,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
     if kind in EMBEDDING_KINDS and config.engine != "torch":
         raise CpuftError(f"--engine {config.engine} does not train embedding models: leave --engine out")
     if config.base_precision != "auto":
-        flag = format_flag("base_precision", config.base_precision)
+        flag = f"--base-precision {config.base_precision}"
         if config.lora_rank <= 0 and not config.may_choose_lora:
             raise CpuftError(
                 f"{flag} is for the frozen weights of LoRA runs, and all weights are trained: add --lora-rank "

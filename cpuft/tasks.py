@@ -93,6 +93,8 @@ SENTENCE_TRANSFORMERS_KINDS = (*EMBEDDING_KINDS, "relevance")
 """Kinds of tasks whose models sentence-transformers loads."""
 DECODER_KINDS = ("causal", "chat")
 """Kinds of tasks that train decoders to predict the next token."""
+LABEL_KINDS = ("class", "labels", "tags", "score")
+"""Kinds of tasks that predict labels, as encoders and decoders do with a head."""
 TEXT_KINDS = ("masked", *DECODER_KINDS)
 """Kinds of tasks that predict tokens of texts, so that examples need no labels."""
 

@@ -151,7 +151,7 @@ def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
         if id(parameter) not in known and parameter.is_floating_point() and parameter.dtype != torch.float32:
             parameter.data = parameter.data.float()
     # Weights of another type, and those that adapters were merged into, which are in this rank's memory.
-    converted = [one for one in held if one.parameter.dtype != one.dtype or len(files) > 1 and _is_merged(files)]
+    converted = [one for one in held if one.parameter.dtype != one.dtype or (len(files) > 1 and _is_merged(files))]
     scales = dict[str, Tensor]()
     if converted:
         with explain_cache_failures(cache_folder(os.environ), "the converted weights"):

@@ -30,6 +30,7 @@ from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TEXT_KINDS, find_task
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
 from cpuft.train.decoder_memory import (
+    FAST_TYPES,
     DecoderShape,
     decoder_activation_bytes,
     decoder_evaluation_bytes,
@@ -51,6 +52,8 @@ _FRAGMENTATION = 0.15
 """Unusable gaps in glibc's heap, as a share of what is allocated and freed again; 5 to 35 % were measured."""
 _ADAPTER_FRAGMENTATION = 0.35
 """The same for a decoder with LoRA adapters. One run of 135 million parameters needed 36 % of its activations."""
+SHARED_WEIGHTS = "shared weights"
+"""Part of an estimate that all ranks of a host share: mapped weights of --base-precision."""
 _BUCKET_BYTES = 64_000_000
 """Gradients that are being sent: buckets, and a communication library's copies of them."""
 _EAGER_BYTES = {(4, True): (40, 8, 12), (4, False): (32, 8, 4), (2, True): (28, 4, 6), (2, False): (24, 4, 2)}
@@ -159,9 +162,10 @@ def estimate_memory(
 ) -> dict[str, int]:
     """Return the bytes that a rank holds at its peak, by part.
 
-    The parts are weights, masters (fp32 master weights), moments (of AdamW), gradients, activations, checkpoint's copy,
-    buffers (of the exchange) and process (the interpreter, libraries and gaps in the heap). A part that is not needed
-    is 0; with `shape.layers` 0, activations are not estimated. The sum of all parts is the peak.
+    The parts are weights, shared weights (mapped ones of --base-precision), masters (fp32 master weights), moments (of
+    AdamW), gradients, activations, checkpoint's copy, buffers (of the exchange) and process (the interpreter, libraries
+    and gaps in the heap). A part that is not needed is 0; with `shape.layers` 0, activations are not estimated. The sum
+    of all parts is the peak.
 
     Parameters
     ----------
@@ -189,8 +193,15 @@ def estimate_memory(
     elif config.grad_compression in COMPRESSIONS_WITH_FEEDBACK:
         feedback = 4 * trained
     keeps_copy = writes_checkpoints and (config.checkpoint_every or config.save_best) and config.engine == "torch"
+    if config.lora_rank > 0 and config.base_precision != "auto":
+        table = shape.vocab_size * shape.hidden
+        shared = _mapped_bytes(config.base_precision, shape.linear_parameters, table)
+        weights = 4 * max(0, shape.other_parameters - table)
+    else:
+        shared, weights = 0, weight_size * shape.linear_parameters + 4 * shape.other_parameters
     parts = {
-        "weights": weight_size * shape.linear_parameters + 4 * shape.other_parameters,
+        "weights": weights,
+        SHARED_WEIGHTS: shared,
         "masters": 4 * linears // shards if weight_size == 2 else 0,
         "moments": 8 * trained // shards,
         # A single rank frees them before the forward pass, but the gaps that activations leave do not fit them.
@@ -241,8 +252,15 @@ def _estimate_decoder(
     if config.grad_compression in COMPRESSIONS_WITH_FEEDBACK:
         feedback = 4 * trained
     keeps_copy = writes_checkpoints and (config.checkpoint_every or config.save_best)
+    shared, weights = 0, weight_size * (linears + adapters) + 4 * others
+    if adapts and config.base_precision != "auto":
+        tables = (2 - shape.is_tied) * shape.embedding_parameters
+        shared, weights = _mapped_bytes(config.base_precision, linears, tables), weight_size * adapters
+        # Those of gate and up, the largest product, are expanded in a buffer.
+        weights += 4 * (others - tables) + 2 * size * shape.inner * shape.hidden
     parts = {
-        "weights": weight_size * (linears + adapters) + 4 * others,
+        "weights": weights,
+        SHARED_WEIGHTS: shared,
         "masters": 4 * low // shards,
         "moments": 8 * trained // shards,
         "gradients": 4 * trained - 2 * low + (4 * trained // shards if shards > 1 else 0),
@@ -253,6 +271,13 @@ def _estimate_decoder(
     share = _ADAPTER_FRAGMENTATION if adapts else _FRAGMENTATION
     gaps = share * (parts["moments"] + parts["gradients"] + parts["activations"])
     return parts | {"process": _PROCESS_BYTES + round(gaps)}
+
+
+def _mapped_bytes(base_precision: str, linears: int, tables: int) -> int:
+    """Bytes of mapped weights: of linear layers, and of embedding and head, which are bf16 with int8."""
+    if base_precision == "int8":
+        return linears + 2 * tables
+    return (4 if base_precision == "fp32" else 2) * (linears + tables)
 
 
 def activation_bytes(
@@ -382,8 +407,8 @@ class Shortage(NamedTuple):
     needed_bytes: int
     """Bytes that all these ranks need together."""
     parts: dict[str, int]
-    """Bytes of all these ranks by part: weights, moments and so on. Their sum counts memory that ranks share once for
-    each rank, `needed_bytes` only once."""
+    """Bytes of all these ranks by part: weights, moments and so on. Their sum counts libraries that ranks share once
+    for each rank, `needed_bytes` only once. Mapped weights count once for a host in both."""
 
 
 def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
@@ -432,9 +457,14 @@ def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape | DecoderShap
 
 
 def read_shape_for(config: TrainConfig, settings: Mapping[str, Any]) -> ModelShape | DecoderShape | None:
-    """Return what `read_decoder_shape` does for a task of decoders, else what `read_shape` does."""
+    """Return what `read_decoder_shape` does for a task of decoders, else what `read_shape` does.
+
+    For labels, a decoder has a small head in place of the one that shares its size with the embedding.
+    """
     if find_task(config.task, config.causal).kind in DECODER_KINDS:
         return read_decoder_shape(settings)
+    if settings.get("model_type") in FAST_TYPES and (found := read_decoder_shape(settings)):
+        return replace(found, is_tied=True)
     return read_shape(settings, config.dropout)
 
 
@@ -518,6 +548,7 @@ def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, f
         writes = [number < 2 and not memory.independent, *[False] * (host.ranks - 1)]
         ranks = [estimate(config, total, one) for one in writes]
         parts = {name: sum(rank[name] for rank in ranks) for name in ranks[0]}
+        parts[SHARED_WEIGHTS] = ranks[0].get(SHARED_WEIGHTS, 0)  # once for all ranks
         found.append(Shortage(host, sum(parts.values()) - SHARED_BYTES * (host.ranks - 1), parts))
         by_machine.setdefault(host.machine or number, []).append(found[-1])
     for some in (some for some in by_machine.values() if len(some) > 1):
@@ -545,15 +576,20 @@ def describe_shortage(shortage: Shortage) -> str:
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
     """Return advice that makes the run fit, as the end of an error message.
 
-    It is the first that is enough of: the options that cost the least time (`add --shard optimizer`); up to 64 hosts
-    like the one with the least memory, with one rank each (`take 4 hosts like node1 with one rank each: --np 4
-    --batch-size 8`); for decoders, LoRA (`add --lora-rank 16, which trains adapters instead of all weights`); `take a
-    smaller model, or hosts with more memory`.
+    It is the first that is enough of: the options that cost the least time (`add --shard optimizer`); with LoRA, frozen
+    weights that ranks share (`add --base-precision bf16`); up to 64 hosts like the one with the least memory, with one
+    rank each (`take 4 hosts like node1 with one rank each: --np 4 --batch-size 8`); for decoders, LoRA (`add
+    --lora-rank 16, which trains adapters instead of all weights`); `take a smaller model, or hosts with more memory`.
     """
     smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
     for changes in list_changes(config, 1 if memory.independent else ranks):
         if not find_shortage(replace(config, **changes), memory, estimate):
             return f"add {_format_options(changes)}"
+    narrow: dict[str, Any] = {"base_precision": "bf16"}
+    if config.lora_rank > 0 and config.base_precision in ("auto", "fp32") and not config.compile:
+        for changes in (narrow, narrow | {"gradient_checkpointing": True}):
+            if not find_shortage(replace(config, **changes), memory, estimate):
+                return f"add {_format_options(changes)}"
     count = ranks
     while count <= 64:
         more = replace(memory, hosts=(HostMemory(smallest.host, 1, smallest.free_bytes),) * count)

@@ -16,6 +16,7 @@ from typing import Any
 from cpuft.config import DEFAULT_LORA_RANK, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.serialization import load, parse_json
+from cpuft.tasks import DECODER_KINDS, find_task
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
 from cpuft.train.lora import add_adapters, get_encoder_prefix, merge_adapters
 from cpuft.train.startup import find_hub_problem
@@ -419,14 +420,18 @@ def _set_dropout(settings: Any, rate: float) -> None:
 def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
     """Return the options with a LoRA rank, and a clause on what was chosen and why; empty if there was no choice.
 
-    Only the sizes of the weights are read, or the configuration.
+    Only the sizes of the weights are read, or the configuration. There is no clause on encoders, which are trained
+    whole, and on small decoders for tasks with labels.
 
     Raises CpuftError: the model cannot be found, or its configuration cannot be loaded; or all weights are trained, and
-    --base-precision is given.
+    an option is for adapters only.
     """
     if not config.may_choose_lora:
         return config.choose_lora(0), ""
-    count = 0 if config.from_config else count_stored_parameters(config)
+    predicts_tokens = find_task(config.task, config.causal).kind in DECODER_KINDS
+    count = 0
+    if not config.from_config and (predicts_tokens or _may_be_large_decoder(config)):
+        count = count_stored_parameters(config)
     chosen, size = config.choose_lora(count), f"the model has {count / 1e6:,.0f} million parameters"
     limit = f"{LARGE_DECODER // 10**6} million"
     if chosen.lora_rank:
@@ -435,14 +440,45 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
             f"trains all weights"
         )
     why = "the model is untrained" if config.from_config else f"{size}, at most {limit}"
-    if config.base_precision != "auto":
-        raise CpuftError(
-            f"--base-precision {config.base_precision} is for the frozen weights of LoRA runs, and all weights are "
-            f"trained, because {why}: add --lora-rank {DEFAULT_LORA_RANK}, or leave --base-precision out"
-        )
+    if not count and not config.from_config:
+        why = f"the model is no decoder of more than {limit} parameters"
+    for flag, is_given in (
+        (f"--base-precision {config.base_precision}", config.base_precision != "auto"),
+        ("--lora-merge", config.lora_merge and not predicts_tokens),
+    ):
+        if is_given:
+            raise CpuftError(
+                f"{flag} is for LoRA runs, and all weights are trained, because {why}: add --lora-rank "
+                f"{DEFAULT_LORA_RANK}, or leave it out"
+            )
+    if not predicts_tokens:
+        return chosen, ""
     if config.from_config:
         return chosen, f"all weights are trained, because {why}"
     return chosen, f"all weights are trained, because {why}; --lora-rank {DEFAULT_LORA_RANK} trains LoRA adapters"
+
+
+def _may_be_large_decoder(config: TrainConfig) -> bool:
+    """Return whether a model is a decoder like Llama, and its files do not say that it is small.
+
+    Encoders with the same layers, such as EuroBERT, have a form for masked language modelling. Older decoders, such as
+    GPT-2, have no linear layers that adapters could be added to.
+
+    Raises CpuftError: the model cannot be found, or its configuration cannot be loaded.
+    """
+    source = find_model(config.model)
+    source = find_base_model(source) or source
+    if 0 < count_stored_numbers(source) <= LARGE_DECODER:
+        return False
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    )
+
+    settings = load_config(replace(config, model=source), {})
+    kind = settings.model_type
+    is_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return is_decoder and hasattr(settings.get_text_config(), "num_key_value_heads")
 
 
 def count_stored_parameters(config: TrainConfig) -> int:

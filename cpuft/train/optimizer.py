@@ -43,7 +43,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
     fused = config.engine == "torch" or ENGINES[config.engine].has_fused_adamw
     optimizer = torch.optim.AdamW(
         group_parameters(model, config.weight_decay, config.layerwise_lr_decay),
-        config.learning_rate,
+        config.choose_lora(0).learning_rate,
         (config.adam_beta1, config.adam_beta2),
         config.adam_epsilon,
         fused=fused,

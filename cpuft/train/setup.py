@@ -60,6 +60,7 @@ class TrainingSetup:
         global_batch: int = 0,
         earlier_compression: str = "",
     ) -> None:
+        config = config.choose_lora(0)  # the learning rate, if a run has not chosen it before it loaded the model
         self.model, self.objective, self.config, self.prepared = model, objective, config, prepared
         self.precision, self.world, self.independent = precision, world, independent
         self.global_batch = global_batch or config.batch_size * config.gradient_accumulation * world.size

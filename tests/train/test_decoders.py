@@ -23,7 +23,10 @@ from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.show import format_summary, summarize
+from cpuft.train.evaluate import evaluate
+from cpuft.train.fast import prenorm
 from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.fast.prenorm import run_layer
 from cpuft.train.loop import train
 from cpuft.train.process_group import checksum_parameters
 from cpuft.train.setup import TrainingSetup
@@ -273,6 +276,31 @@ def test_classes_are_told_by_the_last_real_token_without_a_padding_token(family:
 def test_a_decoder_learns_classes(tmp_path: Path) -> None:
     found = learn(make_class_config(tmp_path, max_steps=30, batch_size=8, learning_rate=5e-3))
     assert found["metrics"]["accuracy"] > 0.9
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_classes_are_evaluated_by_the_fast_layers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    setup = make_setup(make_class_config(tmp_path, family, eval_batch_size=7))
+    own: Any = setup.model
+    assert own.config.use_cache  # it stays, for those who generate with the saved layers
+    calls = []
+
+    def count_and_run(*arguments: Any) -> torch.Tensor:
+        calls.append(arguments)
+        return run_layer(*arguments)
+
+    monkeypatch.setattr(prenorm, "run_layer", count_and_run)
+    found = evaluate(setup, 0).metrics
+    assert len(calls) == 2 * 3  # layers and batches
+    objective, tokens = setup.objective, setup.prepared.validation[""]
+    batch = objective.make_batch(tokens, np.arange(21))
+    plain = objective.load_model(replace(setup.config, fast_path=False)).eval()
+    plain.load_state_dict(own.state_dict())
+    wanted = plain(**batch.inputs).logits.detach().numpy()
+    with torch.inference_mode():
+        np.testing.assert_allclose(objective.outputs(own.eval(), batch), wanted, rtol=1e-4, atol=1e-5)
+    assert found == objective.compute_metrics(wanted, tokens)
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ from cpuft.train.lora import add_adapters, check_lora, find_target_layers, find_
 from cpuft.train.model import choose_lora, count_stored_parameters, find_model, load_weights
 from cpuft.train.objective.labels import Classification
 from cpuft.train.objective.next_token import Chat
-from tests.train.decoders import FAMILIES, make_decoder, save_decoder
+from tests.train.decoders import FAMILIES, make_decoder, save_decoder, save_encoder
 from tests.train.fast.encoders import SIZES, make_batch, make_model, relative_error
 
 LORA = TrainConfig(lora_rank=4)
@@ -77,7 +77,7 @@ def test_a_model_without_linear_layers_in_its_attention_is_refused() -> None:
 
 def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
     options: list[dict[str, Any]] = [{}, {"lora_rank": 16}, {"lora_rank": 16, "learning_rate": 1e-3}]
-    rates = [TrainConfig(task="mrpc", **given).learning_rate for given in options]
+    rates = [TrainConfig(task="mrpc", **given).choose_lora(0).learning_rate for given in options]
     assert rates == [2e-5, 2e-4, 1e-3]
     assert replace(TrainConfig(learning_rate=0.0), seed=1).learning_rate == 0.0
 
@@ -93,7 +93,14 @@ def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
         ({"task": "chat", "lora_rank": 4}, 100, 4, 2e-4),
         ({"task": "chat", "learning_rate": 3e-5}, 600, 16, 3e-5),
         ({"task": "chat", "from_config": "x.json"}, 600, 0, 2e-5),
-        ({"task": "files"}, 600, 0, 2e-5),
+        ({"task": "files"}, 600, 16, 2e-4),
+        ({"task": "mrpc"}, 201, 16, 2e-4),
+        ({"task": "mrpc"}, 0, 0, 2e-5),
+        ({"task": "stsb", "learning_rate": 1e-5}, 600, 16, 1e-5),
+        ({"task": "demo"}, 600, 0, 1e-4),
+        ({"task": "rerank"}, 600, 0, 2e-5),
+        ({"task": "mrpc", "precision": "int8"}, 600, 0, 2e-5),
+        ({"task": "mrpc", "engine": "deepspeed"}, 600, 0, 2e-5),
     ],
 )
 def test_large_decoders_have_adapters_unless_told(
@@ -111,7 +118,12 @@ def test_large_decoders_have_adapters_unless_told(
 
 def test_adapters_that_may_be_chosen_may_be_merged() -> None:
     refuse_conflicts(TrainConfig(task="chat", lora_merge=True))
-    for config in (TrainConfig(lora_merge=True), TrainConfig(task="chat", lora_merge=True, lora_rank=0)):
+    refuse_conflicts(TrainConfig(task="mrpc", lora_merge=True))
+    with pytest.raises(
+        CpuftError, match="--lora-merge is for LoRA runs, and all weights are trained, because the model"
+    ):
+        choose_lora(TrainConfig(task="mrpc", lora_merge=True))
+    for config in (TrainConfig(task="demo", lora_merge=True), TrainConfig(task="chat", lora_merge=True, lora_rank=0)):
         with pytest.raises(CpuftError, match="--lora-merge merges LoRA adapters, and there are none"):
             refuse_conflicts(config)
 
@@ -135,6 +147,20 @@ def test_what_was_chosen_is_told_with_the_number_of_parameters(tmp_path: Path, m
     assert choose_lora(replace(config, lora_rank=0))[1] == ""
     (tmp_path / "tiny" / "model.safetensors").unlink()  # as on the hub
     assert count_stored_parameters(config) == count
+
+
+@pytest.mark.parametrize("kind, is_adapted", [("llama", True), ("gemma3_text", True), ("eurobert", False)])
+def test_large_decoders_have_adapters_for_labels_and_encoders_have_none(
+    kind: str, is_adapted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_decoder(tmp_path / kind, kind) if kind in FAMILIES else save_encoder(tmp_path / kind, kind)
+    config = TrainConfig(task="files", model=folder)
+    assert choose_lora(config) == (config.choose_lora(0), "")  # it is small
+    monkeypatch.setattr("cpuft.train.model.LARGE_DECODER", 1000)
+    monkeypatch.setattr("cpuft.config.LARGE_DECODER", 1000)
+    chosen, reason = choose_lora(config)
+    assert (chosen.lora_rank, chosen.learning_rate) == ((16, 2e-4) if is_adapted else (0, 2e-5))
+    assert reason.startswith("LoRA adapters of rank 16 are trained") == is_adapted
 
 
 @pytest.mark.parametrize("family", FAMILIES)

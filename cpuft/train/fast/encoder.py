@@ -122,8 +122,7 @@ def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> Layer
         return None
     parts = architecture.read_layer(layer, is_last)
     known = all(
-        (is_plain(linear) or (adapters and is_adapted(linear))) and linear.bias is not None
-        for linear in parts.linears
+        (is_plain(linear) or (adapters and is_adapted(linear))) and linear.bias is not None for linear in parts.linears
     )
     known &= can_pack((parts.query, parts.key, parts.value), adapters)
     norms = (parts.attention_norm, parts.outer_norm)

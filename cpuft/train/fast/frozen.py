@@ -1,9 +1,9 @@
 """Frozen weights in bf16, fp32 or 8 bits, which are converted for one product at a time.
 
-With LoRA adapters, nothing but the adapters is trained. The weights below them are read only, so that ranks of one host
+With LoRA adapters, nothing but the adapters is trained. The weights below them are only read, so that ranks of one host
 can share a mapped file of them, in a type that takes a half or a quarter of fp32's memory. Products need them in the
-type of the activations: a buffer, which all layers use in turn, gets the weights of one product in that type, in forward
-and again in backward.
+type of the activations: a buffer, which all layers use in turn, gets the weights of one product in that type, in
+forward and again in backward.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def freeze_embedding(module: nn.Embedding) -> None:
     module.__class__ = type(f"Frozen{own.__name__}", bases, {"__module__": __name__})
 
 
-def list_frozen_weights(model: nn.Module) -> list[nn.Parameter]:
+def list_frozen_weights(model: nn.Module) -> list[Tensor]:
     """Return the weights of all FrozenLinear and FrozenEmbedding modules, whose types nothing may change."""
     return [one.weight for one in model.modules() if isinstance(one, (FrozenLinear, FrozenEmbedding))]
 
@@ -186,7 +186,7 @@ def multiply_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
     """
     for start in range(0, len(weight), _HEAD_ROWS):
         rows = weight[start : start + _HEAD_ROWS]
-        part = _take_buffer(*rows.shape, x.dtype).copy_(rows)
+        part = _take_buffer(len(rows), rows.shape[1], x.dtype).copy_(rows)
         torch.mm(x, part.t(), out=out[:, start : start + len(rows)])
 
 
@@ -195,4 +195,4 @@ def multiply_columns(grad: Tensor, weight: Tensor, out: Tensor) -> None:
     out.zero_()
     for start in range(0, len(weight), _HEAD_ROWS):
         rows = weight[start : start + _HEAD_ROWS]
-        out.addmm_(grad[:, start : start + len(rows)], _take_buffer(*rows.shape, grad.dtype).copy_(rows))
+        out.addmm_(grad[:, start : start + len(rows)], _take_buffer(len(rows), rows.shape[1], grad.dtype).copy_(rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
+from cpuft.train.lora import has_adapters
 from cpuft.train.model import load_model
 
 Predictions = NDArray[np.float32]
@@ -31,6 +33,19 @@ class Batch:
     """What the model's outputs are compared with, of the objective's `label_type`; shape (examples, ...)."""
     tokens: int
     """Number of tokens without padding."""
+
+
+def run_without_cache(model: torch.nn.Module, batch: Batch) -> Any:
+    """Run a forward pass, and return what the model does, without the keys and values that decoders keep to generate.
+
+    The configurations of decoders ask for them, also in classifiers, where nobody reads them. They take memory, and
+    keep the fast layers from computing the pass in evaluation.
+    """
+    whole: Any = model
+    inner = whole.get_base_model() if has_adapters(model) else whole
+    asks = getattr(getattr(inner, "config", None), "use_cache", False)
+    takes = asks and "use_cache" in inspect.signature(type(inner).forward).parameters
+    return model(**batch.inputs, use_cache=False) if takes else model(**batch.inputs)
 
 
 @dataclass(frozen=True)
@@ -96,7 +111,7 @@ class Objective:
 
         The shape is (examples, outputs), or (examples, length, classes) for a head that predicts tags of tokens.
         """
-        outputs: Predictions = model(**batch.inputs).logits.float().numpy()
+        outputs: Predictions = run_without_cache(model, batch).logits.float().numpy()
         return outputs
 
     def reduce_outputs(self, outputs: Predictions) -> Predictions:

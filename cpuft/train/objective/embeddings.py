@@ -17,7 +17,7 @@ from cpuft.train.data.order import Indices
 from cpuft.train.embedding import normalize, pool
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.model import load_model
-from cpuft.train.objective.base import Batch, Objective, Predictions
+from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
 from cpuft.train.objective.labels import compute_label_metrics
 from cpuft.train.retrieval_metrics import compute_retrieval_metrics
 
@@ -112,7 +112,7 @@ class EmbeddingObjective(Objective):
 
         They are not normalised yet.
         """
-        hidden = model(**batch.inputs).last_hidden_state
+        hidden = run_without_cache(model, batch).last_hidden_state
         pooled = pool(self.form.pooling, hidden, batch.inputs["attention_mask"])
         return pooled.view(-1, len(batch.labels) if len(batch.labels) else len(pooled), pooled.shape[1])
 

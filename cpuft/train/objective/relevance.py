@@ -18,7 +18,7 @@ from cpuft.train.data.order import Indices
 from cpuft.train.data.relevance import LEAST_RELEVANT
 from cpuft.train.embedding_form import read_settings
 from cpuft.train.model import find_model, load_config
-from cpuft.train.objective.base import Batch, Objective, Predictions
+from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
 
 ACTIVATIONS = {"sigmoid": "torch.nn.modules.activation.Sigmoid", "identity": "torch.nn.modules.linear.Identity"}
 """Functions that make a score of the output of a reranker, by the names that sentence-transformers stores."""
@@ -70,7 +70,7 @@ class Relevance(Objective):
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Run a forward pass; return the binary cross entropy of each example, fp32, shape (examples,)."""
-        outputs = model(**batch.inputs).logits[:, 0].float()
+        outputs = run_without_cache(model, batch).logits[:, 0].float()
         return torch.nn.functional.binary_cross_entropy_with_logits(outputs, batch.labels, reduction="none")
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
@@ -79,7 +79,7 @@ class Relevance(Objective):
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Predictions:
         """Run a forward pass; return the scores as `CrossEncoder.predict` does, fp32, shape (examples, 1)."""
-        outputs = model(**batch.inputs).logits.float()
+        outputs = run_without_cache(model, batch).logits.float()
         scores: Predictions = (outputs.sigmoid() if self.activation == "sigmoid" else outputs).numpy()
         return scores
 

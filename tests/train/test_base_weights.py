@@ -1,0 +1,367 @@
+"""Frozen weights of LoRA runs in the types of --base-precision: what they compute, and what memory they take."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from cpuft.config import HostMemory, RunMemory, TrainConfig, refuse_conflicts
+from cpuft.errors import CpuftError
+from cpuft.train.base_weights import find_weight_files
+from cpuft.train.checkpoint.final_model import save_model
+from cpuft.train.checkpoint.policy import CheckpointWriter, resume
+from cpuft.train.checkpoint.state import TrainingState
+from cpuft.train.data.archive import read_prepared
+from cpuft.train.data.prepare import prepare
+from cpuft.train.evaluate import evaluate
+from cpuft.train.fast.acceleration import accelerate, describe_layers
+from cpuft.train.fast.frozen import FrozenEmbedding, FrozenLinear, dequantise, list_frozen_weights, quantise
+from cpuft.train.fast.kernels import kernels_for, plain_torch
+from cpuft.train.loop import train
+from cpuft.train.memory import LargestBatch, estimate_memory, find_shape, find_shortage, suggest_changes
+from cpuft.train.model import choose_lora, find_model
+from cpuft.train.objective.labels import Classification
+from cpuft.train.objective.next_token import Chat
+from cpuft.train.setup import TrainingSetup
+from tests.train.checkpoint.training import HEADER
+from tests.train.decoder_ranks import ALONE, make_setup
+from tests.train.decoders import FAMILIES, make_decoder, save_decoder, write_conversations
+from tests.train.fast.encoders import make_batch, relative_error
+
+OPTIONS: dict[str, Any] = {
+    "task": "chat",
+    "max_length": 64,
+    "batch_size": 4,
+    "max_steps": 3,
+    "learning_rate": 1e-2,
+    "lora_rank": 4,
+    "pack": True,
+}
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    with plain_torch():  # nothing is to be compiled
+        yield
+    dist.destroy_process_group()
+
+
+def make_config(folder: Path, family: str, stored: str = "float32", **options: Any) -> TrainConfig:
+    """Options for a tiny decoder whose file has weights of a type."""
+    source = save_decoder(folder / family, family)
+    if stored != "float32":
+        AutoModelForCausalLM.from_pretrained(source, dtype=stored).save_pretrained(source)
+    return TrainConfig(
+        **OPTIONS | {"model": source, "train_file": write_conversations(folder / "a.jsonl", 40)} | options
+    )
+
+
+def round_weights(config: TrainConfig, precision: str) -> TrainConfig:
+    """The same options for a copy of the model, in fp32, whose weights have been rounded before."""
+    model = AutoModelForCausalLM.from_pretrained(config.model, dtype=torch.float32)
+    outer = (model.get_input_embeddings(), model.get_output_embeddings())
+    seen = set[int]()
+    for module in model.modules():
+        if not isinstance(module, (torch.nn.Linear, torch.nn.Embedding)) or id(module.weight) in seen:
+            continue
+        seen.add(id(module.weight))
+        if precision == "int8" and module not in outer:
+            values, scales = quantise(module.weight)
+            module.weight.data = values.float() * scales[:, None]
+        elif precision != "fp32":
+            module.weight.data = module.weight.data.bfloat16().float()
+    folder = f"{config.model}-{precision}"
+    model.save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        Path(folder, name).write_bytes(Path(config.model, name).read_bytes())
+    return replace(config, model=folder)
+
+
+def learn(config: TrainConfig) -> tuple[list[float], torch.Tensor, dict[str, float], Any]:
+    """Losses, the last gradient of all adapters, metrics and the model of a run."""
+    setup = make_setup(config)
+    losses = [line.loss for line in train(setup)]
+    return losses, find_gradient(setup), evaluate(setup, setup.updates).metrics, setup.model
+
+
+def find_gradient(setup: TrainingSetup) -> torch.Tensor:
+    batch = setup.objective.make_batch(setup.prepared.train, setup.prepared.train.lengths[:3].argsort())
+    setup.optimizer.zero_grad()
+    loss: Any = setup.objective.losses(setup.model, batch).sum()
+    loss.backward()
+    grads = [p.grad.flatten() for p in setup.model.parameters() if p.requires_grad and p.grad is not None]
+    return torch.cat(grads)
+
+
+@pytest.mark.usefixtures("alone", "own_cache")
+@pytest.mark.parametrize("precision, stored", [("bf16", "bfloat16"), ("int8", "float32")])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_run_is_that_of_weights_which_were_rounded_before(
+    family: str, precision: str, stored: str, tmp_path: Path
+) -> None:
+    config = make_config(tmp_path, family, stored)
+    wanted = learn(round_weights(config, precision))
+    losses, gradient, metrics, model = learn(replace(config, base_precision=precision))
+    types = {p.dtype for p in list_frozen_weights(model)}
+    assert types == ({torch.bfloat16} if precision == "bf16" else {torch.int8, torch.bfloat16})
+    assert {p.dtype for p in model.parameters()} == {torch.float32, *types}
+    assert losses == pytest.approx(wanted[0], rel=1e-6)
+    assert relative_error(gradient, wanted[1]) < 1e-5
+    assert metrics == pytest.approx(wanted[2], rel=1e-5)
+
+
+@pytest.mark.usefixtures("alone", "own_cache")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"fast_path": False}], ids=str)
+def test_other_layers_compute_the_same(options: dict[str, Any], precision: str, tmp_path: Path) -> None:
+    config = make_config(tmp_path, "qwen3", **options)
+    wanted = learn(round_weights(config, precision))
+    losses, gradient, metrics, _ = learn(replace(config, base_precision=precision))
+    assert losses == pytest.approx(wanted[0], rel=1e-6)
+    assert relative_error(gradient, wanted[1]) < 1e-5
+    assert metrics == pytest.approx(wanted[2], rel=1e-5)
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("fast", [False, True])
+def test_encoders_have_frozen_weights_too(precision: str, fast: bool) -> None:
+    objective, config = Classification(("no", "yes"), (), 0, 0), TrainConfig(lora_rank=4, base_precision=precision)
+    model = objective.load_model(config)
+    plain = AutoModelForSequenceClassification.from_pretrained(find_model("minilm"), num_labels=2)
+    base, rounded = model.get_base_model(), dict(plain.named_parameters())
+    for name, parameter in base.named_parameters():
+        own = name.replace(".base_layer", "").replace(".modules_to_save.default", "")
+        if own in rounded:
+            scales: Any = getattr(base.get_submodule(name.rpartition(".")[0]), "scales", None)
+            is_scaled = scales is not None and name.endswith("weight")
+            rounded[own].data = parameter.detach().float() * (scales[:, None] if is_scaled else 1)
+    if fast:
+        accelerate(model, torch.optim.AdamW(model.parameters()), precision="fp32", adapters=True)
+        assert describe_layers(model).startswith("6 of 6")
+    batch = make_batch()
+    batch["input_ids"] += 1000
+    with plain_torch():
+        found, wanted = model.eval()(**batch).logits, plain.eval()(**batch).logits  # adapters begin as zero
+    assert relative_error(found, wanted) < 1e-5
+    assert sum(isinstance(one, FrozenLinear) for one in model.modules()) >= 6 * 6
+    assert sum(isinstance(one, FrozenEmbedding) for one in model.modules()) == 1
+
+
+@pytest.mark.usefixtures("alone", "own_cache")
+def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "gemma3_text", base_precision="int8", max_steps=6)
+
+    def make() -> tuple[TrainingSetup, TrainingState]:
+        setup = make_setup(config)
+        return setup, TrainingState(setup.model, setup.optimizer)
+
+    setup, state = make()
+    header = replace(HEADER, options=asdict(config), data=setup.prepared.checksum)
+    writer, losses = CheckpointWriter(state, tmp_path / "kept", 0, every=0.0), []
+    for line in train(setup):
+        losses.append(line.loss)
+        if line.step == 3:
+            writer.add_line(header)
+            writer.write(3, wait=True)
+    again, state = make()
+    assert resume(state, tmp_path / "kept", ALONE, asdict(config), header.data).update == 3
+    assert [line.loss for line in train(again, done=3)] == losses[3:]
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("merged", [False, True])
+def test_adapters_are_saved_for_the_weights_as_they_are_stored(merged: bool, tmp_path: Path) -> None:
+    config = make_config(tmp_path, "llama")
+    plain, narrow = (Chat((), (), 3, 0).load_model(replace(config, base_precision=one)) for one in ("auto", "int8"))
+    for model in (plain, narrow):
+        torch.manual_seed(1)
+        for name, weight in model.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.normal_(weight, std=0.1)
+    folders = [save_model(one, config.model, str(tmp_path / str(n)), merged) for n, one in enumerate((plain, narrow))]
+    ids = torch.arange(4, 20)[None]
+    found = [Chat((), (), 3, 0).load_model(replace(config, model=str(one), lora_rank=0)) for one in folders]
+    logits = [one.eval()(input_ids=ids).logits for one in found]
+    torch.testing.assert_close(logits[1], logits[0], atol=1e-6, rtol=1e-6)
+    # A folder of adapters is a base, too: they are merged in fp32 before the sum is rounded.
+    if not merged:
+        again = Chat((), (), 3, 0).load_model(replace(config, model=str(folders[1]), base_precision="bf16"))
+        assert {p.dtype for p in list_frozen_weights(again)} == {torch.bfloat16}
+        weight = next(p for n, p in again.named_parameters() if n.endswith("layers.0.mlp.up_proj.base_layer.weight"))
+        wanted = found[0].get_parameter("model.layers.0.mlp.up_proj.weight")
+        assert torch.equal(weight, wanted.detach().bfloat16())
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_converted_weights_are_written_once_for_each_content(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "llama", base_precision="int8")
+    Chat((), (), 3, 0).load_model(config)
+    (first,) = (tmp_path / "cpuft").glob("base-*.safetensors")
+    time = first.stat().st_mtime_ns
+    Chat((), (), 3, 0).load_model(config)
+    assert (first.stat().st_mtime_ns, len(list((tmp_path / "cpuft").glob("base-*.safetensors")))) == (time, 1)
+    make_decoder("llama", seed=1).save_pretrained(config.model)
+    changed = Chat((), (), 3, 0).load_model(config)
+    assert len(list((tmp_path / "cpuft").glob("base-*.safetensors"))) == 2
+    wanted, _ = quantise(make_decoder("llama", seed=1).model.layers[0].mlp.up_proj.weight)
+    assert torch.equal(changed.get_base_model().model.layers[0].mlp.up_proj.base_layer.weight, wanted)
+
+
+def test_weights_are_quantised_to_the_nearest_number() -> None:
+    weight = torch.randn(5, 37)
+    weight[1] = 0
+    values, scales = quantise(weight)
+    assert values.abs().amax(1).tolist() == [127, 0, 127, 127, 127]
+    out = torch.empty(5, 37)
+    dequantise(values, scales, out)
+    assert bool(((out - weight).abs() <= scales[:, None] / 2 + 1e-6).all())
+    for dtype in (torch.float32, torch.bfloat16):
+        with plain_torch():
+            plain = torch.empty(5, 37, dtype=dtype)
+            dequantise(values, scales, plain)
+        compiled = torch.empty(5, 37, dtype=dtype)
+        dequantise(values, scales, compiled)
+        assert kernels_for(plain) is not None
+        assert torch.equal(plain, compiled)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"task": "files", "lora_rank": 0}, "all weights are trained: add --lora-rank 16, or leave it out"),
+        ({"lora_rank": 0}, "all weights are trained: add --lora-rank 16, or leave it out"),
+        ({"task": "mrpc", "lora_rank": 4, "compile": True}, "not tested with --compile: leave out one of them"),
+    ],
+)
+def test_options_that_exclude_it_are_refused(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        refuse_conflicts(replace(TrainConfig(task="chat", base_precision="int8"), **change))
+    assert str(error.value).startswith("--base-precision int8 is ")
+    assert str(error.value).endswith(message)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_small_model_whose_weights_are_all_trained_is_told_what_to_give(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "llama", base_precision="bf16", lora_rank=-1)
+    with pytest.raises(CpuftError, match=r"all weights are trained, because .*: add --lora-rank 16, or leave --base-p"):
+        choose_lora(config)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "llama", base_precision="bf16")
+    Path(config.model, "model.safetensors").unlink()
+    with pytest.raises(CpuftError, match=r"maps weights from safetensors files, and .* has none: save the model"):
+        Chat((), (), 3, 0).load_model(config)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_all_files_of_a_divided_model_are_read(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "llama", base_precision="bf16")
+    whole = Chat((), (), 3, 0).load_model(config).state_dict()
+    Path(config.model, "model.safetensors").unlink()
+    make_decoder("llama").save_pretrained(config.model, max_shard_size="50KB")
+    assert len(find_weight_files(config.model)) > 1
+    found = Chat((), (), 3, 0).load_model(config).state_dict()
+    assert all(torch.equal(found[name], value) for name, value in whole.items() if "lora_" not in name)
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_estimate_counts_mapped_weights_once_for_a_host(tmp_path: Path) -> None:
+    config = make_config(tmp_path, "qwen3", vocab_size=50_000)
+    save_decoder(Path(config.model), "qwen3", vocab_size=50_000, hidden_size=1024, intermediate_size=2048)
+    prepared, gigabyte = read_prepared(str(prepare(config))), 10**9
+    shape, batch = find_shape(config, prepared.vocab_size), LargestBatch(1, 8, 8)
+    model = make_decoder("qwen3", vocab_size=50_000, hidden_size=1024, intermediate_size=2048)
+    table = model.get_input_embeddings().weight.numel()
+    linears = sum(p.numel() for p in model.parameters() if p.ndim == 2) - table
+
+    def estimate(config: TrainConfig, ranks: int, writes: bool) -> dict[str, int]:
+        return estimate_memory(shape, config, "fp32", batch, batch, ranks, writes)
+
+    for precision, nbytes in (("fp32", 4), ("bf16", 2), ("int8", 1)):
+        parts = estimate(replace(config, base_precision=precision), 1, False)
+        assert parts["shared weights"] == nbytes * linears + max(2, nbytes) * table
+        assert parts["weights"] < 0.2 * parts["shared weights"] + 40e6
+
+    def needed(ranks: int, precision: str) -> int:
+        memory = RunMemory((HostMemory("a", ranks, 1),), "fp32")
+        short = find_shortage(replace(config, base_precision=precision), memory, estimate)
+        assert short is not None
+        return short.needed_bytes
+
+    shared = estimate(replace(config, base_precision="fp32"), 1, False)["shared weights"]
+    more = [needed(2, one) - needed(1, one) for one in ("auto", "fp32")]
+    assert more[0] - more[1] == pytest.approx(shared, rel=0.15)
+    memory = RunMemory((HostMemory("a", 2, needed(2, "bf16") + gigabyte // 100),), "fp32")
+    assert suggest_changes(config, memory, estimate) == "add --base-precision bf16"
+
+
+_SHARING = """
+import json, sys, time
+from pathlib import Path
+import torch
+from cpuft.config import TrainConfig
+from cpuft.train.fast.acceleration import accelerate
+from cpuft.train.fast.kernels import plain_torch
+from cpuft.train.objective.next_token import Chat
+torch.set_num_threads(1)
+source, precision, own, other = sys.argv[1:]
+model = Chat((), (), 3, 0).load_model(TrainConfig(task="chat", model=source, lora_rank=4, base_precision=precision))
+with plain_torch():
+    trained = [p for p in model.parameters() if p.requires_grad]
+    accelerate(model, torch.optim.AdamW(trained), precision="fp32", adapters=True)
+    ids = torch.arange(32)[None]
+    model.train()(input_ids=ids, places=torch.arange(31), targets=ids[0, 1:]).losses.sum().backward()
+Path(own).touch()
+while not Path(other).exists():
+    time.sleep(0.02)
+found = {"Shared_Clean": 0, "Private_Dirty": 0, "Pss": 0, "Rss": 0}
+mapped = False
+for line in open("/proc/self/smaps"):
+    if "-" in line.split()[0]:
+        mapped = line.rstrip().endswith(".safetensors")
+    elif mapped and (name := line.split(":")[0]) in found:
+        found[name] += int(line.split()[1]) * 1024
+print(json.dumps(found))
+Path(own + ".done").touch()
+while not Path(other + ".done").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_two_ranks_share_the_memory_of_frozen_weights(precision: str, tmp_path: Path) -> None:
+    sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "vocab_size": 4000}
+    source = save_decoder(tmp_path / "large", "qwen3", **sizes)
+    nbytes = Path(source, "model.safetensors").stat().st_size
+    assert nbytes > 100e6
+    files = [str(tmp_path / name) for name in "ab"]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", _SHARING, source, precision, *pair], stdout=subprocess.PIPE, env=dict(os.environ)
+        )
+        for pair in (files, files[::-1])
+    ]
+    found = [json.loads(rank.communicate(timeout=200)[0]) for rank in ranks]
+    if precision == "int8":
+        nbytes = next((tmp_path / "cpuft").glob("base-int8-*.safetensors")).stat().st_size
+    for one in found:
+        assert one["Private_Dirty"] == 0
+        assert one["Shared_Clean"] > 0.95 * nbytes
+    assert sum(one["Pss"] for one in found) < 1.05 * nbytes
