@@ -146,10 +146,6 @@ def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
     Raises CpuftError: there is not enough room in the cache folder.
     """
     held = _find_held(model, precision)
-    known = {id(one.parameter) for one in held}
-    for parameter in model.parameters():
-        if id(parameter) not in known and parameter.is_floating_point() and parameter.dtype != torch.float32:
-            parameter.data = parameter.data.float()
     # Weights of another type, and those that adapters were merged into, which are in this rank's memory.
     converted = [one for one in held if one.parameter.dtype != one.dtype or (len(files) > 1 and _is_merged(files))]
     scales = dict[str, Tensor]()
@@ -157,6 +153,11 @@ def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
         with explain_cache_failures(cache_folder(os.environ), "the converted weights"):
             path = _find_converted(converted, precision, files)
         scales = _map_weights(converted, path)
+    known = {id(one.parameter) for one in held}
+    for parameter in model.parameters():
+        if id(parameter) not in known and parameter.is_floating_point():
+            # A copy, so that nothing refers to a file whose weights have been converted: its pages are given back.
+            parameter.data = parameter.data.to(torch.float32, copy=bool(converted))
     for one in held:
         for owner in one.owners:
             if isinstance(owner, nn.Embedding):

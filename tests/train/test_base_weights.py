@@ -257,7 +257,7 @@ def test_options_that_exclude_it_are_refused(change: dict[str, Any], message: st
 @pytest.mark.usefixtures("own_cache")
 def test_a_small_model_whose_weights_are_all_trained_is_told_what_to_give(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="bf16", lora_rank=-1)
-    with pytest.raises(CpuftError, match=r"all weights are trained, because .*: add --lora-rank 16, or leave --base-p"):
+    with pytest.raises(CpuftError, match=r"all weights are trained, because .*: add --lora-rank 16, or leave it out"):
         choose_lora(config)
 
 
@@ -330,7 +330,7 @@ with plain_torch():
 Path(own).touch()
 while not Path(other).exists():
     time.sleep(0.02)
-found = {"Shared_Clean": 0, "Private_Dirty": 0, "Pss": 0, "Rss": 0}
+found = {"Anonymous": 0, "Pss": 0, "Rss": 0}
 mapped = False
 for line in open("/proc/self/smaps"):
     if "-" in line.split()[0]:
@@ -362,6 +362,6 @@ def test_two_ranks_share_the_memory_of_frozen_weights(precision: str, tmp_path: 
     if precision == "int8":
         nbytes = next((tmp_path / "cpuft").glob("base-int8-*.safetensors")).stat().st_size
     for one in found:
-        assert one["Private_Dirty"] == 0
-        assert one["Shared_Clean"] > 0.95 * nbytes
+        assert one["Anonymous"] == 0  # pages that were copied because somebody wrote to them
+        assert 0.95 * nbytes < one["Rss"] < 1.05 * nbytes
     assert sum(one["Pss"] for one in found) < 1.05 * nbytes
