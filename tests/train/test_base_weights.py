@@ -52,10 +52,19 @@ OPTIONS: dict[str, Any] = {
 
 
 @pytest.fixture
-def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    with plain_torch():  # nothing is to be compiled
+def plain(own_cache: None) -> Iterator[None]:
+    """The cache is the test's own, nothing is compiled, and one thread computes, as matrices are tiny."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    with plain_torch():
         yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def alone(plain: None) -> Iterator[None]:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    yield
     dist.destroy_process_group()
 
 
@@ -106,7 +115,7 @@ def find_gradient(setup: TrainingSetup) -> torch.Tensor:
     return torch.cat(grads)
 
 
-@pytest.mark.usefixtures("alone", "own_cache")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("precision, stored", [("bf16", "bfloat16"), ("int8", "float32")])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_run_is_that_of_weights_which_were_rounded_before(
@@ -123,7 +132,7 @@ def test_a_run_is_that_of_weights_which_were_rounded_before(
     assert metrics == pytest.approx(wanted[2], rel=1e-5)
 
 
-@pytest.mark.usefixtures("alone", "own_cache")
+@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("options", [{"gradient_checkpointing": True}, {"fast_path": False}], ids=str)
 def test_other_layers_compute_the_same(options: dict[str, Any], precision: str, tmp_path: Path) -> None:
@@ -135,7 +144,7 @@ def test_other_layers_compute_the_same(options: dict[str, Any], precision: str, 
     assert metrics == pytest.approx(wanted[2], rel=1e-5)
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("fast", [False, True])
 def test_encoders_have_frozen_weights_too(precision: str, fast: bool) -> None:
@@ -154,14 +163,13 @@ def test_encoders_have_frozen_weights_too(precision: str, fast: bool) -> None:
         assert describe_layers(model).startswith("6 of 6")
     batch = make_batch()
     batch["input_ids"] += 1000
-    with plain_torch():
-        found, wanted = model.eval()(**batch).logits, plain.eval()(**batch).logits  # adapters begin as zero
+    found, wanted = model.eval()(**batch).logits, plain.eval()(**batch).logits  # adapters begin as zero
     assert relative_error(found, wanted) < 1e-5
     assert sum(isinstance(one, FrozenLinear) for one in model.modules()) >= 6 * 6
     assert sum(isinstance(one, FrozenEmbedding) for one in model.modules()) == 1
 
 
-@pytest.mark.usefixtures("alone", "own_cache")
+@pytest.mark.usefixtures("alone")
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     config = make_config(tmp_path, "gemma3_text", base_precision="int8", max_steps=6)
 
@@ -182,7 +190,7 @@ def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     assert [line.loss for line in train(again, done=3)] == losses[3:]
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("plain")
 @pytest.mark.parametrize("merged", [False, True])
 def test_adapters_are_saved_for_the_weights_as_they_are_stored(merged: bool, tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama")
@@ -206,7 +214,7 @@ def test_adapters_are_saved_for_the_weights_as_they_are_stored(merged: bool, tmp
         assert torch.equal(weight, wanted.detach().bfloat16())
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("plain")
 def test_converted_weights_are_written_once_for_each_content(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="int8")
     Chat((), (), 3, 0).load_model(config)
@@ -254,14 +262,14 @@ def test_options_that_exclude_it_are_refused(change: dict[str, Any], message: st
     assert str(error.value).endswith(message)
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("plain")
 def test_a_small_model_whose_weights_are_all_trained_is_told_what_to_give(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="bf16", lora_rank=-1)
     with pytest.raises(CpuftError, match=r"all weights are trained, because .*: add --lora-rank 16, or leave it out"):
         choose_lora(config)
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("plain")
 def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="bf16")
     Path(config.model, "model.safetensors").unlink()
@@ -269,7 +277,7 @@ def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
         Chat((), (), 3, 0).load_model(config)
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("plain")
 def test_all_files_of_a_divided_model_are_read(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="bf16")
     whole = Chat((), (), 3, 0).load_model(config).state_dict()
@@ -280,7 +288,7 @@ def test_all_files_of_a_divided_model_are_read(tmp_path: Path) -> None:
     assert all(torch.equal(found[name], value) for name, value in whole.items() if "lora_" not in name)
 
 
-@pytest.mark.usefixtures("own_cache")
+@pytest.mark.usefixtures("plain")
 def test_the_estimate_counts_mapped_weights_once_for_a_host(tmp_path: Path) -> None:
     config = make_config(tmp_path, "qwen3", vocab_size=50_000)
     save_decoder(Path(config.model), "qwen3", vocab_size=50_000, hidden_size=1024, intermediate_size=2048)
@@ -321,8 +329,8 @@ from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective.next_token import Chat
 torch.set_num_threads(1)
 source, precision, own, other = sys.argv[1:]
-model = Chat((), (), 3, 0).load_model(TrainConfig(task="chat", model=source, lora_rank=4, base_precision=precision))
-with plain_torch():
+with plain_torch():  # nothing is to be compiled
+    model = Chat((), (), 3, 0).load_model(TrainConfig(task="chat", model=source, lora_rank=4, base_precision=precision))
     trained = [p for p in model.parameters() if p.requires_grad]
     accelerate(model, torch.optim.AdamW(trained), precision="fp32", adapters=True)
     ids = torch.arange(32)[None]
@@ -344,8 +352,8 @@ while not Path(other + ".done").exists():
 """
 
 
-@pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("precision", ["fp32", "int8"])
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.proof), "int8"])
 def test_two_ranks_share_the_memory_of_frozen_weights(precision: str, tmp_path: Path) -> None:
     sizes: dict[str, Any] = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 10, "vocab_size": 4000}
     source = save_decoder(tmp_path / "large", "qwen3", **sizes)
