@@ -214,3 +214,35 @@ def test_a_window_beyond_the_length_changes_no_bit() -> None:
                 results.append((context, *torch.autograd.grad(context.sum(), packed)))
         for other in results[1:]:
             assert all(torch.equal(x, y) for x, y in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("length", [1, 20, 300])  # with 300, distances beyond the largest bucket's begin, 128
+def test_with_a_bias_for_distances_it_is_t5_s_encoder_attention(length: int) -> None:
+    from transformers import T5Config
+    from transformers.models.t5.modeling_t5 import T5Attention
+
+    torch.manual_seed(0)
+    config = T5Config(d_model=24, d_kv=8, num_heads=3, dropout_rate=0.0)
+    assert (config.relative_attention_num_buckets, config.relative_attention_max_distance) == (32, 128)
+    own = T5Attention(config, has_relative_attention_bias=True).eval()
+    for weight in own.parameters():
+        torch.nn.init.normal_(weight, std=0.5)
+    hidden = torch.randn(2, length, 24)
+    wanted = own(hidden)[0]
+    wanted.square().sum().backward()
+    heads = Heads(3, 8, factor=1.0)  # T5 does not divide scores by the root of the size of a head
+    for way in each_way():
+        table = own.relative_attention_bias.weight.detach().requires_grad_()
+        # An encoder's buckets tell keys before a query from those after it.
+        distances = torch.arange(1 - length, length)
+        buckets = T5Attention._relative_position_bucket(distances, bidirectional=True, num_buckets=32, max_distance=128)
+        packed = torch.cat([one(hidden).detach() for one in (own.q, own.k, own.v)], -1).flatten(0, 1)
+        with way:
+            context = attention(
+                None, packed, None, heads, NO_MASK, Grid(2, length), position_bias=table[buckets].T.contiguous()
+            )
+        found = own.o(context).view_as(wanted)
+        assert mean_error(found, wanted) < 1e-5
+        found.square().sum().backward()
+        assert own.relative_attention_bias.weight.grad is not None
+        assert mean_error(table.grad, own.relative_attention_bias.weight.grad) < 1e-5
