@@ -23,6 +23,8 @@ from cpuft.train.fast.kernels import kernels_for
 
 _HEAD_ROWS = 2048
 """Rows of a head's weight that are converted at a time: 8 MB in fp32 at 1,024 inputs, which stays in the cache."""
+_MOST_BUFFERED = 1 << 25
+"""Largest number of weights that are converted at once, 134 MB in fp32. Heads of language models have more."""
 _buffers = threading.local()
 
 
@@ -140,6 +142,12 @@ class FrozenWeight:
             dequantise(layer.weight.detach(), layer.scales, part)
         return whole
 
+    def find_head(self) -> Tensor | None:
+        """Return the weight if it is too large for the buffer, as that of a language model's head is; else None."""
+        first = self.layers[0]
+        is_large = len(self.layers) == 1 and first.scales is None and first.weight.numel() > _MOST_BUFFERED
+        return first.weight.detach() if is_large else None
+
     @property
     def outputs(self) -> int:
         """The number of outputs of all layers."""
@@ -152,14 +160,22 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: FrozenWeight, bias: Tensor | None, forward_pass: ForwardPass) -> Tensor:
         ctx.weight = weight
+        output = x.new_empty(len(x), weight.outputs)
         if forward_pass is ForwardPass.RECOMPUTE:
-            return x.new_empty(len(x), weight.outputs)
-        return functional.linear(x, weight.expand(x.dtype), bias)
+            return output
+        if (head := weight.find_head()) is None:
+            return functional.linear(x, weight.expand(x.dtype), bias)
+        multiply_rows(x, head, output)
+        return output if bias is None else output.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return grad @ ctx.weight.expand(grad.dtype), None, None, None
+        if (head := ctx.weight.find_head()) is None:
+            return grad @ ctx.weight.expand(grad.dtype), None, None, None
+        dx = grad.new_empty(len(grad), head.shape[1])
+        multiply_columns(grad, head, dx)
+        return dx, None, None, None
 
 
 _run_frozen_linear: Callable[..., Tensor] = _FrozenLinear.apply
