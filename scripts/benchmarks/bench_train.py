@@ -22,8 +22,8 @@ import torch
 
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.hardware import cpu_class
+from cpuft.kernels import kernel_status
 from cpuft.train.fast.acceleration import has_bf16_products
-from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.precision import format_products, measure_products, read_cpu
 from scripts.benchmarks.contestants import (
     CONTESTANTS,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from cpuft.kernels import plain_torch
 from cpuft.train.fast.acceleration import accelerate, describe_layers
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.fast.prenorm import make_layout
 from cpuft.train.lora import add_adapters
 from tests.train.fast.encoders import make_optimizer, relative_error
