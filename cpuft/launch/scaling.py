@@ -41,7 +41,7 @@ def list_cases(config: ScalingConfig, record: Record, recorded_cores: float) -> 
     sizes = [text.strip() for text in config.np.split(",")]
     if not all(is_count(size, 2, MOST_HOSTS) for size in sizes):
         raise CpuftError(
-            f"--np {config.np[:60]!r} is not a list of numbers from 2 to {MOST_HOSTS}: write e.g. 2,4,8,16"
+            f"--np {config.np[:60]!r} is not a list of whole numbers from 2 to {MOST_HOSTS}: write for example 2,4,8,16"
         )
     rates = [parse_bit_rate(rate.strip() or "-", "--bandwidth") for rate in config.bandwidth.split(",")]
     compressions = [name.strip() for name in config.grad_compression.split(",")]
