@@ -51,6 +51,11 @@ def test_a_record_without_times_is_refused_with_the_option() -> None:
         list_cases(ScalingConfig(), make_record(), 16.0)
 
 
+def test_a_record_of_several_ranks_is_refused() -> None:
+    with pytest.raises(CpuftError, match="ran on 2 ranks: train one rank with --record-layer-times"):
+        list_cases(ScalingConfig(), replace(make_record(2), layer_times=LAYER_TIMES), 16.0)
+
+
 def test_a_case_that_fails_says_why_and_ends_the_measurement() -> None:
     steps = [plan_case("record.jsonl", case, True) for case in list_cases(ScalingConfig("2,4"), RECORD, 1.0)]
     answers = [
