@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from cpuft.config import HostMemory, RunMemory, TrainConfig, refuse_conflicts
 from cpuft.errors import CpuftError
+from cpuft.kernels import kernels_for, plain_torch
 from cpuft.train.base_weights import find_weight_files
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.checkpoint.policy import CheckpointWriter, resume
@@ -28,7 +29,6 @@ from cpuft.train.data.prepare import prepare
 from cpuft.train.evaluate import evaluate
 from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.fast.frozen import FrozenEmbedding, FrozenLinear, dequantise, list_frozen_weights, quantise
-from cpuft.train.fast.kernels import kernels_for, plain_torch
 from cpuft.train.loop import train
 from cpuft.train.memory import LargestBatch, estimate_memory, find_shape, find_shortage, suggest_changes
 from cpuft.train.model import choose_lora, find_model
@@ -325,7 +325,7 @@ from pathlib import Path
 import torch
 from cpuft.config import TrainConfig
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.kernels import plain_torch
+from cpuft.kernels import plain_torch
 from cpuft.train.objective.next_token import Chat
 torch.set_num_threads(1)
 source, precision, own, other = sys.argv[1:]

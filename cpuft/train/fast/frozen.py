@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from cpuft.kernels import kernels_for
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
-from cpuft.train.fast.kernels import kernels_for
 
 _HEAD_ROWS = 2048
 """Rows of a head's weight that are converted at a time: 8 MB in fp32 at 1,024 inputs, which stays in the cache."""

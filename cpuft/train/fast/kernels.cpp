@@ -8,7 +8,8 @@
 
 #include "attention.h"
 #include "disentangled.h"
-#include "vectors.h"
+#include "../../comm/compression/blocks.h"
+#include "../../vectors.h"
 #include <cmath>
 #include <omp.h>
 #include <vector>
@@ -534,3 +535,6 @@ EXPORT(dequantise)
 EXPORT(dequantise_rows)
 EXPORT(square_sum)
 EXPORT(adamw)
+EXPORT(encode_blocks)
+EXPORT(average_blocks)
+EXPORT(decode_blocks)
