@@ -196,6 +196,7 @@ TESTED_ELSEWHERE = {
     "train/exchange/table.py": "train/exchange/test_exchange.py",
     "train/fast/architectures.py": "train/test_architectures.py",
     "train/fast/encoder.py": "train/fast/test_coverage.py",
+    "train/fast/frozen.py": "train/test_base_weights.py",
     "train/fast/gradient_checkpointing.py": "train/test_gradient_checkpointing.py",
     "train/fast/projection.py": "train/fast/test_pieces.py",
     "train/model.py": "train/test_architectures.py",

@@ -40,6 +40,8 @@ class DecoderShape:
     """Whether queries and keys are normed in each head, as in Qwen3 and Gemma 3."""
     may_be_fast: bool = True
     """Whether there are fast layers for this architecture."""
+    base_precision: str = "auto"
+    """Number format of frozen weights (--base-precision). Unless it is auto, weights are converted in a buffer."""
 
     @property
     def layer_parameters(self) -> int:
@@ -103,7 +105,7 @@ def layer_bytes(shape: DecoderShape, size: int, adapts: bool, tokens: int, maske
 
     They are the input of each norm and, where norms are trained, its result before it is scaled; the inputs of all
     products; queries, keys, values and context of attention; gate, its activation, up and their product; with bf16 the
-    copies of the weights; and in each layer its own copy of an attention mask.
+    copies of the weights, unless these are converted in a buffer; and in each layer its own copy of an attention mask.
 
     Parameters
     ----------
@@ -119,7 +121,7 @@ def layer_bytes(shape: DecoderShape, size: int, adapts: bool, tokens: int, maske
     widths = shape.hidden * (shape.norms * norm + inputs)
     widths += (shape.query + shape.key) * (2 * size + heads) + 4 * size * shape.inner
     small = 4 * (shape.heads + shape.norms + shape.heads * shape.norms_heads)
-    weights = 2 * shape.layer_parameters if size == 2 else 0
+    weights = 2 * shape.layer_parameters if size == 2 and shape.base_precision == "auto" else 0
     return (widths + small) * tokens + weights + size * masked_scores
 
 
@@ -148,12 +150,14 @@ def head_bytes(shape: DecoderShape, size: int, adapts: bool, targets: int, train
     Parameters
     ----------
     size, adapts: as for `layer_bytes`.
-    targets: number of tokens that are predicted.
+    targets: number of tokens that are predicted; 0 for a decoder that predicts labels, with a small head.
     trains: whether gradients are computed.
     """
     chunk = min(targets * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
     logits = (8 + (2 if size == 2 else 0)) * chunk  # softmax needs a copy
-    weight = 2 * shape.embedding_parameters if size == 2 else 0
+    # A weight in fp32 is copied to bf16 as a whole. One that is held in bf16 is not.
+    copies = size == 2 and targets > 0 and shape.base_precision in ("auto", "fp32")
+    weight = 2 * shape.embedding_parameters if copies else 0
     if trains and not adapts:
         # A second gradient: that of a tied embedding, or the one to which a rank's buckets add it.
         weight += (4 + (2 if size == 2 else 0)) * shape.embedding_parameters

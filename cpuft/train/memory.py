@@ -194,9 +194,10 @@ def estimate_memory(
         feedback = 4 * trained
     keeps_copy = writes_checkpoints and (config.checkpoint_every or config.save_best) and config.engine == "torch"
     if config.lora_rank > 0 and config.base_precision != "auto":
-        table = shape.vocab_size * shape.hidden
+        table = min(shape.vocab_size * shape.hidden, shape.other_parameters)  # narrow in ALBERT and ELECTRA
         shared = _mapped_bytes(config.base_precision, shape.linear_parameters, table)
-        weights = 4 * max(0, shape.other_parameters - table)
+        # Those of queries, keys and values, or of the first product of feed-forward, are expanded in a buffer.
+        weights = 4 * (shape.other_parameters - table) + size * max(3 * shape.hidden, shape.inner) * shape.hidden
     else:
         shared, weights = 0, weight_size * shape.linear_parameters + 4 * shape.other_parameters
     parts = {
@@ -230,6 +231,7 @@ def _estimate_decoder(
 ) -> dict[str, int]:
     """Return what `estimate_memory` does, for a decoder. Weights of transformers' own layers are in fp32."""
     size, adapts = 2 if precision == "bf16" else 4, config.lora_rank > 0
+    shape = replace(shape, base_precision=config.base_precision if adapts else "auto")
     fast = shape.may_be_fast and config.engine == "torch" and config.fast_path and not config.compile
     adapters = shape.count_adapter_parameters(max(0, config.lora_rank))
     trained, shards = adapters if adapts else shape.parameters, ranks if config.shard == "optimizer" else 1
@@ -253,7 +255,7 @@ def _estimate_decoder(
         feedback = 4 * trained
     keeps_copy = writes_checkpoints and (config.checkpoint_every or config.save_best)
     shared, weights = 0, weight_size * (linears + adapters) + 4 * others
-    if adapts and config.base_precision != "auto":
+    if shape.base_precision != "auto":
         tables = (2 - shape.is_tied) * shape.embedding_parameters
         shared, weights = _mapped_bytes(config.base_precision, linears, tables), weight_size * adapters
         # Those of gate and up, the largest product, are expanded in a buffer.
@@ -577,7 +579,7 @@ def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator)
     """Return advice that makes the run fit, as the end of an error message.
 
     It is the first that is enough of: the options that cost the least time (`add --shard optimizer`); with LoRA, frozen
-    weights that ranks share (`add --base-precision bf16`); up to 64 hosts like the one with the least memory, with one
+    weights that ranks share (`add --base-precision bf16`, or int8); up to 64 hosts like the one with the least memory, with one
     rank each (`take 4 hosts like node1 with one rank each: --np 4 --batch-size 8`); for decoders, LoRA (`add
     --lora-rank 16, which trains adapters instead of all weights`); `take a smaller model, or hosts with more memory`.
     """
@@ -585,8 +587,9 @@ def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator)
     for changes in list_changes(config, 1 if memory.independent else ranks):
         if not find_shortage(replace(config, **changes), memory, estimate):
             return f"add {_format_options(changes)}"
-    narrow: dict[str, Any] = {"base_precision": "bf16"}
-    if config.lora_rank > 0 and config.base_precision in ("auto", "fp32") and not config.compile:
+    may_share = config.lora_rank > 0 and not config.compile
+    for base_precision in ("bf16", "int8") if may_share and config.base_precision != "int8" else ():
+        narrow: dict[str, Any] = {"base_precision": base_precision}
         for changes in (narrow, narrow | {"gradient_checkpointing": True}):
             if not find_shortage(replace(config, **changes), memory, estimate):
                 return f"add {_format_options(changes)}"

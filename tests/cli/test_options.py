@@ -221,6 +221,7 @@ def test_every_number_option_takes_plain_digits_only() -> None:
 
 def test_the_demo_has_a_learning_rate_of_its_own_that_a_flag_overrides() -> None:
     asked = ((), ("--task=demo",), ("--task=demo", "--learning-rate=2e-5"), ("--task=mrpc",), ("--lora-rank=4",))
-    rates = [parse_arguments(TrainConfig, list(words)).learning_rate for words in asked]
+    # Whether a model has adapters by default is decided when its size is known.
+    rates = [parse_arguments(TrainConfig, list(words)).choose_lora(0).learning_rate for words in asked]
     assert rates == [1e-4, 1e-4, 2e-5, 2e-5, 2e-4]
     assert "--learning-rate=0.0001" in format_arguments(TrainConfig())  # as the plan and the record show it

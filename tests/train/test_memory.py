@@ -23,6 +23,7 @@ from cpuft.train.memory import (
     activation_bytes,
     check_fit,
     estimate_memory,
+    estimate_rank,
     find_largest_batch,
     find_shape,
     find_shortage,
@@ -252,6 +253,61 @@ def test_refusals(free: RunMemory, options: dict[str, Any], said: str, tmp_path:
     with pytest.raises(CpuftError) as refused:
         check_fit(config, PREPARED, free)
     assert str(refused.value) == said
+
+
+LARGE = {"hidden_size": 2048, "num_attention_heads": 32, "intermediate_size": 8192, "num_hidden_layers": 16}
+LLAMA = {**LARGE, "model_type": "llama", "num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": True}
+
+
+@pytest.mark.parametrize(
+    ("task", "settings", "linears", "table", "parts"),
+    [
+        ("chat", LLAMA, 973_078_528, 262_668_288, "11.4 GB (weights 10.0 GB, process 1.2 GB, moments 0.2 GB)"),
+        ("mrpc", LLAMA, 973_078_528, 262_668_288, "11.4 GB (weights 10.0 GB, process 1.2 GB, moments 0.2 GB)"),
+        ("mrpc", LARGE, 805_601_280, 62_509_056, "8.2 GB (weights 7.0 GB, process 1.1 GB, moments 0.1 GB)"),
+    ],
+    ids=["chat", "decoder for labels", "encoder"],
+)
+def test_ranks_of_a_host_share_mapped_weights(
+    task: str, settings: dict[str, Any], linears: int, table: int, parts: str, tmp_path: Path
+) -> None:
+    least = {
+        "batch_size": 1,
+        "eval_batch_size": 1,
+        "gradient_checkpointing": True,
+        "checkpoint_every": 0.0,
+        "lora_rank": 16,
+    }
+    config = dataclasses.replace(save_model(tmp_path, **settings), task=task, **least)
+    tokens, kind = make_tokens([16] * 8), "chat" if task == "chat" else "class"
+    prepared = dataclasses.replace(PREPARED, train=tokens, validation={"": tokens}, kind=kind)
+    shape = find_shape(config, 0)
+
+    def estimate(config: TrainConfig, ranks: int, writes: bool) -> dict[str, int]:
+        return estimate_rank(shape, config, "fp32", prepared, ranks, writes)
+
+    def needed(ranks: int, base_precision: str) -> int:
+        memory = RunMemory((HostMemory("n1", ranks, 1),), "fp32")
+        short = find_shortage(dataclasses.replace(config, base_precision=base_precision), memory, estimate)
+        assert short
+        return short.needed_bytes
+
+    shared = {"fp32": 4 * (linears + table), "bf16": 2 * (linears + table), "int8": linears + 2 * table}
+    for name, nbytes in shared.items():
+        found = estimate(dataclasses.replace(config, base_precision=name), 2, False)
+        assert found["shared weights"] == nbytes
+        rank = sum(found.values()) - nbytes
+        assert [needed(ranks, name) for ranks in (2, 3)] == [
+            nbytes + ranks * rank - (ranks - 1) * SHARED_BYTES for ranks in (2, 3)
+        ]
+    assert needed(3, "auto") - needed(2, "auto") > shared["fp32"]
+    for name in ("bf16", "int8"):
+        memory = RunMemory((HostMemory("n1", 2, needed(2, name) + GB // 100),), "fp32")
+        with pytest.raises(CpuftError) as refused:
+            check_fit(config, prepared, memory)
+        free = f"n1 has {memory.hosts[0].free_bytes / GB:.1f} GB free, and its 2 ranks need "
+        assert str(refused.value) == f"{free}{parts}: add --base-precision {name}"
+        check_fit(dataclasses.replace(config, base_precision=name), prepared, memory)
 
 
 def test_bert_base_fits_where_it_has_run(tmp_path: Path) -> None:

@@ -23,8 +23,8 @@ from cpuft.train.fast.gradient_checkpointing import ForwardPass
 
 _HEAD_ROWS = 2048
 """Rows of a head's weight that are converted at a time: 8 MB in fp32 at 1,024 inputs, which stays in the cache."""
-_MOST_BUFFERED = 1 << 25
-"""Largest number of weights that are converted at once, 134 MB in fp32. Heads of language models have more."""
+_LAYER_RATIO = 8
+"""A linear layer with more outputs for each input is the head of a language model, which has one for each token."""
 _buffers = threading.local()
 
 
@@ -143,10 +143,10 @@ class FrozenWeight:
         return whole
 
     def find_head(self) -> Tensor | None:
-        """Return the weight if it is too large for the buffer, as that of a language model's head is; else None."""
+        """Return the weight if it is that of a language model's head, which would make the buffer large; else None."""
         first = self.layers[0]
-        is_large = len(self.layers) == 1 and first.scales is None and first.weight.numel() > _MOST_BUFFERED
-        return first.weight.detach() if is_large else None
+        is_head = len(first.weight) > max(_HEAD_ROWS, _LAYER_RATIO * first.in_features)
+        return first.weight.detach() if is_head and len(self.layers) == 1 and first.scales is None else None
 
     @property
     def outputs(self) -> int:
