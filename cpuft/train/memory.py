@@ -579,8 +579,8 @@ def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator)
     """Return advice that makes the run fit, as the end of an error message.
 
     It is the first that is enough of: the options that cost the least time (`add --shard optimizer`); with LoRA, frozen
-    weights that ranks share (`add --base-precision bf16`, or int8); up to 64 hosts like the one with the least memory, with one
-    rank each (`take 4 hosts like node1 with one rank each: --np 4 --batch-size 8`); for decoders, LoRA (`add
+    weights that ranks share (`add --base-precision bf16`, or int8); up to 64 hosts like the one with the least memory,
+    with one rank each (`take 4 hosts like node1 with one rank each: --np 4 --batch-size 8`); for decoders, LoRA (`add
     --lora-rank 16, which trains adapters instead of all weights`); `take a smaller model, or hosts with more memory`.
     """
     smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
