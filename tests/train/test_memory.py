@@ -271,7 +271,7 @@ LLAMA = {**LARGE, "model_type": "llama", "num_key_value_heads": 8, "vocab_size":
 def test_ranks_of_a_host_share_mapped_weights(
     task: str, settings: dict[str, Any], linears: int, table: int, parts: str, tmp_path: Path
 ) -> None:
-    least = {
+    least: dict[str, Any] = {
         "batch_size": 1,
         "eval_batch_size": 1,
         "gradient_checkpointing": True,
