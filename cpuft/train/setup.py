@@ -132,7 +132,9 @@ def try_model(
     losses: list[torch.Tensor] = []
 
     def forward(name: str) -> None:
-        with autocast(name):
+        # No backward pass follows. Without this, transformers' own layers would keep more activations than the fast
+        # ones do in training, and a decoder's peak of memory would be here.
+        with autocast(name), torch.autograd.graph.saved_tensors_hooks(_keep_nothing, _keep_nothing):
             losses.append(objective.losses(model, batch))
 
     was_training = model.training
@@ -153,6 +155,10 @@ def try_model(
         raise CpuftError(f"{problem}{f' in {precision}' * works_in_fp32} ({reason}): {next_step}") from None
     finally:
         model.train(was_training)
+
+
+def _keep_nothing(tensor: torch.Tensor) -> Any:
+    """Drop what autograd saves for a backward pass."""
 
 
 def find_unused_parameters(model: torch.nn.Module, losses: torch.Tensor) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -216,6 +217,40 @@ def test_what_a_model_cannot_compute_is_refused_in_one_line(tmp_path: Path) -> N
         f"BartForSequenceClassification of {folder} cannot compute a batch of two examples ("
     )
     assert str(caught.value).endswith("): give another --model")
+
+
+def list_saved_bytes(losses: torch.Tensor) -> list[int]:
+    """Bytes of each tensor that functions of torch save for a backward pass."""
+    found, seen, waiting = list[int](), set[Any](), [losses.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [one for one, _ in node.next_functions]
+        for name in (one for one in dir(node) if one.startswith("_saved_")):
+            with suppress(RuntimeError, TypeError):  # what was saved cannot be unpacked
+                found += [one.nbytes for one in [getattr(node, name)] if isinstance(one, torch.Tensor)]
+    return found
+
+
+@pytest.mark.usefixtures("own_cache")
+def test_the_first_pass_keeps_no_activations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = replace(make_config(tmp_path, "class"), model=save_architecture(tmp_path / "llama", "llama"))
+    prepared = read_prepared(str(prepare(config)))
+    objective = make_objective(config, prepared)
+    model, kept = objective.load_model(config), list[int]()
+
+    def find(model: Any, losses: torch.Tensor) -> tuple[str, ...]:
+        kept.extend(list_saved_bytes(losses))
+        return find_unused_parameters(model, losses)
+
+    monkeypatch.setattr("cpuft.train.setup.find_unused_parameters", find)
+    try_model(model, objective, config, prepared, "fp32")
+    assert sum(kept) < 100  # indices, which torch saves in another way
+    # The same pass without it.
+    batch = objective.make_batch(prepared.train, np.arange(2))
+    assert sum(list_saved_bytes(objective.losses(model, batch))) > 10_000
 
 
 def test_parameters_that_are_not_used_are_found() -> None:
