@@ -51,9 +51,10 @@ TORCH = PLAIN.replace(
 )
 """Worker that forms a process group over gloo and makes one all-reduce."""
 WORKERS = {"plain": PLAIN, "torch": TORCH}
-COLUMNS = ("hosts", "worker", "input MB", *(
-    "facts", "doctor", "plan", "secrets", "inputs", "ranks start", "import", "join", "first step", "total", "stacks", "end"
-), "CPU s", "ssh", "processes", "MB by launcher", "MB by head host")
+PARTS = ("facts", "doctor", "plan", "secrets", "inputs", "ranks start", "import", "join", "first step")
+"""Parts of a launch that follow each other, from the command to the first step of all ranks."""
+COUNTS = ("CPU s", "ssh", "processes", "MB by launcher", "MB by head host")
+COLUMNS = ("hosts", "worker", "input MB", *PARTS, "total", "stacks", "end", *COUNTS)
 PHASES = {
     "facts": ("cpuft.launch.run", "gather_cluster"),
     "plan": ("cpuft.launch.run", "plan_run"),
@@ -132,6 +133,8 @@ def make_cluster(image: Path, hosts: int, rate: str) -> Iterator[tuple[str, Call
     def cpuft(*words: str) -> list[str]:
         return [sys.executable, "-m", "cpuft", *words]
 
+    # The start-up file of this machine's user is not what is measured; every ssh login would read it.
+    (image / "root" / ".bashrc").write_text("", encoding="utf-8")
     words = ["--name", name, "--nodes", str(hosts), "--image", str(image), "--shm", "64m"]
     words += ["--net", rate] if rate else []
     begun = time.monotonic()
@@ -146,7 +149,9 @@ def make_cluster(image: Path, hosts: int, rate: str) -> Iterator[tuple[str, Call
         subprocess.run(cpuft("provision", "down", name), cwd=folder, env=environ, check=True, capture_output=True)
 
 
-def measure(image: Path, cluster: str, environ: dict[str, str], hosts: int, worker: str, megabytes: int) -> dict[str, Any]:
+def measure(
+    image: Path, cluster: str, environ: dict[str, str], hosts: int, worker: str, megabytes: int
+) -> dict[str, Any]:
     """Launch a worker on all hosts of a cluster, and return the seconds of each phase and what was counted."""
     folder = image.parent
     run = f"run-{secrets.token_hex(4)}"
@@ -183,7 +188,7 @@ def measure(image: Path, cluster: str, environ: dict[str, str], hosts: int, work
     data.unlink(missing_ok=True)
     found, after = json.loads(times.read_text(encoding="utf-8")), read_bytes(cluster)
     last = {name: max(report[name] for report in gathering.reports) for name in gathering.reports[0]}
-    result = {name: found["seconds"].get(name, 0.0) for name in ("facts", "doctor", "plan", "secrets", "inputs")}
+    result = {name: found["seconds"].get(name, 0.0) for name in PARTS[:5]}
     result |= {
         "ranks start": last["started"] - found["supervised"],
         "import": last.get("imported", last["started"]) - last["started"],
