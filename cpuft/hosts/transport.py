@@ -412,6 +412,9 @@ def _log_in(host: Host, login: Login, bastion: paramiko.SSHClient | None, stack:
             client.connect(name, port, sock=_open_stream(login, bastion, ssh_config.CONNECT_SECONDS), **options)
         except paramiko.SSHException as error:
             link = client.get_transport()
+            if link and link.is_active() and not link.initial_kex_done:
+                # paramiko tries to log in although the time limit of the key exchange has passed.
+                raise TimeoutError from None
             if link and link.is_active() and not isinstance(error, paramiko.BadHostKeyException):
                 if not options["key_filename"] and not _has_key():
                     raise HostError(

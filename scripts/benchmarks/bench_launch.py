@@ -250,7 +250,7 @@ def run_inside(path: str, words: list[str]) -> None:
 
     for name, (module, function) in PHASES.items():
         time_calls(importlib.import_module(module), function, name)
-    own_secrets = remote.secrets_on_hosts
+    own_secrets = vars(remote)["secrets_on_hosts"]
 
     @contextmanager
     def secrets_on_hosts(*args: Any) -> Iterator[None]:
@@ -259,7 +259,7 @@ def run_inside(path: str, words: list[str]) -> None:
             found["seconds"]["secrets"] = time.monotonic() - begun
             yield
 
-    remote.secrets_on_hosts = secrets_on_hosts
+    vars(remote)["secrets_on_hosts"] = secrets_on_hosts
     time_calls(execute, "run_stages", "inputs")
     count_calls(remote, "plan_supervision", note_supervision)
     count_calls(transport, "_log_in", note_session)
