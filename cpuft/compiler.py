@@ -1,4 +1,4 @@
-"""Compile the C++ kernels of `cpuft/train/fast`, or find kernels that were compiled elsewhere and came in a wheel.
+"""Compile the C++ kernels, or find kernels that were compiled elsewhere and came in a wheel.
 
 The kernels are plain C functions: one library works with every version of torch and of Python. A released wheel of
 cpuft contains libraries for several classes of CPUs (`TARGETS`). For an environment that is installed from a checkout,
@@ -24,8 +24,11 @@ from cpuft.errors import CpuftError
 from cpuft.hardware import effective_flags, parse_cpuinfo
 
 SOURCES = tuple(
-    Path(cpuft.__file__).parent / "train" / "fast" / name
-    for name in ("kernels.cpp", "attention.h", "disentangled.h", "products.h", "vectors.h")
+    Path(cpuft.__file__).parent / name
+    for name in (
+        *("train/fast/kernels.cpp", "train/fast/attention.h", "train/fast/disentangled.h", "train/fast/products.h"),
+        *("comm/compression/blocks.h", "vectors.h"),
+    )
 )
 """The main C++ file, which is compiled, and the headers that it includes."""
 
@@ -115,7 +118,7 @@ def compile_target(compiler: str, target: Target) -> bytes:
     """Compile the kernels for a class of CPUs and return the shared library, which runs on hosts without a compiler.
 
     The library names no OpenMP library, because a host without a compiler may have none but torch's own. Whoever loads
-    it must have loaded torch's OpenMP library before, with its symbols for all (`cpuft.train.fast.kernels.Kernels`).
+    it must have loaded torch's OpenMP library before, with its symbols for all (`cpuft.kernels.Kernels`).
 
     Raises
     ------

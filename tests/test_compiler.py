@@ -125,7 +125,7 @@ def test_a_host_without_a_compiler_runs_kernels_from_the_wheel(tmp_path: Path) -
     (library,) = (site / PACKAGE).glob("*.so")
     assert b"libgomp" not in library.read_bytes()
     code = (
-        "from cpuft.train.fast.kernels import kernel_status; print(kernel_status()); "
+        "from cpuft.kernels import kernel_status; print(kernel_status()); "
         "print(len({line.split()[-1] for line in open('/proc/self/maps') if 'libgomp' in line}))"
     )
     for settings, status in (({"PYTHONPATH": str(site)}, "on"), ({}, missing)):

@@ -31,7 +31,7 @@ print(name)
 BUILD = """
 import os
 from cpuft.compiler import describe_build
-from cpuft.train.fast.kernels import kernel_status
+from cpuft.kernels import kernel_status
 print(kernel_status(), describe_build(os.environ), sep="\\n")
 """
 

@@ -32,8 +32,14 @@ def list_cases(config: ScalingConfig, record: Record, recorded_cores: float) -> 
     ----------
     recorded_cores: cores that the recorded rank could use, for hosts whose cores are not given.
 
-    Raises CpuftError: a list has a wrong or unknown value, or the record does not have the times of a step.
+    Raises CpuftError: a list has a wrong or unknown value, the record is of several ranks, or it does not have the
+    times of a step.
     """
+    if record.header.world_size != 1:
+        raise CpuftError(
+            f"{record.path} ran on {record.header.world_size} ranks: train one rank with --record-layer-times, and "
+            "give the folder of that run"
+        )
     if record.layer_times is None:
         raise CpuftError(
             f"{record.path} does not hold when gradients become ready: train one rank again with --record-layer-times"
@@ -41,7 +47,7 @@ def list_cases(config: ScalingConfig, record: Record, recorded_cores: float) -> 
     sizes = [text.strip() for text in config.np.split(",")]
     if not all(is_count(size, 2, MOST_HOSTS) for size in sizes):
         raise CpuftError(
-            f"--np {config.np[:60]!r} is not a list of numbers from 2 to {MOST_HOSTS}: write e.g. 2,4,8,16"
+            f"--np {config.np[:60]!r} is not a list of whole numbers from 2 to {MOST_HOSTS}: write for example 2,4,8,16"
         )
     rates = [parse_bit_rate(rate.strip() or "-", "--bandwidth") for rate in config.bandwidth.split(",")]
     compressions = [name.strip() for name in config.grad_compression.split(",")]

@@ -50,7 +50,7 @@ def list_notes(lines: Sequence[ScalingLine]) -> list[str]:
     return [
         "Ranks waited for the recorded times of a step instead of computing, and sent the real messages with gloo, "
         f"slowed down {text} times. The ideal is the step of a host that does not communicate.",
-        f"waiting: share of a step in which a host of {lines[0].cores:g} cores waits for messages. slowed: share that "
+        f"waiting: share of a step in which a host (cores: {lines[0].cores:g}) waits for messages. slowed: share that "
         "the CPU time of communication, which was measured on this machine, takes from computing.",
         "Not simulated: the latency of a network, steps of different length, and other traffic on the links.",
     ]

@@ -19,6 +19,7 @@ from cpuft.comm.selection import Choice
 from cpuft.config import TrainConfig, WorkerConfig, refuse_conflicts
 from cpuft.errors import counted
 from cpuft.hardware import choose_precision
+from cpuft.kernels import kernel_status
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.world import parse_world
 from cpuft.record import EarlierMeasurements, Header, RecordedRank, Writer, describe_products, format_line
@@ -33,7 +34,6 @@ from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare, warn_of_unknown
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.engines import check_engine
-from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.loop import settle_bucket_layout, train_and_evaluate, train_independently
 from cpuft.train.lora import check_lora
 from cpuft.train.model import choose_lora

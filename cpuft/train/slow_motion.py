@@ -13,6 +13,7 @@ processes, so that nothing remains on the machine.
 from __future__ import annotations
 
 import ctypes
+import math
 import multiprocessing
 import os
 import statistics
@@ -235,12 +236,18 @@ def replay(
         _run_update(exchange, replayed, Timer(0.0), update + 1, tokens)
     cpu_seconds = _measure_cpu(exchange, replayed, tokens)
     limit_link()
-    seconds, intervals = list[float](), list[Interval]()
+    seconds, intervals, messages = list[float](), list[Interval](), list[Interval]()
     take_traffic()
     dist.barrier()
     cpu = time.process_time()
-    # The last updates end an average of parameters, so that all of its messages are counted.
+    # Whole periods are measured, after one that is not: an average of parameters is waited for one period after it has
+    # been sent.
     count = -(-updates // period) * period
+    if period > 1:
+        for update in range(period):
+            _run_update(exchange, replayed, timer, update + 1, tokens)
+        take_traffic()
+        cpu = time.process_time()
     for update in range(count):
         register.ended = []
         timer.begin()
@@ -249,10 +256,9 @@ def replay(
         seconds.append(time.monotonic() - begun)
         intervals = [Interval(name, begin - begun, end - begun) for name, begin, end in marks]
         ended, register.ended = register.ended, None
-        intervals += [
-            Interval(operation.name, operation.started - begun, end - begun, operation.nbytes)
-            for operation, end in ended
-        ]
+        sent = [Interval(one.name, one.started, end, one.nbytes) for one, end in ended]
+        intervals += [replace(one, begin=one.begin - begun, end=one.end - begun) for one in sent]
+        messages += sent
     total_cpu = time.process_time() - cpu
     nbytes = take_traffic().nbytes / count
     ideal = replayed.step_seconds * slowdown
@@ -261,7 +267,7 @@ def replay(
         cpu_seconds,
         total_cpu,
         nbytes,
-        find_hidden_share(intervals, max(0.0, seconds[-1] - ideal)),
+        find_hidden_share(messages, max(0.0, sum(seconds) - ideal * count)),
         intervals,
     )
 
@@ -325,7 +331,7 @@ def find_hidden_share(intervals: Sequence[Interval], waiting_seconds: float) -> 
     Only in this time does the CPU time of communication take something from computing.
     """
     messages = sorted((one.begin, one.end) for one in intervals if one.nbytes)
-    seconds, until = 0.0, 0.0
+    seconds, until = 0.0, -math.inf
     for begin, end in messages:
         seconds += max(0.0, end - max(begin, until))
         until = max(until, end)
@@ -438,7 +444,7 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
     Raises CpuftError: a rank failed, or they need more than three times as long as planned.
     """
     context, size = multiprocessing.get_context("fork"), config.ranks
-    seconds = 120 + 3 * (config.updates + config.sync_every) * slowdown * (
+    seconds = 120 + 3 * (config.updates + 2 * config.sync_every) * slowdown * (
         replayed.step_seconds + _message_seconds(config, replayed)
     )
     end = time.monotonic() + seconds

@@ -8,6 +8,7 @@ import argparse
 import json
 import os
 import random
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,6 @@ from cpuft.train.data.sources import make_pairs
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.model import find_model
 from cpuft.train.precision import read_cpu
-from scripts.benchmarks.train_sft import WARM_UP_STEPS
 
 _SPECIAL = {"vocab_size": 30522, "pad_token_id": 0, "bos_token_id": 101, "eos_token_id": 102}
 """Of MiniLM's tokenizer."""
@@ -51,10 +51,12 @@ DECODERS: dict[str, dict[str, Any]] = {
 """Decoders by name: the arguments of transformers' AutoConfig.for_model."""
 _TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}assistant : "
-    "{% generation %}{{ message['content'] }} [SEP] {% endgeneration %}"
+    "{% generation %}{{ message['content'] }} [SEP]{% endgeneration %} "
     "{% else %}{{ message['role'] }} : {{ message['content'] }} [SEP] {% endif %}{% endfor %}"
     "{% if add_generation_prompt %}assistant : {% endif %}"
 )
+"""A generation block must not end with a space: the tokenizer makes no token of it, and transformers then marks all
+tokens up to the end of the conversation as the assistant's."""
 _PAIR_TOKENS = 30
 """About the number of tokens of a question and its answer."""
 
@@ -69,21 +71,38 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--max-length", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=12, help="updates of a turn")
+    parser.add_argument("--warm-up", type=int, default=3, help="first updates of a turn, whose time does not count")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each; each turn has another seed")
+    parser.add_argument(
+        "--full-length",
+        action="store_true",
+        help="make all conversations as long as --max-length, for peak memory (default: mixed lengths)",
+    )
+    parser.add_argument("--gradient-checkpointing", action="store_true", help="both recompute activations in backward")
+    parser.add_argument(
+        "--cpuft-options", default="", help="more options of cpuft launch, such as '--base-precision bf16'"
+    )
+    parser.add_argument(
+        "--contestants", default="cpuft,TRL", help="whom to measure; without the other one there is no ratio"
+    )
     parser.add_argument(
         "--peer-python", default=sys.executable, help="the Python in whose environment TRL is installed"
     )
     return parser.parse_args(arguments)
 
 
-def write_conversations(path: Path, count: int, length: int) -> str:
-    """Write conversations whose lengths are mixed, up to about `length` tokens; return the path."""
+def write_conversations(path: Path, count: int, length: int, is_full: bool = False) -> str:
+    """Write conversations whose lengths are mixed, up to about `length` tokens; return the path.
+
+    `is_full`: write longer ones, of which training takes the first `length` tokens.
+    """
     generator = random.Random(0)
-    pairs = iter(make_pairs(count * length // _PAIR_TOKENS, 0))
+    most = length // _PAIR_TOKENS
+    pairs = iter(make_pairs(2 * count * most, 0))
     with path.open("w", encoding="utf-8") as file:
         for _ in range(count):
             messages = []
-            for _ in range(generator.randint(1, length // _PAIR_TOKENS)):
+            for _ in range(2 * most if is_full else generator.randint(1, most)):
                 first, second, _ = next(pairs)
                 messages += [{"role": "user", "content": first}, {"role": "assistant", "content": second}]
             file.write(json.dumps({"messages": messages}) + "\n")
@@ -112,18 +131,23 @@ def save_model(folder: Path, options: argparse.Namespace) -> str:
 
 
 def run_cpuft(options: argparse.Namespace, seed: int, folder: Path, model: str, data: str) -> dict[str, Any]:
-    """Train with cpuft; return `samples_per_second` and `peak_megabytes`."""
+    """Train with cpuft; return `samples_per_second` and `peak_megabytes`.
+
+    The evaluation at the end sees one short conversation, because the peer has none.
+    """
     run = folder / f"cpuft-{seed}"
+    validation = write_conversations(folder / "validation.jsonl", 1, 2 * _PAIR_TOKENS)
     command = [
-        *(sys.executable, "-m", "cpuft", "launch", "--task", "chat", "--train-file", data, "--validation-file", data),
+        *(sys.executable, "-m", "cpuft", "launch", "--task", "chat", "--train-file", data),
+        *("--validation-file", validation),
         *("--model", model, "--batch-size", str(options.batch_size)),
         *("--max-length", str(options.max_length), "--max-steps", str(options.steps), "--seed", str(seed)),
         *("--lora-rank", str(options.lora_rank), "--run-dir", str(run), "--no-save-model"),
-        *("--checkpoint-every", "0", "--no-check"),
+        *("--checkpoint-every", "0", "--no-check", *_checkpointing(options), *shlex.split(options.cpuft_options)),
     ]
-    subprocess.run(command, check=True, capture_output=True, text=True)
+    _run(command)
     record = read_record(str(run))
-    steps = record.steps[WARM_UP_STEPS:]
+    steps = record.steps[options.warm_up :]
     rate = sum(line.samples for line in steps) / sum(line.step_seconds for line in steps)
     assert record.footer is not None
     return {"samples_per_second": rate, "peak_megabytes": record.footer.peak_memory_bytes >> 20}
@@ -136,29 +160,50 @@ def run_peer(options: argparse.Namespace, seed: int, folder: Path, model: str, d
         *("--batch-size", str(options.batch_size), "--max-length", str(options.max_length), "--seed", str(seed)),
         *("--max-steps", str(options.steps), "--lora-rank", str(options.lora_rank)),
         *("--folder", str(folder / f"peer-{seed}"), *(["--bf16"] if has_bf16_products() else [])),
+        *("--warm-up", str(options.warm_up), *_checkpointing(options)),
     ]
-    threads = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}
-    done = subprocess.run(command, check=True, capture_output=True, text=True, env=os.environ | threads)
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    output = _run(command, OMP_NUM_THREADS=str(len(os.sched_getaffinity(0))))
+    found: dict[str, Any] = json.loads(output.splitlines()[-1])
     return found
+
+
+def _checkpointing(options: argparse.Namespace) -> list[str]:
+    return ["--gradient-checkpointing"] if options.gradient_checkpointing else []
+
+
+def _run(command: list[str], **variables: str) -> str:
+    """Run a program; return its output. If it fails, its error output is shown."""
+    done = subprocess.run(command, capture_output=True, text=True, env=os.environ | variables)
+    if done.returncode:
+        print(done.stdout + done.stderr, file=sys.stderr)
+        raise SystemExit(f"bench-chat: {shlex.join(command)} ended with exit code {done.returncode}")
+    return done.stdout
+
+
+CONTESTANTS = {"cpuft": run_cpuft, "TRL": run_peer}
 
 
 def main() -> None:
     """Run the turns, and print each turn, the median ratio with its spread, and the CPU."""
     options = parse_arguments()
+    names = options.contestants.split(",")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save_model(folder / "model", options)
-        data = write_conversations(folder / "chat.jsonl", options.batch_size * options.steps * 2, options.max_length)
+        count = options.batch_size * options.steps * 2
+        data = write_conversations(folder / "chat.jsonl", count, options.max_length, options.full_length)
         ratios = []
         for seed in range(options.rounds):
-            own, peer = (run(options, seed, folder, model, data) for run in (run_cpuft, run_peer))
-            ratios.append(own["samples_per_second"] / peer["samples_per_second"])
-            print(json.dumps({"seed": seed, "cpuft": own, "TRL": peer}), flush=True)
-    print(
-        f"cpuft trains {median(ratios):.2f} times as many conversations per second as TRL "
-        f"({min(ratios):.2f} to {max(ratios):.2f}, {options.rounds} rounds in turn) on {read_cpu().model}"
-    )
+            found = {one: CONTESTANTS[one](options, seed, folder, model, data) for one in names}
+            print(json.dumps({"seed": seed, **found}), flush=True)
+            if set(CONTESTANTS) <= set(found):
+                ratios.append(found["cpuft"]["samples_per_second"] / found["TRL"]["samples_per_second"])
+    print(f"measured on {read_cpu().model}")
+    if ratios:
+        print(
+            f"cpuft trains {median(ratios):.2f} times as many conversations per second as TRL "
+            f"({min(ratios):.2f} to {max(ratios):.2f}, {options.rounds} rounds in turn)"
+        )
 
 
 if __name__ == "__main__":

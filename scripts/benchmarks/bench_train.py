@@ -22,8 +22,8 @@ import torch
 
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.hardware import cpu_class
+from cpuft.kernels import kernel_status
 from cpuft.train.fast.acceleration import has_bf16_products
-from cpuft.train.fast.kernels import kernel_status
 from cpuft.train.precision import format_products, measure_products, read_cpu
 from scripts.benchmarks.contestants import (
     CONTESTANTS,
@@ -192,6 +192,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--max-length", type=int, default=MAX_LENGTH, help="most tokens of an example; more than 128 joins texts"
     )
     parser.add_argument("--batch-size", type=int, default=32, help="examples of an update")
+    parser.add_argument(
+        "--pool",
+        type=int,
+        default=0,
+        help="make batches of similar length from this number of rows, of which a turn trains --rows (default: --rows)",
+    )
+    parser.add_argument(
+        "--evaluation-rows", type=int, default=0, help="rows of dev.tsv for the accuracy, 0 for all [0]"
+    )
+    parser.add_argument("--repeats", type=int, default=5, help="profiled steps for the shares of a step's time [5]")
     parser.add_argument("--rounds", type=int, default=5, help="turns of each after the warm-up turn")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="cores for each")
     parser.add_argument(
@@ -273,8 +283,11 @@ def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
     return lines
 
 
-def run_breakdown(workload: Workload) -> dict[str, Any]:
-    """Measure where the time of an accelerated step on one typical batch goes, and the limit set by its products."""
+def run_breakdown(workload: Workload, repeats: int = 5) -> dict[str, Any]:
+    """Measure where the time of an accelerated step on one typical batch goes, and the limit set by its products.
+
+    `repeats`: steps that are profiled, see `measure_step`.
+    """
     torch.set_num_threads(workload.threads)
     model, rows = load(workload)
     model, optimizer = accelerated(model)
@@ -285,8 +298,8 @@ def run_breakdown(workload: Workload) -> dict[str, Any]:
     for _ in range(2):
         step(middle)
     bf16 = has_bf16_products()
-    found = measure_step(lambda: step(middle), bf16)
-    limit = time_products(found.products)
+    found = measure_step(lambda: step(middle), bf16, repeats)
+    limit = time_products(found.products, repeats)
     operations = sum(product.operations * count for product, count in found.products.items())
     return {
         "kind": "breakdown",
@@ -345,16 +358,18 @@ def run(options: argparse.Namespace) -> None:
         print(f"products on {options.threads} cores: {format_products(first['products'])}", flush=True)
         for kind in models:
             workload = Workload(
-                options.data, model, kind, options.rows, options.threads, options.max_length, options.batch_size
+                *(options.data, model, kind, options.rows, options.threads, options.max_length, options.batch_size),
+                *(options.pool, options.evaluation_rows),
             )
             turns = []
             for turn in run_rounds(names, workload, options.rounds):
                 write(turn)
                 turns.append(turn)
-            summary, breakdown = summarise(turns, names[0]), run_breakdown(workload)
+            summary, breakdown = summarise(turns, names[0]), run_breakdown(workload, options.repeats)
             for line in (*summary, breakdown):
                 write({"model": kind, **line})
-            usual_sizes = (options.max_length, options.batch_size) == (MAX_LENGTH, 32)
+            sizes = (options.max_length, options.batch_size, options.pool, options.evaluation_rows)
+            usual_sizes = sizes == (MAX_LENGTH, 32, 0, 0)
             if (
                 kind in MODELS
                 and usual_sizes

@@ -168,6 +168,10 @@ class Workload:
     """Most tokens of an example."""
     batch: int = 32
     """Examples of an update."""
+    pool: int = 0
+    """Rows of which batches of similar length are made; a turn trains some of them (0: all rows of a turn)."""
+    evaluated: int = 0
+    """Rows of the development set that the accuracy is computed on (0: all)."""
 
     def read_rows(self, split: str, count: int = 0) -> list[Row]:
         """Return the first `count` rows (0: all) of a split (train or dev), see `read_rows`."""
@@ -182,6 +186,18 @@ Turn = Callable[[], tuple[int, float]]
 """Trains once on the contestant's examples, and returns their number and the seconds."""
 
 
+def thin_out(rows: list[Row], count: int, batch: int) -> list[Row]:
+    """Return about `count` rows whose batches of similar length are as those of all `rows`.
+
+    They are batches of the rows sorted by length, evenly spaced. Few rows drawn at random would have batches of
+    different lengths, which favours whoever computes no padding.
+    """
+    ordered = sorted(rows, key=lambda row: len(row["input_ids"]))
+    batches = [ordered[start : start + batch] for start in range(0, len(ordered) - batch + 1, batch)]
+    kept = max(1, count // batch)
+    return [row for number in range(kept) for row in batches[(2 * number + 1) * len(batches) // (2 * kept)]]
+
+
 def load(workload: Workload) -> tuple[Any, list[Row]]:
     """Return the model in fp32 and the examples."""
     from transformers import AutoConfig, AutoModelForSequenceClassification
@@ -190,7 +206,9 @@ def load(workload: Workload) -> tuple[Any, list[Row]]:
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    rows = workload.read_rows("train", workload.rows)
+    rows = workload.read_rows("train", max(workload.rows, workload.pool))
+    if len(rows) > workload.rows:
+        rows = thin_out(rows, workload.rows, workload.batch)
     if workload.kind in UNTRAINED:
         config = AutoConfig.for_model(**UNTRAINED[workload.kind])
         return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32), rows
@@ -391,7 +409,7 @@ def _serve(name: str, workload: Workload, pipe: Connection) -> None:
 
 @torch.no_grad()
 def _accuracy(model: Any, workload: Workload) -> float:
-    rows, size = workload.read_rows("dev"), workload.batch
+    rows, size = workload.read_rows("dev", workload.evaluated), workload.batch
     model.eval()
     right = 0
     for start in range(0, len(rows), size):

@@ -8,12 +8,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import resource
 import sys
 import time
+from pathlib import Path
 from typing import Any
-
-WARM_UP_STEPS = 3
 
 
 def parse_arguments(arguments: list[str]) -> argparse.Namespace:
@@ -26,7 +24,9 @@ def parse_arguments(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-steps", type=int, required=True)
     parser.add_argument("--lora-rank", type=int, required=True)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--warm-up", type=int, required=True, help="first updates, whose time does not count")
     parser.add_argument("--bf16", action="store_true")
+    parser.add_argument("--gradient-checkpointing", action="store_true")
     parser.add_argument("--folder", required=True, help="folder for the Trainer's files")
     return parser.parse_args(arguments)
 
@@ -48,7 +48,7 @@ def main() -> None:
         bf16=options.bf16,
         assistant_only_loss=True,
         train_sampling_strategy="group_by_length",
-        gradient_checkpointing=False,
+        gradient_checkpointing=options.gradient_checkpointing,
         use_cpu=True,
         save_strategy="no",
         logging_strategy="no",
@@ -67,10 +67,15 @@ def main() -> None:
 
     trainer.training_step = note_start
     trainer.train()
-    timed = starts[WARM_UP_STEPS:]
+    timed = starts[options.warm_up :]
     rate = options.batch_size * (len(timed) - 1) / (timed[-1] - timed[0])
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
-    print(json.dumps({"samples_per_second": rate, "peak_megabytes": peak}), flush=True)
+    print(json.dumps({"samples_per_second": rate, "peak_megabytes": _read_peak_megabytes()}), flush=True)
+
+
+def _read_peak_megabytes() -> int:
+    """Return the peak memory of this process. ru_maxrss would begin with the peak of the process that started it."""
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) >> 10 for line in lines if line.startswith("VmHWM:"))
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ def new(found: dict[str, set[str]], usual: dict[str, set[str]]) -> dict[str, set
     return {code: more for code, hosts in found.items() if (more := hosts - usual.get(code, set()))}
 
 
+@pytest.mark.alone
 def test_an_examination_is_quick(cluster: Simulated, usual: dict[str, set[str]]) -> None:
     start = time.monotonic()
     assert not new(examine(cluster), usual)

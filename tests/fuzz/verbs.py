@@ -26,6 +26,7 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("launch",): [["--dry-run"]],
     ("compare",): [["--dry-run"]],
     ("bench", "comm"): [["--dry-run", "--np=2"]],
+    ("bench", "scaling"): [["--dry-run"]],
     ("data", "show"): [["--dry-run"]],
     ("export",): [["--dry-run"]],
     ("predict",): [["--dry-run"]],

@@ -348,7 +348,8 @@ def test_updates_get_fewer_only_where_epochs_are_whole() -> None:
 
 def write_record(record: Record, folder: Path) -> None:
     folder.mkdir(parents=True)
-    lines: list[Line] = [record.header, *record.steps, *record.evaluations, *([record.footer] if record.footer else [])]
+    lines: list[Line] = [record.header, *record.steps, *record.evaluations]
+    lines += [line for line in (record.layer_times, record.footer) if line]
     (folder / "record.jsonl").write_text("".join(format_line(line) + "\n" for line in lines))
 
 

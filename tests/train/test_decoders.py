@@ -18,12 +18,12 @@ from transformers import AutoTokenizer
 
 from cpuft.config import TrainConfig, refuse_conflicts
 from cpuft.errors import CpuftError
+from cpuft.kernels import plain_torch
 from cpuft.train.checkpoint.policy import CheckpointWriter, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.show import format_summary, summarize
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.loop import train
 from cpuft.train.process_group import checksum_parameters
 from cpuft.train.setup import TrainingSetup

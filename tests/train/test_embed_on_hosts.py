@@ -18,9 +18,9 @@ from pyarrow import parquet
 import cpuft.train.write_embeddings
 from cpuft.config import PredictConfig, format_arguments
 from cpuft.errors import CpuftError
+from cpuft.kernels import plain_torch
 from cpuft.train.embed_on_hosts import CHECK, check_request, refuse_other_models
 from cpuft.train.embedding_form import EmbeddingForm, write_form
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.write_embeddings import write_embeddings
 from tests.comm.ranks import MPIRUN, settings
 from tests.train.tiny import save_tiny

@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import HashStore
 
 from cpuft.config import ExportConfig
 from cpuft.errors import CpuftError
+from cpuft.kernels import plain_torch
 from cpuft.train.embedding import Embedder
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.export import (
@@ -32,7 +33,6 @@ from cpuft.train.export import (
     make_sample,
     name_output,
 )
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.graphs import Graph, GraphOutput, OnnxGraph
 from cpuft.train.predict import make_run_model, read_finished_run, tokenize_splits
 from tests.train.pairs import make_config as make_pairs_config

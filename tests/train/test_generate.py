@@ -17,10 +17,10 @@ from torch._C._distributed_c10d import HashStore
 from cpuft.config import PredictConfig, TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
 from cpuft.hardware import Cpu
+from cpuft.kernels import plain_torch
 from cpuft.record import RecordedRank, Writer
 from cpuft.train.checkpoint.final_model import save_model
 from cpuft.train.data.chat import find_end_of_turn
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.generate import encode_prompts, find_stop_tokens, generate, generate_batch, read_prompts
 from cpuft.train.predict import read_finished_run
 from cpuft.train.reporter import make_header

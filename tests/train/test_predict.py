@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import HashStore
 
 from cpuft.config import PredictConfig
 from cpuft.errors import CpuftError
+from cpuft.kernels import plain_torch
 from cpuft.record import format_metrics
 from cpuft.tasks import TASKS, Task
 from cpuft.train.data.archive import UNTAGGED
 from cpuft.train.data.sources import Examples
 from cpuft.train.evaluate import compute_outputs, plan_batches
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective.base import Objective
 from cpuft.train.predict import (
     TABLES,

@@ -19,12 +19,12 @@ from torch._C._distributed_c10d import HashStore
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.kernels import plain_torch
 from cpuft.rank.world import World
 from cpuft.record import Record, read_record
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
 from cpuft.train.data.texts import NEVER_MASKED, WORD_CONTINUATION, WORD_START
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.loop import train
 from cpuft.train.objective.table import make_objective
 from cpuft.train.setup import TrainingSetup

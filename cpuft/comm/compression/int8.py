@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from cpuft.comm.process_group import ProgressThread
+from cpuft.kernels import kernels_for
 
 BLOCK = 256
 """Numbers that share a scale, whose four bytes are 1.6 % of the message."""
@@ -85,6 +86,56 @@ def decode(message: torch.Tensor, length: int) -> torch.Tensor:
     return numbers.view(len(message), length)
 
 
+def _encode_numbers(
+    numbers: torch.Tensor, unsent: torch.Tensor | None, error: torch.Tensor, ranks: int
+) -> torch.Tensor:
+    """Encode the shares of all ranks of `numbers + unsent`, and write the errors to `error`, which may be `unsent`.
+
+    Returns one message for each rank, as `encode` does.
+    """
+    count, length = len(numbers), _share_length(len(numbers), ranks)
+    kernels = kernels_for(numbers)
+    if kernels is not None:
+        messages = torch.empty((ranks, _message_bytes(length)), dtype=torch.int8)
+        kernels.run("encode_blocks", numbers.dtype, numbers, unsent, error, messages, count, ranks, length)
+        return messages
+    summed = numbers.float() if unsent is None else numbers.float() + unsent
+    shares = torch.nn.functional.pad(summed, (0, ranks * length - count)).view(ranks, length)
+    messages = encode(shares)
+    error.copy_((shares - decode(messages, length)).view(-1)[:count])
+    return messages
+
+
+def _average_messages(received: torch.Tensor, length: int, error: torch.Tensor) -> torch.Tensor:
+    """Return the message of the mean of all ranks' messages: int8, shape (1, bytes).
+
+    Rounding the mean loses as much of every rank's numbers, so the loss of all of them is added to `error`: fp32, at
+    most `length` numbers of this rank's share.
+    """
+    ranks = len(received)
+    kernels = kernels_for(error)
+    if kernels is not None:
+        message = torch.empty_like(received[:1])
+        kernels.run("average_blocks", error.dtype, received, message, error, len(error), ranks, length)
+        return message
+    first, *others = decode(received, length)
+    for numbers in others:
+        first += numbers
+    mean = first.div_(ranks)[None]
+    message = encode(mean)
+    error += mean.sub_(decode(message, length)).mul_(ranks)[0, : len(error)]
+    return message
+
+
+def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor) -> None:
+    """Write the numbers of the messages of all ranks' shares to `numbers`: fp32 or bf16, one-dimensional."""
+    kernels = kernels_for(numbers)
+    if kernels is not None:
+        kernels.run("decode_blocks", numbers.dtype, messages, numbers, len(numbers), len(messages), length)
+    else:
+        numbers.copy_(decode(messages, length).view(-1)[: len(numbers)])
+
+
 class BlockMean:
     """The mean of each rank's numbers over a group, while it is under way.
 
@@ -93,43 +144,41 @@ class BlockMean:
 
     Parameters
     ----------
-    numbers: fp32, one-dimensional, of the same length on all ranks. They are not changed.
+    numbers: one-dimensional, contiguous, of the same length on all ranks. They are not changed.
+    unsent: fp32, contiguous, of the same shape, or None: what was not sent before, and is added to the numbers. It is
+        overwritten with `error`, which has the same memory.
     """
 
-    def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup) -> None:
-        self._group, self._count, ranks = group, len(numbers), group.size()
-        self._length = _share_length(self._count, ranks)
-        shares = torch.nn.functional.pad(numbers, (0, ranks * self._length - self._count)).view(ranks, self._length)
-        self._message = encode(shares)
-        self._error = shares.sub_(decode(self._message, self._length))
-        self._received = torch.empty_like(self._message)
-        self._work = dist.all_to_all_single(self._received, self._message, group=group, async_op=True)
-
-    @property
-    def error(self) -> torch.Tensor:
+    def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, unsent: torch.Tensor | None = None) -> None:
+        self._group, self._length = group, _share_length(len(numbers), group.size())
+        self.error = torch.empty(len(numbers), dtype=torch.float32) if unsent is None else unsent
         """What the mean lacks of this rank's numbers, which must be added to the next ones: fp32, shape of the numbers.
 
-        It is complete after `average_share`.
-        """
-        return self._error.view(-1)[: self._count]
+        It is complete after `average_share`."""
+        self._message = _encode_numbers(numbers, unsent, self.error, group.size())
+        self._received = torch.empty_like(self._message)
+        self._work = dist.all_to_all_single(self._received, self._message, group=group, async_op=True)
 
     def average_share(self) -> None:
         """Wait for all ranks' numbers of this rank's share, and start to send their mean to all ranks."""
         assert self._work is not None
         self._work.wait()
-        mean = decode(self._received, self._length).mean(0, keepdim=True)
-        message = encode(mean)
-        # Rounding the mean loses as much of every rank's numbers: this rank adds the loss of all of them to its own.
-        error = mean.sub_(decode(message, self._length)).mul_(self._group.size())
-        self._error[self._group.rank()] += error[0]
+        start = self._group.rank() * self._length
+        message = _average_messages(self._received, self._length, self.error[start : start + self._length])
         self._message = torch.empty_like(self._received)
         self._work = all_gather(self._message, message, group=self._group, async_op=True)
 
-    def finish(self) -> torch.Tensor:
-        """Wait for the mean and return it: fp32, shape of the numbers, with the same bits on all ranks."""
+    def finish(self, numbers: torch.Tensor | None = None) -> torch.Tensor:
+        """Wait for the mean and return it, with the same bits on all ranks.
+
+        It is written to `numbers` if that is given, which has the shape of this rank's numbers and is contiguous, and
+        to a new fp32 tensor otherwise.
+        """
         assert self._work is not None
         self._work.wait()
-        return decode(self._message, self._length).view(-1)[: self._count]
+        mean = torch.empty_like(self.error) if numbers is None else numbers
+        _decode_numbers(self._message, self._length, mean)
+        return mean
 
 
 class BackgroundMean:
@@ -174,23 +223,28 @@ def average_blocks(numbers: torch.Tensor, unsent: torch.Tensor, group: dist.Proc
     numbers: fp32, one-dimensional. They are not changed.
     unsent: of the same shape: what was not sent before. It is overwritten with what must be sent with the next numbers.
     """
-    mean = BlockMean(numbers + unsent, group)
+    mean = BlockMean(numbers, group, unsent)
     mean.average_share()
-    unsent.copy_(mean.error)
     return mean.finish()
 
 
 def measure_coding_seconds() -> float:
-    """Return this rank's seconds per number to encode and decode in a mean over ranks: twice one encoding and decoding.
+    """Return this rank's seconds per number to encode and decode in a mean over ranks.
 
     It measures 2**18 numbers within some milliseconds. No other rank takes part.
     """
-    shares = torch.randn(1, 2**18)
-    decode(encode(shares), shares.shape[1])
+    numbers, error = torch.randn(2**18), torch.zeros(2**18)
+    _code(numbers, error)
     start = time.perf_counter()
-    decode(encode(shares), shares.shape[1])
-    # Twice, for this rank's numbers, and for its share of all ranks' numbers and of their mean.
-    return 2 * (time.perf_counter() - start) / shares.shape[1]
+    _code(numbers, error)
+    return (time.perf_counter() - start) / len(numbers)
+
+
+def _code(numbers: torch.Tensor, error: torch.Tensor) -> None:
+    """Compute what a rank of one computes for a mean."""
+    length = _share_length(len(numbers), 1)
+    message = _average_messages(_encode_numbers(numbers, error, error, 1), length, error)
+    _decode_numbers(message, length, torch.empty_like(numbers))
 
 
 class BlockReducer:
@@ -216,10 +270,7 @@ class BlockReducer:
         It returns a future of the bucket's buffer, in its own type, which holds the mean then. It waits for earlier
         buckets if more than four are under way. All futures are complete when the last bucket's call returns.
         """
-        numbers = bucket.buffer().to(torch.float32, copy=True)
-        for parameter, gradient in zip(bucket.parameters(), _split(numbers, bucket), strict=True):
-            gradient.add_(self._unsent.get(parameter, torch.zeros(())))
-        self._scattering.append((BlockMean(numbers, self._group), bucket))
+        self._scattering.append((BlockMean(bucket.buffer(), self._group, self._collect_unsent(bucket)), bucket))
         self._futures.append(torch.futures.Future())
         future = self._futures[-1]
         while len(self._scattering) > (0 if bucket.is_last() else _MAX_AHEAD):
@@ -227,6 +278,20 @@ class BlockReducer:
         if bucket.is_last():
             self._finish()
         return future
+
+    def _collect_unsent(self, bucket: GradBucket) -> torch.Tensor | None:
+        """Return what was not sent of a bucket's gradients: fp32, contiguous; None if all of them were sent."""
+        parts = [self._unsent.get(parameter) for parameter in bucket.parameters()]
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        ends = [part.data_ptr() + part.nbytes for part in found]
+        # The parts of a bucket are views of one tensor, in this order, until DDP changes its buckets.
+        is_one = found[0].untyped_storage().data_ptr() == found[-1].untyped_storage().data_ptr()
+        if is_one and len(found) == len(parts) and [part.data_ptr() for part in found[1:]] == ends[:-1]:
+            return found[0].as_strided((bucket.buffer().numel(),), (1,))
+        sizes = [parameter.numel() for parameter in bucket.parameters()]
+        return torch.cat([torch.zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)])
 
     def _average_oldest(self) -> None:
         mean, bucket = self._scattering.pop(0)
@@ -236,8 +301,7 @@ class BlockReducer:
 
     def _finish(self) -> None:
         for (mean, bucket), future in zip(self._gathering, self._futures, strict=True):
-            bucket.buffer().copy_(mean.finish())
-            future.set_result(bucket.buffer())
+            future.set_result(mean.finish(bucket.buffer()))
         self._gathering, self._futures = [], []
 
 

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "products.h"
-#include "vectors.h"
+#include "../../vectors.h"
 #include <algorithm>
 #include <cmath>
 #include <omp.h>

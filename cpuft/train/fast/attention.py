@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cpuft.kernels import kernels_for
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.elementwise import Mask, masked
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
-from cpuft.train.fast.kernels import kernels_for
 
 
 @dataclass(frozen=True)

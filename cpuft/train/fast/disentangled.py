@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cpuft.kernels import kernels_for
 from cpuft.train.fast.architectures import Heads, count_position_groups
 from cpuft.train.fast.attention import Grid
 from cpuft.train.fast.elementwise import Mask, masked
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
-from cpuft.train.fast.kernels import kernels_for
 
 
 @dataclass(frozen=True)

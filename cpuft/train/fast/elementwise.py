@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from cpuft.train.fast.kernels import Kernels, kernels_for
+from cpuft.kernels import Kernels, kernels_for
 
 LEVELS = 1 << 16
 """Number of different probabilities that a mask can have: 65536, as many as 16 random bits have values."""

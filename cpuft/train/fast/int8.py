@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cpuft.train.fast.kernels import kernels_for
+from cpuft.kernels import kernels_for
 
 MIN_ROWS = 128
 """Number of rows of the left operand from which products are 8-bit. With fewer, quantising the weights takes as long as

@@ -8,7 +8,8 @@
 
 #include "attention.h"
 #include "disentangled.h"
-#include "vectors.h"
+#include "../../comm/compression/blocks.h"
+#include "../../vectors.h"
 #include <cmath>
 #include <omp.h>
 #include <vector>
@@ -521,3 +522,6 @@ EXPORT(quantise_rows)
 EXPORT(dequantise)
 EXPORT(square_sum)
 EXPORT(adamw)
+EXPORT(encode_blocks)
+EXPORT(average_blocks)
+EXPORT(decode_blocks)

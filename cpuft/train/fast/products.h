@@ -6,7 +6,7 @@
 
 #pragma once
 
-#include "vectors.h"
+#include "../../vectors.h"
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from cpuft.kernels import kernels_for
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
-from cpuft.train.fast.kernels import kernels_for
 
 
 def column_sums(x: Tensor) -> Tensor:

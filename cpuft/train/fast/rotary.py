@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cpuft.kernels import Kernels, kernels_for
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.elementwise import Norm
-from cpuft.train.fast.kernels import Kernels, kernels_for
 
 
 @dataclass(frozen=True)

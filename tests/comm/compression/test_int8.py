@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.comm.compression.int8 import BLOCK, decode, encode, encoded_bytes
+from cpuft.comm.compression.int8 import (
+    BLOCK,
+    _average_messages,
+    _decode_numbers,
+    _encode_numbers,
+    decode,
+    encode,
+    encoded_bytes,
+)
+from cpuft.kernels import kernel_status, kernels_for, plain_torch
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.floats(-38, 30))
@@ -41,3 +50,32 @@ def test_a_message_has_a_quarter_of_the_bytes_of_fp32(count: int, ranks: int, nb
     assert encoded_bytes(count, ranks) == nbytes
     part = nbytes // ranks * BLOCK // (BLOCK + 4)
     assert encode(torch.zeros(ranks, part)).nbytes == nbytes
+
+
+def code(numbers: torch.Tensor, unsent: torch.Tensor, ranks: int) -> list[torch.Tensor]:
+    """The numbers, errors and mean of the first rank, which receives its own shares from all ranks."""
+    error = unsent.clone()
+    messages = _encode_numbers(numbers, error, error, ranks)
+    length = messages.shape[1] // (BLOCK + 4) * BLOCK
+    message = _average_messages(messages, length, error[:length])
+    mean = torch.empty_like(numbers)
+    _decode_numbers(message.repeat(ranks, 1), length, mean)
+    return [decode(messages, length), error, decode(message, length), mean]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+@pytest.mark.parametrize("count", [1, 255, 513, 4099])
+@pytest.mark.parametrize("fault", [0.0, math.nan, math.inf])
+def test_the_kernels_have_the_bits_of_plain_torch(dtype: torch.dtype, ranks: int, count: int, fault: float) -> None:
+    assert kernels_for(torch.empty(0)) is not None, kernel_status()
+    generator = torch.Generator().manual_seed(count)
+    numbers, unsent = torch.randn(2, count, generator=generator) * 10 ** torch.randn(count, generator=generator)
+    numbers[:200], unsent[:200] = 0, 0
+    numbers[count // 2] = fault
+    found = code(numbers.to(dtype), unsent, ranks)
+    with plain_torch():
+        wanted = code(numbers.to(dtype), unsent, ranks)
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert torch.equal(mine.isnan(), theirs.isnan())
+        assert torch.equal(mine.nan_to_num(1.0).view(torch.int16), theirs.nan_to_num(1.0).view(torch.int16))

@@ -13,6 +13,7 @@ import pytest
 from cpuft.config import PredictConfig, TrainConfig, refuse_conflicts
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
+from cpuft.kernels import plain_torch
 from cpuft.tasks import TASKS
 from cpuft.train.data import hard_negatives
 from cpuft.train.data.archive import read_prepared
@@ -22,7 +23,6 @@ from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import number_queries, read_documents_to_predict, read_relevance
 from cpuft.train.data.show import format_summary, summarize
 from cpuft.train.data.sources import Examples, TaskData
-from cpuft.train.fast.kernels import plain_torch
 from tests.train.rerank import list_rows, make_config, write_csv
 
 TASK = TASKS["rerank"]

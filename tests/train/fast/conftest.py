@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cpuft.train.fast.kernels import kernel_status, kernels_for, plain_torch
+from cpuft.kernels import kernel_status, kernels_for, plain_torch
 
 
 def need_kernels() -> None:

@@ -11,9 +11,9 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForSequenceClassification
 
+from cpuft.kernels import plain_torch
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, clip_gradients, fp32_weights
-from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, make_pair
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

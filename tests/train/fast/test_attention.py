@@ -14,10 +14,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from cpuft.kernels import plain_torch
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.attention import Grid, attention
 from cpuft.train.fast.elementwise import NO_MASK, Mask, kept_elements
-from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.conftest import need_kernels
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 3 / 256}

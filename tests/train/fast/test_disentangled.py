@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers.models.deberta_v2.modeling_deberta_v2 import DebertaV2Config, DisentangledSelfAttention
 
+from cpuft.kernels import plain_torch
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.attention import Grid
 from cpuft.train.fast.disentangled import Distances, disentangled_attention, number_embeddings
 from cpuft.train.fast.elementwise import NO_MASK, Mask
-from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import relative_error
 

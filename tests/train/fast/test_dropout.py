@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
+from cpuft.kernels import plain_torch
 from cpuft.train.fast.elementwise import FastDropout, Mask, draw_mask, kept_elements, masked
-from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.conftest import need_kernels
 
 COUNT = 1 << 20

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RMSNorm
 
+from cpuft.kernels import plain_torch
 from cpuft.train.fast.elementwise import (
     GATES,
     NO_MASK,
@@ -30,7 +31,6 @@ from cpuft.train.fast.elementwise import (
     kept_elements,
     read_norm,
 )
-from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import relative_error
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from cpuft.kernels import plain_torch
 from cpuft.train.fast.acceleration import accelerate, describe_layers
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.fast.prenorm import make_layout
 from cpuft.train.lora import add_adapters
 from tests.train.fast.encoders import make_optimizer, relative_error
@@ -28,11 +28,13 @@ def make_pair(family: str, precision: str, **settings: Any) -> tuple[Any, Any, A
     """A plain model and an accelerated copy of it, and the optimizers of both."""
     plain = make_model(family, **settings)
     fast = copy.deepcopy(plain)
-    optimizer = make_optimizer(fast, eps=1e-3)  # so that it divides no difference of rounding by a small number
+    # The epsilon is large, so that the optimizer divides no difference of rounding by a small number: with 1e-3, one
+    # gradient near 0 makes the difference of a later update ten times as large on some CPUs.
+    optimizer = make_optimizer(fast, eps=1e-2)
     accelerate(fast, optimizer, precision=precision)
     layers = plain.config.num_hidden_layers
     assert describe_layers(fast) == f"{layers} of {layers} layers replaced"
-    return plain, fast, make_optimizer(plain, eps=1e-3), optimizer
+    return plain, fast, make_optimizer(plain, eps=1e-2), optimizer
 
 
 def gradients(model: Any) -> dict[str, Tensor]:

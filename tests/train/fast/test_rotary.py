@@ -14,9 +14,9 @@ from transformers import Gemma3TextConfig, Qwen3Config
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
+from cpuft.kernels import plain_torch
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.elementwise import Norm, read_norm
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import relative_error

@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 
 from cpuft.errors import CpuftError
+from cpuft.kernels import plain_torch
 from cpuft.rank.script import flush_and_exit, keep_forever
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.kernels import plain_torch
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, relative_error
 
 KEYS = {

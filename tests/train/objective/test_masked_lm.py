@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.config import TrainConfig
+from cpuft.kernels import plain_torch
 from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens
 from cpuft.train.data.order import select_for_rank
 from cpuft.train.data.texts import NEVER_MASKED, WORD_CONTINUATION, WORD_START
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.masked_lm import MaskedLanguageModelling
 from cpuft.train.objective.table import make_objective

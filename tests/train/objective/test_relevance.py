@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import HashStore
 
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.kernels import plain_torch
 from cpuft.rank.world import World
 from cpuft.record import format_metrics
 from cpuft.train.checkpoint.final_model import save_model
@@ -27,7 +28,6 @@ from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import prepare
 from cpuft.train.data.relevance import read_relevance
-from cpuft.train.fast.kernels import plain_torch
 from cpuft.train.loop import train
 from cpuft.train.objective.relevance import ACTIVATIONS, Relevance, compute_reranking_metrics, read_activation
 from cpuft.train.objective.table import make_objective

@@ -45,6 +45,9 @@ _SIGNATURES = {
     "dequantise": "pppppqqi",
     "square_sum": "pppqi",
     "adamw": "ppppppppqffffffffi",
+    "encode_blocks": "ppppqqqi",
+    "average_blocks": "pppqqqi",
+    "decode_blocks": "ppqqqi",
 }
 """Types of each C++ function's parameters in their order: p pointer (or array of pointers), q int64, Q uint64,
 I uint32, f float, i int."""

@@ -1,0 +1,153 @@
+"""A cluster in slow motion: what is replayed, over which links, and that a lost overlap is seen."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.config import ReplayConfig, format_arguments, parse_arguments
+from cpuft.errors import CpuftError
+from cpuft.launch.scaling import plan_case
+from cpuft.record import (
+    GradientSizes,
+    GradientTime,
+    Interval,
+    LayerTimesLine,
+    ScalingLine,
+    format_line,
+    parse_lines,
+)
+from cpuft.train.slow_motion import (
+    LEAST_SLOWDOWN,
+    MOST_BUSY,
+    RankTimes,
+    choose_slowdown,
+    find_hidden_share,
+    make_replay,
+    plan_limit,
+    plan_link,
+    scale_times,
+    summarise,
+)
+from tests.records import LAYER_TIMES, make_record
+
+RECORD = replace(
+    make_record(gradient_sizes=GradientSizes(590_592, 384, tokens={"1": 600.0, "2": 1000.0, "4": 1700.0})),
+    layer_times=LAYER_TIMES,
+)
+
+
+def make_times(ready: list[float]) -> LayerTimesLine:
+    """A step of 0.3 s, whose gradients of 256 KiB become ready at these seconds of its backward pass of 0.2 s."""
+    gradients = [
+        GradientTime(f"layer{number}", [64, 1024], "float32", seconds, -1.0, False)
+        for number, seconds in enumerate(ready)
+    ]
+    return LayerTimesLine(gradients, 16, 0.0, 0.1, 0.2, 0.2, 0.0)
+
+
+def measure(folder: Path, times: LayerTimesLine, config: ReplayConfig) -> subprocess.CompletedProcess[str]:
+    record = make_record(gradient_sizes=GradientSizes(8 * 65536))
+    folder.mkdir()
+    path = folder / "record.jsonl"
+    path.write_text("".join(f"{format_line(line)}\n" for line in (record.header, times)))
+    step = plan_case(str(path), config, as_root=os.geteuid() == 0)
+    return subprocess.run(step.command, capture_output=True, text=True, timeout=120)
+
+
+def read_line(done: subprocess.CompletedProcess[str]) -> ScalingLine:
+    assert done.returncode == 0, done.stderr
+    (line,) = parse_lines(done.stdout, "output")
+    assert isinstance(line, ScalingLine)
+    return line
+
+
+def test_messages_hide_behind_the_backward_pass_unless_all_gradients_come_at_its_end(tmp_path: Path) -> None:
+    # 2 MiB by a ring of three take 0.1 s at 224 Mbit/s: half of the backward pass.
+    config = ReplayConfig(ranks=3, bits_per_second=224_000_000, updates=3, slowdown=6.0)
+    spread = read_line(measure(tmp_path / "spread", make_times([0.02 * n for n in range(1, 9)]), config))
+    late = read_line(measure(tmp_path / "late", make_times([0.2] * 8), config))
+    assert spread.ideal_seconds == pytest.approx(0.3)
+    assert spread.bytes_per_step == pytest.approx(8 * 65536 * 4, rel=0.01)
+    assert spread.waiting < 0.12
+    assert 0.17 < late.waiting < 0.35
+    assert {one.name for one in spread.intervals} == {"forward", "backward", "update", "all_reduce"}
+    assert not list(Path("/sys/class/net").glob("rank*")), "the simulated links have ended with their processes"
+
+
+def test_a_slowdown_too_small_for_this_machine_is_refused_with_one_that_fits() -> None:
+    config, replayed = make_replay(RECORD, ReplayConfig(grad_compression="bf16"))
+    seconds = [0.4, 0.5]
+    found = [RankTimes(seconds, 0.1, 2 * MOST_BUSY * sum(seconds) * (os.cpu_count() or 1), 1e6, 0.5, [])] * 4
+    with pytest.raises(CpuftError, match=r"give --slowdown [0-9]+, or fewer ranks with --np"):
+        summarise(config, replayed, 1.0, found)
+
+
+def test_a_summary_has_the_slowest_rank_of_each_step_and_divides_by_the_slowdown() -> None:
+    config, replayed = make_replay(RECORD, ReplayConfig(ranks=2, grad_compression="bf16", cores=0.5))
+    one = RankTimes([4.0, 5.0, 9.0], 0.02, 0.3, 1e6, 0.5, [Interval("forward", 0.0, 1.0)])
+    line = summarise(config, replayed, 10.0, [one, replace(one, step_seconds=[4.5, 4.0, 3.0])])
+    assert line.step_seconds == pytest.approx(0.5)
+    assert line.taken_seconds == pytest.approx(0.5 * 0.02 / 0.5)
+    assert line.intervals == [Interval("forward", 0.0, 0.1)]
+    assert line.share + line.waiting + line.slowed == pytest.approx(1.0)
+
+
+def test_a_rank_replays_a_scaled_step_and_the_rows_of_the_update() -> None:
+    config, replayed = make_replay(RECORD, ReplayConfig(ranks=4, grad_compression="int8", compute_scale=2.0))
+    assert replayed.step_seconds == pytest.approx(2 * 0.321)
+    assert replayed.times.gradients[1].ready_seconds == pytest.approx(0.3)
+    assert replayed.tokens == 1700
+    assert config.grad_compression == replayed.config.grad_compression == "int8"
+    assert scale_times(LAYER_TIMES, 1.0) == LAYER_TIMES
+
+
+@pytest.mark.parametrize(("rate", "compression"), [(100 * 10**9, "bf16"), (10**7, "int8")])
+def test_auto_is_what_a_launch_would_choose_for_the_link(rate: int, compression: str) -> None:
+    config, _ = make_replay(RECORD, ReplayConfig(bits_per_second=rate, grad_compression="auto"))
+    assert config.grad_compression == compression
+
+
+def test_a_record_without_times_names_the_option_that_records_them() -> None:
+    with pytest.raises(CpuftError, match="--record-layer-times"):
+        make_replay(make_record(), ReplayConfig())
+
+
+def test_the_slowdown_grows_with_the_ranks_and_has_a_least_value() -> None:
+    config, replayed = make_replay(RECORD, ReplayConfig(ranks=2, grad_compression="bf16", compute_scale=10.0))
+    assert choose_slowdown(config, replayed, cores=2) == LEAST_SLOWDOWN
+    many = choose_slowdown(replace(config, ranks=250), replayed, cores=2)
+    assert many > LEAST_SLOWDOWN
+    assert choose_slowdown(replace(config, ranks=250), replayed, cores=4) == pytest.approx(many / 2, rel=0.1)
+
+
+def test_only_time_in_which_a_rank_does_not_wait_counts_as_hidden() -> None:
+    messages = [Interval("all_reduce", 1.0, 2.0, 100), Interval("all_reduce", 1.5, 3.0, 100)]
+    assert find_hidden_share([Interval("forward", 0.0, 9.0), *messages], 0.5) == pytest.approx(0.75)
+    assert find_hidden_share(messages, 9.0) == 0.0
+    assert find_hidden_share([], 0.0) == 0.0
+
+
+def test_each_rank_has_an_address_and_a_limit_in_both_directions() -> None:
+    router, own = plan_link(255, 4711)
+    assert router[0] == "link add dev rank255 type veth peer name eth0 netns 4711"
+    assert "address add 10.64.1.0/32 dev eth0" in own
+    router, own = plan_limit(3, 1e6, 500_000)
+    assert router == ["qdisc add dev rank3 root tbf rate 8000000bit burst 262144 limit 500000"]
+    assert own == ["qdisc add dev eth0 root tbf rate 8000000bit burst 262144 limit 500000"]
+
+
+def test_a_case_is_described_by_arguments_alone() -> None:
+    config = ReplayConfig(ranks=8, bits_per_second=3 * 10**8, grad_compression="int8", slowdown=12.5)
+    assert parse_arguments(ReplayConfig, format_arguments(config)) == config
+    command = plan_case("/runs/a/record.jsonl", config, as_root=False).command
+    assert command[:4] == ("setpriv", "--pdeathsig", "KILL", "unshare")
+    assert "--map-root-user" in command
+    assert command[command.index(sys.executable) :][:4] == (
+        sys.executable, "-m", "cpuft.train.slow_motion", "/runs/a/record.jsonl",
+    )  # fmt: skip
