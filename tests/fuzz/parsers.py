@@ -80,6 +80,7 @@ from cpuft.train.data.tables import parse_hub_name, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
 from cpuft.train.embedding_form import read_form, read_settings
 from cpuft.train.generate import read_prompts
+from cpuft.train.model import read_safetensors_header
 from cpuft.train.predict import read_finished_run
 from tests.conftest import make_facts
 from tests.fuzz import values
@@ -298,6 +299,15 @@ def _make_archive() -> str:
     return file.getvalue().decode("latin-1")
 
 
+_HEADER = {"w": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
+
+
+def _add_length(header: str) -> str:
+    """A safetensors file with this header and 24 bytes of numbers, a character for each byte."""
+    length = len(values.as_bytes(header)).to_bytes(8, "little").decode("latin-1")
+    return length + header + "\0" * 24
+
+
 def _write_report(text: str) -> object:
     from cpuft.report.comparison import compare
     from cpuft.report.tables import format_markdown, format_text
@@ -383,6 +393,10 @@ PARSERS: dict[str, Parser] = {
         st.tuples(st.sampled_from(sorted(CHILD)), values.damaged(["0", "2", "10.0.0.7", "7f#2", "b" * 32])).map(
             "=".join
         ),
+    ),
+    "read_safetensors_header": Parser(
+        _from_file("m.safetensors", read_safetensors_header),
+        values.damaged_json(_HEADER).map(_add_length) | values.damaged([_add_length(json.dumps(_HEADER))]),
     ),
     "read_pairs": Parser(_from_file("p.csv", _read_pairs), values.damaged(_PAIRS)),
     **{f"read_form of {name}": Parser(_read_form(name), values.damaged_json(good)) for name, good in _FORM.items()},

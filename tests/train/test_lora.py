@@ -93,10 +93,11 @@ def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
         ({"task": "chat", "lora_rank": 4}, 100, 4, 2e-4),
         ({"task": "chat", "learning_rate": 3e-5}, 600, 16, 3e-5),
         ({"task": "chat", "from_config": "x.json"}, 600, 0, 2e-5),
-        ({"task": "files"}, 600, 16, 2e-4),
-        ({"task": "mrpc"}, 201, 16, 2e-4),
-        ({"task": "mrpc"}, 0, 0, 2e-5),
-        ({"task": "stsb", "learning_rate": 1e-5}, 600, 16, 1e-5),
+        ({"task": "files", "model": "qwen"}, 600, 16, 2e-4),
+        ({"task": "mrpc", "model": "qwen"}, 201, 16, 2e-4),
+        ({"task": "mrpc", "model": "qwen"}, 0, 0, 2e-5),
+        ({"task": "mrpc"}, 600, 0, 2e-5),  # the default model is small
+        ({"task": "stsb", "model": "qwen", "learning_rate": 1e-5}, 600, 16, 1e-5),
         ({"task": "demo"}, 600, 0, 1e-4),
         ({"task": "rerank"}, 600, 0, 2e-5),
         ({"task": "mrpc", "precision": "int8"}, 600, 0, 2e-5),
@@ -116,14 +117,16 @@ def test_large_decoders_have_adapters_unless_told(
     refuse_conflicts(replace(chosen, tokenizer="x"))
 
 
-def test_adapters_that_may_be_chosen_may_be_merged() -> None:
+def test_adapters_that_may_be_chosen_may_be_merged(tmp_path: Path) -> None:
     refuse_conflicts(TrainConfig(task="chat", lora_merge=True))
-    refuse_conflicts(TrainConfig(task="mrpc", lora_merge=True))
+    encoder = TrainConfig(task="mrpc", model=save_encoder(tmp_path / "encoder", "eurobert"), lora_merge=True)
+    refuse_conflicts(encoder)
     with pytest.raises(
         CpuftError, match="--lora-merge is for LoRA runs, and all weights are trained, because the model"
     ):
-        choose_lora(TrainConfig(task="mrpc", lora_merge=True))
-    for config in (TrainConfig(task="demo", lora_merge=True), TrainConfig(task="chat", lora_merge=True, lora_rank=0)):
+        choose_lora(encoder)
+    without = (TrainConfig(task="mrpc"), TrainConfig(task="demo"), TrainConfig(task="chat", lora_rank=0))
+    for config in (replace(one, lora_merge=True) for one in without):
         with pytest.raises(CpuftError, match="--lora-merge merges LoRA adapters, and there are none"):
             refuse_conflicts(config)
 

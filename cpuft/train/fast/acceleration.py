@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -133,6 +134,16 @@ def keep_freed_memory() -> bool:
     return all(accepted)
 
 
+def _return_free_memory() -> None:
+    """Return the pages that glibc's malloc holds without need to the kernel.
+
+    Weights that are copied, to bf16 or next to each other, leave gaps between those that stay, which later tensors of
+    other sizes do not fill: of a decoder with 470 million parameters, they were a quarter.
+    """
+    with suppress(OSError, AttributeError):  # without glibc
+        ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
+
+
 def _check(model: nn.Module, precision: str) -> None:
     if precision not in PRECISIONS:
         raise CpuftError(f"precision {precision!r} is unknown: choose one of {', '.join(PRECISIONS)}")
@@ -170,6 +181,8 @@ def _patch(model: nn.Module, precision: str, first_token: bool, adapters: bool) 
             parameter.data = parameter.detach().to(torch.bfloat16)
     for one in found:
         one.install(precision)
+    if found:
+        _return_free_memory()
     masters.embedding = patch_embedding(model) if found else None
     if first_token and len(encoders) == 1:
         for module in list(model.modules()):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,3 +34,33 @@ def test_a_second_step_takes_no_page_faults(mode: str) -> None:
     command = [sys.executable, "-c", FAULTS, mode]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert (int(done.stdout) < 100) == (mode == "keep")
+
+
+PACKED = """
+import ctypes, re, torch
+from pathlib import Path
+from transformers import AutoConfig, AutoModelForCausalLM
+from cpuft.train.fast.acceleration import patch_model
+
+def measure():
+    return 1024 * int(re.search(r"Anonymous: *(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
+
+torch.set_num_threads(1)
+sizes = dict(hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_key_value_heads=12, vocab_size=1000)
+AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=6, **sizes)).save_pretrained("model")
+ctypes.CDLL(None).malloc_trim(0)
+model = AutoModelForCausalLM.from_pretrained("model")
+before = measure()
+patch_model(model, "fp32")
+print(measure() - before, sum(parameter.nbytes for parameter in model.parameters()))
+"""
+
+
+def test_weights_that_are_packed_leave_no_gaps(tmp_path: Path) -> None:
+    # As ranks have it: then tensors of up to 32 MB are in malloc's heap.
+    settings = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+    command = [sys.executable, "-c", PACKED]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=settings, cwd=tmp_path)
+    more, weights = map(int, done.stdout.split())
+    assert weights > 150e6
+    assert more < 0.15 * weights
