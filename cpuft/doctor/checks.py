@@ -95,6 +95,8 @@ class Health:
     """Error message of an ssh login to each peer, by the peer's name in the hostfile. Empty if the login worked."""
     listens: bool
     """Whether the probe could listen on the agreed port. Otherwise other hosts could not connect to it."""
+    tried: list[str]
+    """Addresses of the peers to which a TCP connection was tried: of a large cluster not all other hosts."""
     connected: dict[str, float]
     """Milliseconds that a TCP connection took, by address of the peer. Peers that were not reached are missing."""
 
@@ -294,7 +296,7 @@ def _check_own_name(state: ClusterState) -> Iterator[Finding]:
 def _check_ports(state: ClusterState) -> Iterator[Finding]:
     listening = {one.address: one for one, _, health in state.answering if health.listens}
     for one, _, health in state.answering:
-        missed = [peer for peer in listening if peer != one.address and peer not in health.connected]
+        missed = [peer for peer in health.tried if peer in listening and peer not in health.connected]
         if missed and health.listens:
             yield Finding(
                 one.name, f"TCP connections to {', '.join(listening[peer].name for peer in missed)} are not possible."

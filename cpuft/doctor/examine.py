@@ -22,13 +22,17 @@ from cpuft.errors import CpuftError
 from cpuft.hosts import facts
 from cpuft.hosts.cluster import Access, Cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.topology import parse_facts
-from cpuft.hosts.transport import HostError, map_hosts
+from cpuft.hosts.topology import HostFacts, parse_facts
+from cpuft.hosts.transport import HostError, map_hosts, try_hosts
 from cpuft.serialization import load, parse_json
 
-PORT_SECONDS = 3.0
-"""How long hosts try to connect to each other's port. Their ssh logins begin within a shorter time of each other."""
+PORT_SECONDS, _PORT_SECONDS_PER_HOST = 3.0, 0.1
+"""How long hosts try to connect to each other's port. Their probes start within a shorter time of each other."""
 _PROBE_SECONDS = 30.0
+_ALL_PAIRS = 16
+"""Most hosts of which each tries to connect to all others."""
+_LOGINS = 32
+"""Most hosts to which this machine logs in at the same time."""
 _CONNECT_SECONDS, _PAUSE_SECONDS = 1.0, 0.1
 """Of one attempt to connect to a host from outside its network, and between two attempts."""
 _FATAL = ("CPUFT-022", "CPUFT-034")
@@ -46,7 +50,8 @@ _LOADER = (
     "facts,probe={'__name__':'facts'},{'__name__':'probe'}\n"
     "exec(order['facts_source'],facts)\n"
     "exec(order['probe_source'],probe)\n"
-    "print(json.dumps({'facts':facts['gather'](order['targets']),'health':probe['examine'](order)}))\n"
+    "found=facts['gather'](order['targets']) if 'gather' in facts else None\n"
+    "print(json.dumps({'facts':found,'health':probe['examine'](order)}))\n"
 )
 
 
@@ -56,17 +61,21 @@ def examine_hosts(
     ranks: dict[str, int] | None = None,
     full: bool = False,
     try_outside: bool = False,
+    known: Sequence[HostFacts] = (),
 ) -> ClusterState:
     """Examine all hosts of a hostfile at the same time.
 
-    A program that needs only Python 3 runs on each host for up to 30 s. It changes nothing there, but the hosts connect
-    to each other on a random TCP port, and log in to each other by ssh.
+    A program that needs only Python 3 runs on each host for up to 33 s, and 0.1 s more for each host. It changes
+    nothing there, but the hosts connect to each other on a random TCP port, and the head host logs in to the others by
+    ssh. Each of more than 16 hosts tries only the ports of some others (`choose_peers`).
 
     Parameters
     ----------
     ranks: ranks planned on each host, by its name in the hostfile; None if no launch is planned.
-    full: whether every host logs in to every other by ssh, instead of only the head host.
+    full: whether every host logs in to every other by ssh and tries its port.
     try_outside: whether this machine tries to connect to a port of each host, if it is outside the hosts' network.
+    known: facts of all hosts that were gathered a moment ago, for a shorter examination before a launch: it gathers
+        none, and does not find out which kernels the hosts have. Empty for a complete one.
 
     Returns
     -------
@@ -77,9 +86,18 @@ def examine_hosts(
     try_outside = try_outside and not access.transport.bootstrap and not any(map(access.transport.is_here, hosts))
     routes = _read_routes() if try_outside else ""
     outside = [bool(address) and is_outside(address, routes) for address, _ in addresses]
-    orders = dict(zip(hosts, _make_orders(hosts, [address for address, _ in addresses], access, full, outside)))
-    found = dict(zip(hosts, addresses))
-    states = map_hosts(lambda host: _examine_host(host, found[host], orders[host], access), hosts)
+    orders = _make_orders(hosts, [address for address, _ in addresses], access, full, outside, bool(known))
+    facts_of = known or (None,) * len(hosts)
+    with access.transport.keep_sessions():
+        if len(hosts) > _LOGINS:
+            # All probes have to run at the same time, and this machine can't log in to all hosts at the same time.
+            try_hosts(lambda host: access.transport.run(host, ("true",)), hosts, _LOGINS)
+        numbers = range(len(hosts))
+        states = map_hosts(
+            lambda index: _examine_host(hosts[index], addresses[index], orders[index], access, facts_of[index]),
+            numbers,
+            most=len(hosts),
+        )
     return ClusterState(tuple(states), access.python if len(hosts) > 1 else "", ranks or {})
 
 
@@ -99,7 +117,8 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
         message has the code, host, evidence and next step of each error.
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
-    findings = find_all(examine_hosts(tuple(one.host for one in cluster.assignments), cluster.access, ranks))
+    hosts = tuple(one.host for one in cluster.assignments)
+    findings = find_all(examine_hosts(hosts, cluster.access, ranks, known=cluster.facts))
     findings = [finding for finding in findings if finding.code != _WITHOUT_EFFECT]
     is_single = len(cluster.assignments) < 2
     if is_single:
@@ -143,23 +162,26 @@ def is_outside(address: str, routes: str) -> bool:
 
 
 def _make_orders(
-    hosts: tuple[Host, ...], addresses: list[str], access: Access, full: bool, outside: list[bool]
+    hosts: tuple[Host, ...], addresses: list[str], access: Access, full: bool, outside: list[bool], has_facts: bool
 ) -> list[dict[str, Any]]:
     """Return what the probe on each host is told to do; see `probe.examine`."""
     port = choose_port()
     sources = {
-        "facts_source": Path(facts.__file__).read_text(encoding="utf-8"),
+        "facts_source": "" if has_facts else Path(facts.__file__).read_text(encoding="utf-8"),
+        "kernels": not has_facts,
         "probe_source": Path(probe.__file__).read_text(encoding="utf-8"),
     }
+    seconds = PORT_SECONDS + _PORT_SECONDS_PER_HOST * len(hosts)
+    others = [address for address in dict.fromkeys(addresses) if address]
     options, by_ssh = list(access.mpirun_options), len(hosts) > 1 and not access.transport.bootstrap
     orders = []
     for index, address in enumerate(addresses):
-        peers = [other for other in dict.fromkeys(addresses) if other and other != address]
+        peers = choose_peers(others, address, full)
         order = {
             "port": port,
             "peers": peers,
             "targets": peers[:1] or [address],
-            "seconds": PORT_SECONDS,
+            "seconds": seconds,
             "greeting": f"cpuft doctor {secrets.token_hex(16)}" if outside[index] else "",
             "ssh_options": options,
             # mpirun starts the proxy on its own host without ssh.
@@ -167,6 +189,27 @@ def _make_orders(
         }
         orders.append(sources | order)
     return orders
+
+
+def choose_peers(addresses: Sequence[str], own: str, full: bool) -> list[str]:
+    """Return the addresses to which the host `own` tries to connect; they try to connect to it, too.
+
+    These are all others of up to 16 hosts, and with `full` of any number. Of more hosts they are those that are 1, 2,
+    4, 8 ... places before and behind it in the order of the hosts, because the number of all pairs grows with the
+    square of the number of hosts. Rings, trees and recursive doubling, by which ranks exchange data, use these pairs.
+
+    Parameters
+    ----------
+    addresses: of all hosts, each once.
+    own: may be missing in `addresses`, if the host has no address; the result is then empty.
+    """
+    count = len(addresses)
+    if own not in addresses or full or count <= _ALL_PAIRS:
+        return [other for other in addresses if own in addresses and other != own]
+    place = addresses.index(own)
+    steps = [1 << power for power in range((count - 1).bit_length())]
+    places = dict.fromkeys((place + sign * step) % count for step in steps for sign in (1, -1))
+    return [addresses[other] for other in sorted(places) if other != place]
 
 
 def choose_port() -> int:
@@ -183,7 +226,9 @@ def _resolve(host: Host, access: Access) -> tuple[str, str]:
         return "", str(error)
 
 
-def _examine_host(host: Host, resolved: tuple[str, str], order: dict[str, Any], access: Access) -> HostState:
+def _examine_host(
+    host: Host, resolved: tuple[str, str], order: dict[str, Any], access: Access, known: HostFacts | None
+) -> HostState:
     address, failure = resolved
     if not address:
         return HostState(host, "", failure=failure)
@@ -196,7 +241,7 @@ def _examine_host(host: Host, resolved: tuple[str, str], order: dict[str, Any], 
     if order["greeting"]:
         trial.start()
     try:
-        text = _run_probe(host, json.dumps(order), access)
+        text = _run_probe(host, order, access)
         after = time.time()
         ended.set()
         if order["greeting"]:
@@ -205,7 +250,7 @@ def _examine_host(host: Host, resolved: tuple[str, str], order: dict[str, Any], 
         health = load(Health, values.get("health"), "health")
         # The host read its clock at some moment between these two, so only a difference beyond them is certain.
         skew = max(0.0, health.time - after) + min(0.0, health.time - before)
-        host_facts = parse_facts(json.dumps(values.get("facts")), host.name)
+        host_facts = known or parse_facts(json.dumps(values.get("facts")), host.name)
         return HostState(host, address, host_facts, health, outside_port=port if any(reached) else 0, skew=skew)
     except CpuftError as error:
         kind = error.kind if isinstance(error, HostError) else ""
@@ -232,9 +277,11 @@ def _reach(address: str, port: int, greeting: str, ended: threading.Event) -> bo
     return False
 
 
-def _run_probe(host: Host, order: str, access: Access) -> str:
+def _run_probe(host: Host, order: dict[str, Any], access: Access) -> str:
     """Run the probe on a host and return what it printed. Raise CpuftError if it failed."""
-    answer = access.transport.run(host, access.any_python("-c", _LOADER), order, _PROBE_SECONDS)
+    answer = access.transport.run(
+        host, access.any_python("-c", _LOADER), json.dumps(order), _PROBE_SECONDS + order["seconds"]
+    )
     if answer.exit_code:
         last_lines = " | ".join(answer.errors.strip().splitlines()[-3:])
         raise CpuftError(f"The probe failed in the Python of host {host.name} ({last_lines}).")

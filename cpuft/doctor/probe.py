@@ -43,6 +43,7 @@ _MPIRUN_PROCESSES = ("hydra_", "mpiexec", "mpirun", "orted", "prted")
 _BLOCK = 1 << 20
 _ROUND_TRIPS = 200
 _LINK_TIMEOUT_SECONDS = 8.0
+_LOGINS = 16
 
 
 def examine(order: dict[str, Any]) -> dict[str, Any]:
@@ -53,8 +54,9 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
     ----------
     order: a dict of `port` (to listen on, the same on all hosts), `peers` (addresses to connect to), `seconds` (most
         time for these connections), `greeting` (text to send to whoever connects; if it is not empty, a machine outside
-        the cluster is expected to connect, too), `ssh_options` (arguments for ssh) and `ssh_peers` (names of hosts to
-        log in to). `greeting` may be missing.
+        the cluster is expected to connect, too), `ssh_options` (arguments for ssh), `ssh_peers` (names of hosts to
+        log in to) and `kernels` (whether to find out which build of the kernels training uses). `greeting` and
+        `kernels` may be missing.
 
     Returns
     -------
@@ -77,7 +79,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "packages": read_packages(),
             "mpi": read_mpi(),
             "kernels": find_kernels(),
-            "kernel_build": describe_kernels(),
+            "kernel_build": describe_kernels() if order.get("kernels", True) else "",
             "own_address": resolve_own_name(),
             "amx_usable": can_use_amx(),
             "memory_available": int(_read_field("/proc/meminfo", "MemAvailable") or 0) << 10,
@@ -294,6 +296,7 @@ def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -
     Returns
     -------
     `listens`: whether the port was free; if it was not, nothing is tried.
+    `tried`: `peers`.
     `connected`: milliseconds that each connection took, by address of the peer; peers that were not reached are
         missing.
     """
@@ -305,7 +308,7 @@ def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -
         try:
             server.bind(("", port))
         except OSError:
-            return {"listens": False, "connected": connected}
+            return {"listens": False, "tried": peers, "connected": connected}
         server.listen(len(peers) + 8)
         with ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
             tries = [pool.submit(_time_connection, peer, port, end) for peer in peers]
@@ -319,7 +322,7 @@ def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -
                     with connection, contextlib.suppress(OSError):
                         connection.send(greeting.encode())
         connected = {peer: ms for peer, ms in zip(peers, (t.result() for t in tries)) if ms >= 0}
-    return {"listens": True, "connected": connected}
+    return {"listens": True, "tried": peers, "connected": connected}
 
 
 def _time_connection(peer: str, port: int, end: float) -> float:
@@ -335,8 +338,9 @@ def _time_connection(peer: str, port: int, end: float) -> float:
 
 
 def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
-    """Log in to all peers by ssh at the same time, for at most 8 s, without a password; return the error message for
-    each.
+    """Log in to all peers by ssh, for at most 8 s each, without a password; return the error message for each.
+
+    At most 16 logins run at the same time: the client's part of one takes more than a tenth of a second of a core.
 
     The message is the last line of ssh's errors, "exit code N" if it printed none, and empty if the login worked.
 
@@ -355,7 +359,7 @@ def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return lines[-1].strip() if done.returncode else ""
 
-    with ThreadPoolExecutor(max_workers=max(1, len(peers))) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, min(_LOGINS, len(peers)))) as pool:
         return dict(zip(peers, pool.map(attempt, peers)))
 
 

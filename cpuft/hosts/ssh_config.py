@@ -9,14 +9,18 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpuft.config import LAST_PORT, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import Entry, format_entry
 from cpuft.serialization import find_control
+
+if TYPE_CHECKING:
+    import paramiko
 
 CONNECT_SECONDS = 10.0
 """paramiko's time limit for each of these: connection, key exchange, login."""
@@ -122,7 +126,7 @@ def read_login(host: Host, config_path: str = "") -> Login:
 
     path = os.path.expanduser(config_path or "~/.ssh/config")
     try:
-        config = paramiko.SSHConfig.from_path(path) if os.path.exists(path) else paramiko.SSHConfig()
+        config = _read_config(path, *_read_stamp(path)) if os.path.exists(path) else paramiko.SSHConfig()
         found: dict[str, Any] = dict(config.lookup(host.name))
     except (paramiko.SSHException, OSError, ValueError) as error:
         raise CpuftError(f"ssh's configuration {path} cannot be read ({error}): correct it") from None
@@ -141,6 +145,24 @@ def read_login(host: Host, config_path: str = "") -> Login:
         jumps=parse_jumps(str(found.get("proxyjump", "")), f"ProxyJump of host {host.name}"),
         proxy="" if proxy == "none" else proxy,
     )
+
+
+def _read_stamp(path: str) -> tuple[int, int, int]:
+    """Return what tells one state of a file from another."""
+    found = os.stat(path)
+    return found.st_mtime_ns, found.st_size, found.st_ino
+
+
+@lru_cache(maxsize=8)
+def _read_config(path: str, changed: int, size: int, inode: int) -> paramiko.SSHConfig:
+    """Return a client configuration, which is parsed again only if the file has changed.
+
+    A cluster's configuration has an entry for each host, so that parsing it for each host would take a time that grows
+    with the square of their number.
+    """
+    import paramiko
+
+    return paramiko.SSHConfig.from_path(path)
 
 
 def parse_jumps(text: str, where: str) -> tuple[Host, ...]:

@@ -16,7 +16,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 H = TypeVar("H")
 T = TypeVar("T")
 _CONNECTIONS = 32
-"""Most hosts that are asked at the same time."""
+"""Most hosts that are asked at the same time, unless they have to meet each other."""
 _DIAL_SECONDS = 5.0
 """Time limit for a TCP connection: a host that is up answers at once; one that was cut off must not delay others."""
 _PROBE_DIAL_SECONDS = 3.5
@@ -44,6 +44,10 @@ _PROBE_SECONDS = 6.0
 """Time limit for the key exchange in `find_unresponsive`."""
 _BLOCK = 1 << 18
 _POLL_SECONDS = 0.005
+_MOST_POLL_SECONDS = 0.1
+_POLL_SHARE = 0.1
+"""Pause between two looks at a command's output, as a share of the time since its last output. Without it, sessions
+with many hosts that compute for seconds would keep a core of this machine busy."""
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _PUT = 'set -e; umask 077; base64 -d >"$1.part"; mv "$1.part" "$1"'
 
@@ -281,9 +285,12 @@ class SshTransport(Transport):
     def keep_sessions(self) -> Iterator[None]:
         """Inside, log in to each host only once for all commands that are run one after another.
 
-        A session in which a command failed to run is closed, and the next command logs in again. All are closed at the
-        end.
+        A session that has ended, or in which a command failed to run, is closed, and the next command logs in again.
+        All are closed at the end; of nested calls, at the end of the outer one.
         """
+        if self.sessions.keep:
+            yield
+            return
         self.sessions.keep = True
         try:
             yield
@@ -298,6 +305,8 @@ class SshTransport(Transport):
             with open_session(host, self.config) as client:
                 yield client
             return
+        if host in self.sessions.open and not _is_active(self.sessions.open[host][0]):
+            self.sessions.close(host)
         if host not in self.sessions.open:
             stack = ExitStack()
             self.sessions.open[host] = stack.enter_context(open_session(host, self.config)), stack
@@ -316,15 +325,20 @@ class SshTransport(Transport):
         return read_login(host, self.config) if host.name != "localhost" else Login(host.name, host.port or 22)
 
 
-def map_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
+def _is_active(client: paramiko.SSHClient) -> bool:
+    link = client.get_transport()
+    return link is not None and link.is_active()
+
+
+def map_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNECTIONS) -> list[T]:
     """Call a function for all hosts at the same time and return its results in the order of the hosts.
 
-    At most 32 calls run at once; all have ended when this returns or raises. The list is empty for no hosts.
+    At most `most` calls run at once; all have ended when this returns or raises. The list is empty for no hosts.
 
     Raises CpuftError: the function raised it for some hosts; the message joins theirs by "; ", and `is_transient` is
     True if it is for all of them. Any other exception of the function is raised as it is.
     """
-    results = try_hosts(function, hosts)
+    results = try_hosts(function, hosts, most)
     failures = [result for result in results if isinstance(result, CpuftError)]
     if failures:
         error = CpuftError("; ".join(map(str, failures)))
@@ -333,11 +347,11 @@ def map_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T]:
     return [result for result in results if not isinstance(result, CpuftError)]
 
 
-def try_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T | CpuftError]:
+def try_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNECTIONS) -> list[T | CpuftError]:
     """Call a function for all hosts at the same time; return its result for each, or the CpuftError that it raised.
 
-    The list has the order of the hosts and is empty for no hosts. At most 32 calls run at once. An exception of another
-    class is raised as it is.
+    The list has the order of the hosts and is empty for no hosts. At most `most` calls run at once. An exception of
+    another class is raised as it is.
     """
 
     def call(host: H) -> T | CpuftError:
@@ -348,7 +362,7 @@ def try_hosts(function: Callable[[H], T], hosts: Sequence[H]) -> list[T | CpuftE
 
     if not hosts:
         return []
-    with ThreadPoolExecutor(max_workers=min(_CONNECTIONS, len(hosts))) as pool:
+    with ThreadPoolExecutor(max_workers=min(most, len(hosts))) as pool:
         return list(pool.map(call, hosts))
 
 
@@ -386,17 +400,21 @@ def _log_in(host: Host, login: Login, bastion: paramiko.SSHClient | None, stack:
     options = login.paramiko_options()
     with _raise_host_errors(host):
         client = stack.enter_context(paramiko.SSHClient())
+        # ssh looks up the key of an alias without a port, whatever the port is.
+        name, port = (login.alias, 22) if login.alias else (login.address, login.port)
+        known_name = name if port == 22 else f"[{name}]:{port}"
         for path in filter(os.path.exists, login.known_hosts):
-            client.load_host_keys(path)
+            _load_host_keys(client, path, known_name)
         if not login.known_hosts:
             client.load_system_host_keys()
         client.set_missing_host_key_policy(_refuse_unknown_keys())
-        # ssh looks up the key of an alias without a port, whatever the port is.
-        name, port = (login.alias, 22) if login.alias else (login.address, login.port)
         try:
             client.connect(name, port, sock=_open_stream(login, bastion, ssh_config.CONNECT_SECONDS), **options)
         except paramiko.SSHException as error:
             link = client.get_transport()
+            if link and link.is_active() and not link.initial_kex_done:
+                # paramiko tries to log in although the time limit of the key exchange has passed.
+                raise TimeoutError from None
             if link and link.is_active() and not isinstance(error, paramiko.BadHostKeyException):
                 if not options["key_filename"] and not _has_key():
                     raise HostError(
@@ -409,6 +427,35 @@ def _log_in(host: Host, login: Login, bastion: paramiko.SSHClient | None, stack:
                 raise paramiko.AuthenticationException(str(error)) from None
             raise
     return client
+
+
+def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
+    """Let a client accept the keys that a file in the form of known_hosts has for one name.
+
+    paramiko's own `load_host_keys` compares every line with all lines before it, in every session: with N hosts of a
+    cluster in the file that is N * N * N comparisons for one question to all of them.
+
+    Raises OSError: the file cannot be read.
+    """
+    from paramiko.hostkeys import HostKeyEntry
+    from paramiko.ssh_exception import SSHException
+
+    keys = client.get_host_keys()
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for line in file:
+            names = (line.split(None, 1) or [""])[0]
+            # A name that begins with | is a hash, which only paramiko can compare.
+            if name not in names.split(",") and not names.startswith("|"):
+                continue
+            entry = None
+            with suppress(SSHException):
+                entry = HostKeyEntry.from_line(line.strip())
+            if entry is None or entry.key is None:
+                continue
+            for one in entry.hostnames or ():
+                # Of two keys of the same type, the first one counts, as in paramiko.
+                if entry.key.get_name() not in (keys.lookup(one) or {}):
+                    keys.add(one, entry.key.get_name(), entry.key)
 
 
 def _has_key() -> bool:
@@ -489,6 +536,7 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
     channel = link.open_session(timeout=seconds)
     channel.exec_command(line)
     end, output, errors = time.monotonic() + seconds, bytearray(), bytearray()
+    active_at = time.monotonic()
     while True:
         idle = True
         if not channel.closed and channel.send_ready() and not channel.eof_sent:
@@ -505,10 +553,13 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
         if channel.exit_status_ready() and (channel.eof_received or channel.closed) and idle:
             code = channel.recv_exit_status()
             return Answer(code, output.decode(errors="replace"), errors.decode(errors="replace"))
-        if time.monotonic() > end:
+        now = time.monotonic()
+        if now > end:
             raise TimeoutError
         if idle:
-            time.sleep(_POLL_SECONDS)
+            time.sleep(min(max(_POLL_SECONDS, (now - active_at) * _POLL_SHARE), _MOST_POLL_SECONDS))
+        else:
+            active_at = now
 
 
 def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> str:

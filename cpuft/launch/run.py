@@ -10,7 +10,7 @@ from functools import partial
 
 from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import Cluster, gather_cluster
+from cpuft.hosts.cluster import Cluster, find_access, gather_cluster
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.failures import describe_end
 from cpuft.launch.inputs import list_input_paths, load_allowed_paths, save_allowed_paths
@@ -108,14 +108,18 @@ def plan_request(
         run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
         if locks:
             locks.enter_context(lock_run(run_dir))
-    cluster = gather_cluster(config, resumed.hosts if resumed else ())
-    if resumed:
-        check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
-    input_paths = _find_input_paths(request, train, resumed, environ)
-    options = request.script_options
-    allowed = input_paths if resumed else None
-    job = Job(config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed)
-    plan = plan_run(job, cluster, run_dir, environ, resumed)
+    access = find_access(config)
+    with access.transport.keep_sessions():
+        cluster = gather_cluster(config, resumed.hosts if resumed else (), access)
+        if resumed:
+            check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
+        input_paths = _find_input_paths(request, train, resumed, environ)
+        options = request.script_options
+        allowed = input_paths if resumed else None
+        job = Job(
+            config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed
+        )
+        plan = plan_run(job, cluster, run_dir, environ, resumed)
     return PlannedLaunch(run_dir, cluster, plan, job, input_paths=input_paths)
 
 

@@ -49,6 +49,7 @@ HEALTH = Health(
     steal=0.0,
     ssh={},
     listens=True,
+    tried=[],
     connected={},
 )
 
@@ -74,6 +75,7 @@ def _host(index: int, hosts: int) -> HostState:
         own_address=address,
         listening=listening,
         ssh=dict.fromkeys(peers, ""),
+        tried=peers,
         connected=dict.fromkeys(peers, 0.2),
     )
     return HostState(Host(f"node{index}"), address, facts, health)

@@ -32,7 +32,7 @@ def check(monkeypatch: pytest.MonkeyPatch, hosts: int, **health: Any) -> list[st
     """Return the warnings before a launch on that many hosts, of which the first has this health."""
     state = plant(healthy(), 1, **health)
     state = replace(state, hosts=state.hosts[:hosts])
-    monkeypatch.setattr(examine, "examine_hosts", lambda *_: state)
+    monkeypatch.setattr(examine, "examine_hosts", lambda *_, **known: state)
     cluster = replace(gather_cluster(LaunchConfig(np=1)), assignments=tuple(Assignment(h.host, 1) for h in state.hosts))
     said: list[str] = []
     examine.check_before_launch(cluster, said.append)
