@@ -136,10 +136,10 @@ def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor) 
 
 
 class BlockMean:
-    """The mean of each rank's numbers over a group, in steps that are apart so that other work fits between them.
+    """The mean of each rank's numbers over a group, computed in steps between which the rank can do other work.
 
-    All ranks must make one, and then call `send`, `average_share` and `finish`, once each and in the same order. Making
-    one encodes the numbers, and `send` does not wait.
+    All ranks must make one, which encodes the numbers, and then call `send`, `average_share` and `finish`, once each
+    and in the same order.
 
     Parameters
     ----------
@@ -159,7 +159,7 @@ class BlockMean:
         self._work: dist.Work | None = None
 
     def send(self) -> None:
-        """Start to send each rank its share of the numbers."""
+        """Start to send each rank its share of the numbers. It does not wait."""
         self._work = dist.all_to_all_single(self._received, self._message, group=self._group, async_op=True)
 
     def average_share(self) -> None:
@@ -274,17 +274,20 @@ class BlockReducer:
         self._unsent: dict[torch.Tensor, torch.Tensor] = {}
         """Parameter -> what was not sent of its gradients. DDP changes its buckets after the first step."""
         self._thread = ProgressThread("int8")
-        # The thread's: a message of a bucket is received one bucket later, so that there is always one under way.
+        # Only the thread uses these two lists. It waits for a bucket's message after it has sent the next bucket's, so
+        # that a message is always under way.
         self._sent: list[_BucketUnderWay] = []
+        """Buckets whose shares are under way."""
         self._averaged: list[_BucketUnderWay] = []
+        """Buckets whose means are under way."""
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
 
-        It does not wait, and returns a future of the bucket's buffer, in its own type, which holds the mean then. No
-        other operation of the group may start until the futures of all buckets up to the last one are complete. The
-        future raises the error of a lost rank.
+        It does not wait. It returns a future of the bucket's buffer, which holds the mean in its own type when the
+        future is complete. No other operation of the group may start before the futures of all buckets are complete. If
+        a rank is lost, waiting for the future raises the error of the operation that failed.
         """
         mean = BlockMean(bucket.buffer(), self._group, self._collect_unsent(bucket))
         one = _BucketUnderWay(bucket, mean, QueuedWork(bucket.buffer()))
@@ -294,9 +297,9 @@ class BlockReducer:
         return future
 
     def _advance(self, one: _BucketUnderWay, is_last: bool) -> None:
-        """Start to send a bucket, and continue with those before it; with the last one, until all are done.
+        """Start to send a bucket, and continue with the buckets before it; after the last one, until all are done.
 
-        The order of messages depends on nothing else, so that it is the same on all ranks.
+        The order of messages depends only on the order of the buckets, so that it is the same on all ranks.
         """
         self._sent.append(one)
         try:
@@ -313,7 +316,7 @@ class BlockReducer:
     def _average_oldest(self) -> None:
         oldest = self._sent[0]
         oldest.mean.average_share()
-        # Between two updates nobody looks here, and in an update each bucket looks for its own parameters only.
+        # `reduce` reads these entries in the next update, after the futures of this one are complete.
         self._unsent.update(zip(oldest.bucket.parameters(), _split(oldest.mean.error, oldest.bucket), strict=True))
         self._averaged.append(self._sent.pop(0))
 
@@ -321,14 +324,6 @@ class BlockReducer:
         oldest = self._averaged[0]
         oldest.mean.finish(oldest.bucket.buffer())
         self._averaged.pop(0).work.complete()
-
-    def take_unsent(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """Return what was not sent of a parameter's gradients, and forget it: fp32, one-dimensional; None for nothing.
-
-        The parameter must not be in a bucket that is under way.
-        """
-        unsent = self._unsent.pop(parameter, None)
-        return None if unsent is None else unsent.clone()  # a clone, because it is a view of a whole bucket's
 
     def _collect_unsent(self, bucket: GradBucket) -> torch.Tensor | None:
         """Return what was not sent of a bucket's gradients: fp32, contiguous; None if all of them were sent."""
