@@ -35,6 +35,7 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from cpuft.comm import start, take_traffic
 from cpuft.comm.compression.levels import LinkModel, choose_level
+from cpuft.comm.compression.powersgd import EXACT_UPDATES
 from cpuft.comm.compression.table import list_levels, resolve_compression
 from cpuft.comm.watchdog import register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS
@@ -45,8 +46,9 @@ from cpuft.record import GradientTime, Interval, LayerTimesLine, Record, Scaling
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
 
-WARM_UP_UPDATES = 2
-"""Updates before those that are measured: DistributedDataParallel makes its buckets anew after the first one."""
+WARM_UP_UPDATES = 2 + EXACT_UPDATES
+"""Updates before those that are measured: DistributedDataParallel makes its buckets anew after the first one, and
+powersgd begins with others."""
 CPU_UPDATES = 4
 """Updates in which the CPU time of communication is measured."""
 LEAST_SLOWDOWN = 4.0

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft import comm
+from cpuft.comm.compression import powersgd
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import compress_gradients
 from cpuft.config import TrainConfig
@@ -164,6 +165,7 @@ def local_sgd() -> Result:
 if __name__ == "__main__":
     become_rank()
     torch.set_num_threads(1)
+    powersgd.RANK = 16  # so that the factors of these small matrices are smaller than the matrices
     comm.start(sys.argv[1], timeout_seconds=20)
     found = {f"ddp {name}": ddp(name) for name in ("none", "bf16", "fp16", "int8", "powersgd")}
     found |= {f"rows {name}": embedding(name, name) for name in ("none", "bf16", "fp16")}

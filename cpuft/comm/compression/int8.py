@@ -325,6 +325,14 @@ class BlockReducer:
         oldest.mean.finish(oldest.bucket.buffer())
         self._averaged.pop(0).work.complete()
 
+    def take_unsent(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """Return what was not sent of a parameter's gradients, and forget it: fp32, one-dimensional; None for nothing.
+
+        The parameter must not be in a bucket that is under way.
+        """
+        unsent = self._unsent.pop(parameter, None)
+        return None if unsent is None else unsent.clone()  # a clone, because it is a view of a whole bucket's
+
     def _collect_unsent(self, bucket: GradBucket) -> torch.Tensor | None:
         """Return what was not sent of a bucket's gradients: fp32, contiguous; None if all of them were sent."""
         parts = [self._unsent.get(parameter) for parameter in bucket.parameters()]

@@ -111,7 +111,7 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
     Parameters
     ----------
     compression: `none`; `bf16` or `fp16`, which send half the bytes of fp32 gradients; `int8`, a quarter, as blocks of
-        8-bit numbers with error feedback; `powersgd`, the factors of a rank-16 approximation with error feedback, for
+        8-bit numbers with error feedback; `powersgd`, the factors of a rank-32 approximation with error feedback, for
         slow networks, and bf16 where the factors would be larger.
 
     Raises CpuftError: there is no such compression, or it was removed. `auto` is none: see `resolve_compression`.

@@ -20,7 +20,7 @@ from cpuft.comm.compression.powersgd import PowerSGD
 from tests.comm.ranks import become_rank
 
 STEPS = 7
-SHAPES = ((300, 40), (7,), (64, 64), (1,))
+SHAPES = ((300, 40), (7,), (96, 96), (1,))
 
 
 class Bucket:
@@ -146,7 +146,10 @@ if __name__ == "__main__":
     comm.start("gloo", timeout_seconds=20)
     torch.manual_seed(dist.get_rank())
     world: Any = dist.group.WORLD
-    found: dict[str, object] = {"int8": sums(BlockReducer(world), blocks), "powersgd": sums(PowerSGD(world), factors)}
+    found: dict[str, object] = {
+        "int8": sums(BlockReducer(world), blocks),
+        "powersgd": sums(PowerSGD(world, 2), factors),
+    }
     found |= {f"local {name}": walk(name, 0.0) for name in ("none", "bf16", "int8")}
     found |= {"untouched": untouched(), "outer": outer(0.9), "plain": outer(0.0)}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
