@@ -145,6 +145,20 @@ class Cluster:
         """
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
+    def address_of(self, host: str) -> str:
+        """Return a host's own address in the network over which it reaches the head host, or the head host another one.
+
+        Empty if it has no route to them, or if the host is not in the cluster or its facts are not known.
+
+        Parameters
+        ----------
+        host: name of the host, as in the hostfile.
+        """
+        for assignment, host_facts in zip(self.assignments, self.facts):
+            if assignment.host.name == host:
+                return next(iter(host_facts.routes.values()), "")
+        return ""
+
     @property
     def head(self) -> str:
         """Name of the head host, as in the hostfile."""
