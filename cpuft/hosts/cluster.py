@@ -145,19 +145,15 @@ class Cluster:
         """
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
-    def address_of(self, host: str) -> str:
-        """Return a host's own address in the network over which it reaches the head host, or the head host another one.
+    @property
+    def addresses(self) -> dict[str, str]:
+        """Each host's own address in the network over which it reaches the head host, or the head host another one.
 
-        Empty if it has no route to them, or if the host is not in the cluster or its facts are not known.
-
-        Parameters
-        ----------
-        host: name of the host, as in the hostfile.
+        By name of the host, as in the hostfile. Empty for a host without a route to them; hosts whose facts are not
+        known are missing.
         """
-        for assignment, host_facts in zip(self.assignments, self.facts):
-            if assignment.host.name == host:
-                return next(iter(host_facts.routes.values()), "")
-        return ""
+        pairs = zip(self.assignments, self.facts)
+        return {assignment.host.name: next(iter(found.routes.values()), "") for assignment, found in pairs}
 
     @property
     def head(self) -> str:

@@ -312,7 +312,7 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
     Raises CpuftError: a host does not have a bundle that was sent by an earlier launch, and neither has this machine.
     """
     stages: list[tuple[Step, ...]] = []
-    start = _receive_command(cluster)
+    start, addresses = _receive_command(cluster), cluster.addresses
     for bundle in bundles:
         hosts = [host for host, folders in missing.items() if bundle.remote_folder in folders]
         if bundle.is_for_head:
@@ -334,7 +334,7 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
                 tuple(names),
                 (cluster.folder, cluster.inputs),
                 bundle.remote_folder,
-                tuple(Receiver(host, cluster.address_of(host), cluster.command_on(host, start)) for host in hosts),
+                tuple(Receiver(host, addresses.get(host, ""), cluster.command_on(host, start)) for host in hosts),
             )
             stages.append((_plan_relay(sys.executable, relay, f"send {names[0]} to {len(hosts)} hosts ({size} each)"),))
             continue
@@ -382,7 +382,8 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
         return ()
     if len(names) >= _RELAY_COPIES:
         ssh, start = ("ssh", *COMMAND_OPTIONS, *options), f"exec {shlex.join(_receive_command(cluster))}"
-        receivers = tuple(Receiver(name, cluster.address_of(name), (*ssh, name, start)) for name in names)
+        addresses = cluster.addresses
+        receivers = tuple(Receiver(name, addresses.get(name, ""), (*ssh, name, start)) for name in names)
         file = f"{work}/{PREPARED_DATA}"
         relay = RelayOrder(work, (PREPARED_DATA,), (cluster.folder,), file, receivers, is_file=True)
         why = f"copy the prepared examples to {len(names)} hosts"
