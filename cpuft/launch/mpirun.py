@@ -122,8 +122,13 @@ _SLURM = {
 }
 
 
+_DIRECT_LOGINS = {"intel": 16, "openmpi": 64}
+"""Hosts up to which mpirun logs in to all others itself; of more, other hosts log in to the rest, which they may not be
+able to do. Intel MPI 2021.18 was observed, for Open MPI it is the radix of its routing tree. MPICH has no limit."""
+
+
 def mpirun_settings(
-    mpi: MpiImplementation, ssh_options: tuple[str, ...], as_root: bool, bootstrap: str = ""
+    mpi: MpiImplementation, ssh_options: tuple[str, ...], as_root: bool, bootstrap: str = "", hosts: int = 1
 ) -> tuple[Setting, ...]:
     """Return the environment of mpirun itself: how it reaches the other hosts, and the permission to run as root.
 
@@ -134,6 +139,7 @@ def mpirun_settings(
     ssh_options: options for the ssh that mpirun starts, such as ("-F", PATH); may be empty.
     as_root: whether cpuft runs as root, which only Open MPI has to be told.
     bootstrap: "slurm" if srun starts mpirun's proxies on the hosts, "" for ssh.
+    hosts: number of hosts that have ranks.
     """
     names = {
         "intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
@@ -151,6 +157,12 @@ def mpirun_settings(
         settings += (
             Setting(names[mpi.name], " ".join(ssh_options), "options with which mpirun's ssh reaches the other hosts"),
         )
+    if not bootstrap and hosts > _DIRECT_LOGINS.get(mpi.name, hosts):
+        name, value = {
+            "intel": ("I_MPI_HYDRA_BRANCH_COUNT", str(hosts)),
+            "openmpi": ("OMPI_MCA_plm_rsh_no_tree_spawn", "1"),
+        }[mpi.name]
+        settings += (Setting(name, value, "only the head host has to be able to log in to the other hosts"),)
     if mpi.name == "openmpi" and as_root:
         settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT", "1", "you run cpuft as root"),)
         settings += (Setting("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", "Open MPI requires both variables"),)

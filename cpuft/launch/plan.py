@@ -562,7 +562,9 @@ def plan_launch(
     interface = plan_interfaces(cluster, config.iface)[0].name
     rank_command = (*module_command(cluster.python, "cpuft.rank"), *pack_argv(command))
     command = mpirun.plan_mpirun(cluster.mpi, groups, shared, rank_command, logs, interface)
-    own = mpirun.mpirun_settings(cluster.mpi, cluster.access.mpirun_options, cluster.as_root, cluster.bootstrap)
+    own = mpirun.mpirun_settings(
+        cluster.mpi, cluster.access.mpirun_options, cluster.as_root, cluster.bootstrap, len(cluster.assignments)
+    )
     start = Step(
         f"start {config.np} ranks with {cluster.mpi.title}; output of rank N: {logs}/rank-N.out and .err",
         (*without_secrets, *mpirun.MAKE_KEY, *command),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -101,3 +103,45 @@ def test_in_a_slurm_job_srun_starts_the_proxies(name: str, setting: str) -> None
     own = {one.name: one.value for one in mpirun_settings(MpiImplementation("mpirun", name), (), False, "slurm")}
     assert own.items() >= {(setting, "slurm"), ("SLURM_OVERLAP", "1"), ("SLURM_CPU_BIND", "none")}
     assert mpirun_settings(MpiImplementation("mpirun", name), (), False) == ()
+
+
+LOGIN = """#!/bin/sh
+echo "$(cat /proc/$PPID/comm)" >>"$(dirname "$0")/logins"
+while [ "${1#-}" != "$1" ]; do shift; done
+shift
+exec sh -c "$*"
+"""
+"""In place of ssh: notes which program logs in, and runs the command here."""
+
+
+def test_no_host_but_the_head_host_logs_in_to_others(tmp_path: Path) -> None:
+    """Without the setting, Intel MPI's proxies log in to the hosts after the sixteenth."""
+    login = tmp_path / "ssh"
+    login.write_text(LOGIN)
+    login.chmod(0o755)
+    path = Path(sys.executable).with_name("mpirun")
+    hosts = [f"127.0.1.{number}" for number in range(1, 21)]
+    (tmp_path / "logs").mkdir()
+    groups = tuple(RankGroup(host, 1, ()) for host in hosts)
+    words = plan_mpirun(MpiImplementation(str(path), "intel"), groups, (), ("true",), f"{tmp_path}/logs", "lo")
+    own = {one.name: one.value for one in mpirun_settings(MpiImplementation("", "intel"), (), False, hosts=len(hosts))}
+    environ = {**os.environ, **own, "PATH": f"{path.parent}:{os.environ['PATH']}"}
+    command = (words[0], "-launcher-exec", str(login), *words[1:])
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "logins").read_text().split() == ["mpiexec.hydra"] * (len(hosts) - 1)
+
+
+@pytest.mark.parametrize(("name", "most"), [("intel", 16), ("openmpi", 64), ("mpich", 1000)])
+def test_mpirun_is_told_to_log_in_to_all_hosts_itself(name: str, most: int) -> None:
+    mpi = MpiImplementation("mpirun", name)
+    assert mpirun_settings(mpi, (), False, hosts=most) == ()
+    found = {one.name: one.value for one in mpirun_settings(mpi, (), False, hosts=most + 1)}
+    expected = {
+        "intel": {"I_MPI_HYDRA_BRANCH_COUNT": "17"},
+        "openmpi": {"OMPI_MCA_plm_rsh_no_tree_spawn": "1"},
+        "mpich": {},
+    }
+    assert found == expected[name]
+    # srun needs no login.
+    assert mpirun_settings(mpi, (), False, "slurm", most + 1) == mpirun_settings(mpi, (), False, "slurm")
