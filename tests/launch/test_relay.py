@@ -154,13 +154,13 @@ def test_only_who_has_the_certificate_of_the_transfer_is_served() -> None:
         port, children = server.getsockname()[1], list[ssl.SSLSocket]()
         thread = threading.Thread(target=lambda: children.extend(relay._accept(server, 1, own)))
         thread.start()
-        with socket.create_connection(("127.0.0.1", port)) as plain:
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as plain:
             plain.sendall(b"GET / HTTP/1.1\r\n\r\n")
             with suppress(ConnectionResetError):
                 assert b"HTTP" not in plain.recv(1000)
         unknown = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         unknown.check_hostname, unknown.verify_mode = False, ssl.CERT_NONE
-        plain = socket.create_connection(("127.0.0.1", port))
+        plain = socket.create_connection(("127.0.0.1", port), timeout=5)
         with pytest.raises((ssl.SSLError, ConnectionError)), unknown.wrap_socket(plain) as connection:
             connection.recv(1)
         with pytest.raises(ssl.SSLCertVerificationError):
