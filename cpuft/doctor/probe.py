@@ -22,6 +22,7 @@ import sys
 import sysconfig
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}(\.sent)?"
@@ -43,7 +44,10 @@ _MPIRUN_PROCESSES = ("hydra_", "mpiexec", "mpirun", "orted", "prted")
 _BLOCK = 1 << 20
 _ROUND_TRIPS = 200
 _LINK_TIMEOUT_SECONDS = 8.0
-_LOGINS = 16
+LOGINS = 16
+"""Most hosts to which this one logs in at the same time."""
+LOGIN_SECONDS = 8.0
+"""Time limit of a login to another host."""
 
 
 def examine(order: dict[str, Any]) -> dict[str, Any]:
@@ -69,8 +73,11 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
     now = time.time()
     busy_cores, steal = sample_cpu()  # first, so that it does not measure the work of this probe itself
     with ThreadPoolExecutor(max_workers=2) as pool:
-        ssh = pool.submit(try_ssh, order["ssh_options"], order["ssh_peers"])
+        login = partial(pool.submit, try_ssh, order["ssh_options"], order["ssh_peers"])
+        # Logins to many hosts wait until the probes there have started: while these start, hosts answer late.
+        ssh = login() if len(order["ssh_peers"]) <= LOGINS else None
         ports = try_ports(order["port"], order["peers"], order["seconds"], order.get("greeting", ""))
+        ssh = ssh or login()
         memlock = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         governors = {_read(path) for path in glob.glob(GOVERNORS)}
         return {
@@ -353,13 +360,15 @@ def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
     def attempt(peer: str) -> str:
         command = ["ssh", *options, "-o", "BatchMode=yes", "-o", "ConnectTimeout=4", peer, "true"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=8, stdin=subprocess.DEVNULL)
+            done = subprocess.run(
+                command, capture_output=True, text=True, timeout=LOGIN_SECONDS, stdin=subprocess.DEVNULL
+            )
         except (OSError, subprocess.SubprocessError) as error:
             return str(error)
         lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         return lines[-1].strip() if done.returncode else ""
 
-    with ThreadPoolExecutor(max_workers=max(1, min(_LOGINS, len(peers)))) as pool:
+    with ThreadPoolExecutor(max_workers=max(1, min(LOGINS, len(peers)))) as pool:
         return dict(zip(peers, pool.map(attempt, peers)))
 
 

@@ -10,14 +10,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
 from cpuft.config import LaunchConfig
 from cpuft.doctor import examine
 from cpuft.doctor.checks import find_all
-from cpuft.doctor.examine import examine_hosts, is_outside
+from cpuft.doctor.examine import choose_peers, examine_hosts, is_outside
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access, Assignment, gather_cluster
@@ -89,6 +89,60 @@ def test_a_single_host_gets_no_warnings_about_permanent_properties(monkeypatch: 
     assert check(monkeypatch, 1, huge_pages="always madvise [never]") == []
 
 
+def test_the_connections_that_the_check_tries_do_not_grow_with_the_square_of_the_hosts() -> None:
+    """Up to 16 hosts, all pairs are tried. Beyond, a host that is cut off is still seen by several others."""
+    for count in (1, 2, 3, 16, 17, 64, 99, 1000):
+        hosts = [f"10.0.{number // 250}.{number % 250}" for number in range(count)]
+        peers = {host: choose_peers(hosts, host, False) for host in hosts}
+        for host, others in peers.items():
+            assert host not in others
+            assert sorted(set(others)) == sorted(others)
+            assert all(host in peers[other] for other in others)
+        most = count - 1 if count <= 16 else 2 * (count - 1).bit_length()
+        assert {len(others) for others in peers.values()} <= {most, most - 1, most - 2}
+        assert count < 17 or min(map(len, peers.values())) >= (count - 1).bit_length()
+    assert choose_peers(hosts, hosts[3], True) == [host for host in hosts if host != hosts[3]]
+    assert choose_peers(hosts, "", False) == []
+
+
+class OtherTransport(SshTransport):
+    """A transport to this machine that treats it as another machine."""
+
+    def is_here(self, host: Host) -> bool:
+        return False
+
+    def address(self, host: Host) -> str:
+        return "127.0.0.1"
+
+    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=seconds)
+        return Answer(done.returncode, done.stdout, done.stderr)
+
+
+class ManyTransport(OtherTransport):
+    """Hosts with an address each, on which nothing runs; `limits` gets the time limit of each probe."""
+
+    limits: ClassVar[dict[str, float]] = {}
+
+    def address(self, host: Host) -> str:
+        return f"10.0.0.{host.name.removeprefix('n')}"
+
+    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+        if stdin:
+            self.limits[host.name] = seconds
+        return Answer(1, "", "no Python here")
+
+
+def test_the_head_host_may_log_in_to_many_hosts_that_do_not_answer() -> None:
+    """Each round of 16 logins may take 8 s, and must not make the head host look as if it did not answer."""
+    hosts = tuple(Host(f"n{number}") for number in range(1, 65))
+    state = examine_hosts(hosts, Access(ManyTransport(), sys.executable))
+    assert all("no Python here" in one.failure for one in state.hosts)
+    limits = dict(ManyTransport.limits)
+    assert limits.pop("n1") == pytest.approx(33 + 6.4 + 3 * 8)
+    assert list(limits.values()) == [pytest.approx(39.4)] * 63
+
+
 ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
 eth0 00000000 0101A8C0 0003 0 0 0 00000000 0 0 0
 eth0 0001A8C0 00000000 0001 0 0 0 00FFFFFF 0 0 0
@@ -106,20 +160,6 @@ def test_an_address_behind_a_gateway_is_on_another_network(address: str, outside
     assert is_outside(address, ROUTES) is outside
     assert not is_outside(address, ROUTES.splitlines()[0])
     assert not is_outside(address, "")
-
-
-class OtherTransport(SshTransport):
-    """A transport to this machine that treats it as another machine."""
-
-    def is_here(self, host: Host) -> bool:
-        return False
-
-    def address(self, host: Host) -> str:
-        return "127.0.0.1"
-
-    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
-        done = subprocess.run(argv, input=stdin, capture_output=True, text=True, timeout=seconds)
-        return Answer(done.returncode, done.stdout, done.stderr)
 
 
 @pytest.mark.parametrize("asked, behind, reached", [(True, True, True), (True, False, False), (False, True, False)])

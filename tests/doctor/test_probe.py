@@ -123,3 +123,26 @@ def test_busy_cores_are_seen_at_once() -> None:
             spinning.kill()
     assert busy > 0.5
     assert 0 <= stolen <= 1
+
+
+@pytest.mark.parametrize(("peers", "order"), [(16, ["login", "ports"]), (17, ["ports", "login"])])
+def test_logins_to_many_hosts_wait_until_their_probes_have_started(
+    peers: int, order: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+
+    def log_in(options: list[str], names: list[str]) -> dict[str, str]:
+        seen.append("login")
+        return dict.fromkeys(names, "")
+
+    def try_ports(*given: object) -> dict[str, object]:
+        time.sleep(0.3)
+        seen.append("ports")
+        return {}
+
+    monkeypatch.setattr(probe, "try_ssh", log_in)
+    monkeypatch.setattr(probe, "try_ports", try_ports)
+    names = [f"n{number}" for number in range(peers)]
+    asked = {"port": 0, "peers": [], "seconds": 1.0, "ssh_options": [], "ssh_peers": names, "kernels": False}
+    assert probe.examine(asked)["ssh"] == dict.fromkeys(names, "")
+    assert seen == order

@@ -18,6 +18,13 @@ def test_the_hostfile_wins_over_the_configuration(tmp_path: Path) -> None:
     assert (login.address, login.port, login.user) == ("10.0.0.1", 22, "u")
 
 
+def test_a_configuration_that_has_changed_is_read_again(tmp_path: Path) -> None:
+    path = tmp_path / "config"
+    for user in ("u", "v"):
+        path.write_text(f"Host a\n  User {user}\n")
+        assert [read_login(Host(name), str(path)).user for name in ("a", "b", "a")] == [user, "", user]
+
+
 @pytest.mark.parametrize(
     "text, message",
     [

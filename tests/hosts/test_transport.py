@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -224,6 +225,46 @@ def test_a_changed_key_has_its_kind(config: Path, servers: tuple[Server, Server,
     assert (error.value.kind, error.value.host) == (transport_module.KEY_CHANGED, "far")
 
 
+def test_a_known_key_is_found_among_those_of_many_hosts(config: Path, servers: tuple[Server, Server, Path]) -> None:
+    """By its plain or hashed name. Of two keys of a type, the first one counts; lines for others do not matter."""
+    host, bastion, _ = servers
+    known, name = config.with_name("known_hosts"), f"[127.0.0.1]:{host.port}"
+    others = (
+        "".join(f"10.0.0.{n},node{n} {bastion.key}\n" for n in range(100)) + f"{name} ssh-ed25519 broken\n# {name}\n"
+    )
+    known.write_text(f"{others}node,{name} {host.key}\n{name} {bastion.key}\n@revoked {name} {host.key}\n")
+    assert SshTransport(str(config)).run(HOST, ("echo", "in")).output == "in\n"
+    known.write_text(f"{others}{name} {bastion.key}\n{name} {host.key}\n")
+    with pytest.raises(HostError) as error:
+        SshTransport(str(config)).run(HOST, ("true",))
+    assert error.value.kind == transport_module.KEY_CHANGED
+    known.write_text(f"{others}{name} {host.key}\n")
+    subprocess.run(["ssh-keygen", "-q", "-H", "-f", known], capture_output=True, timeout=20)
+    assert name not in known.read_text()
+    assert SshTransport(str(config)).run(HOST, ("echo", "in")).output == "in\n"
+
+
+def test_a_server_that_is_too_busy_for_the_key_exchange_refuses_no_login(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"SSH-2.0-busy\r\n")
+                while connection.recv(1000):
+                    pass
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        with pytest.raises(HostError) as error:
+            SshTransport(str(config)).run(Host("far", port=listener.getsockname()[1]), ("true",))
+        thread.join(10)
+    assert error.value.kind == transport_module.TIMED_OUT
+
+
 def test_a_command_that_does_not_end_is_given_up(config: Path) -> None:
     with pytest.raises(HostError, match=r"no answer in 1 s") as error:
         SshTransport(str(config)).run(HOST, ("sleep", "60"), seconds=1.0)
@@ -288,6 +329,13 @@ def test_kept_sessions_log_in_once(config: Path) -> None:
             transport.run(HOST, ("sleep", "60"), seconds=1.0)
         second = find_session()
         assert find_session() == second != first
+        # So is one that the host has ended meanwhile.
+        transport.run(HOST, ("sh", "-c", "setsid sh -c 'sleep 0.2; kill $(ps -o ppid= $0)' $PPID >&- 2>&- <&- &"))
+        client, end = transport.sessions.open[HOST][0], time.monotonic() + 10
+        while transport_module._is_active(client) and time.monotonic() < end:
+            time.sleep(0.05)
+        third = find_session()
+        assert find_session() == third != second
     assert find_session() not in (first, second)
     assert transport.sessions.open == {}
 
