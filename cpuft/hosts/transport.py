@@ -437,7 +437,7 @@ def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
 
     Raises OSError: the file cannot be read.
     """
-    from paramiko.hostkeys import HostKeyEntry
+    from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
     from paramiko.ssh_exception import SSHException
 
     keys = client.get_host_keys()
@@ -448,7 +448,7 @@ def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
             if name not in names.split(",") and not names.startswith("|"):
                 continue
             entry = None
-            with suppress(SSHException):
+            with suppress(SSHException, InvalidHostKey):
                 entry = HostKeyEntry.from_line(line.strip())
             if entry is None or entry.key is None:
                 continue

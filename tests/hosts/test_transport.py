@@ -330,7 +330,7 @@ def test_kept_sessions_log_in_once(config: Path) -> None:
         second = find_session()
         assert find_session() == second != first
         # So is one that the host has ended meanwhile.
-        transport.run(HOST, ("sh", "-c", "setsid sh -c 'sleep 0.2; kill $(ps -o ppid= $0)' $PPID >&- 2>&- <&- &"))
+        transport.run(HOST, ("sh", "-c", "setsid sh -c 'sleep 0.2; kill $0' $PPID >&- 2>&- <&- &"))
         client, end = transport.sessions.open[HOST][0], time.monotonic() + 10
         while transport_module._is_active(client) and time.monotonic() < end:
             time.sleep(0.05)
