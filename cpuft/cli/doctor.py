@@ -20,7 +20,12 @@ from cpuft.cli.options import Verb
     "--ssh-config", default="", metavar="FILE", help="Configuration file of the ssh client (default: your own)"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the findings as one JSON object")
-@click.option("--full", is_flag=True, help="Test ssh from every host to every other host, not only from the head host")
+@click.option(
+    "--full",
+    is_flag=True,
+    help="Test ssh from every host to every other host, not only from the head host, and with more than 16 hosts "
+    "the TCP connections between all of them, not only between some",
+)
 @click.option("--bandwidth", is_flag=True, help="Also measure latency and bandwidth between all pairs of hosts")
 @click.option("--fix", is_flag=True, help="Run those fixes that are safe without a decision of yours, then check again")
 @click.option("--list", "list_checks", is_flag=True, help="Print the codes of all checks and what they look for")

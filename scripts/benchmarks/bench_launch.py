@@ -55,6 +55,8 @@ WORKERS = {"plain": PLAIN, "torch": TORCH}
 PARTS = ("facts", "doctor", "plan", "secrets", "inputs", "ranks start", "import", "join", "first step")
 """Parts of a launch that follow each other, from the command to the first step of all ranks."""
 COUNTS = ("CPU s", "ssh", "processes", "MB by launcher", "MB by head host")
+"""What is counted from the command to the first step of all ranks, and for the bytes to the end: CPU seconds of this
+machine, ssh sessions and processes that the launcher opens, and what it and the head host send."""
 COLUMNS = ("hosts", "worker", "input MB", "transfer", *PARTS, "total", "stacks", "end", *COUNTS)
 PHASES = {
     "facts": ("cpuft.launch.run", "gather_cluster"),
@@ -247,7 +249,7 @@ def run_inside(path: str, transfer: str, words: list[str]) -> None:
 
     def note_process(command: Any, *others: Any, **options: Any) -> None:
         found["processes"] += 1
-        found["ssh"] += any(word in ("ssh",) for word in command)
+        found["ssh"] += "ssh" in command
 
     def note_session(*others: Any) -> None:
         found["ssh"] += 1
@@ -289,7 +291,7 @@ def format_row(results: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    """Measure each number of hosts and print one table. Returns 1 if something could not be measured."""
+    """Measure each number of hosts and print one table. The exit code is 1 if something could not be measured."""
     if sys.argv[1:2] == ["--inside"]:
         run_inside(sys.argv[2], sys.argv[3], sys.argv[4:])
         return

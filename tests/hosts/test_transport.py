@@ -240,7 +240,7 @@ def test_a_known_key_is_found_among_those_of_many_hosts(config: Path, servers: t
     assert error.value.kind == transport_module.KEY_CHANGED
     known.write_text(f"{others}{name} {host.key}\n")
     subprocess.run(["ssh-keygen", "-q", "-H", "-f", known], capture_output=True, timeout=20)
-    assert name not in known.read_text()
+    assert f"{name} {host.key}" not in known.read_text()
     assert SshTransport(str(config)).run(HOST, ("echo", "in")).output == "in\n"
 
 

@@ -26,6 +26,9 @@ def start() -> Iterator[Start]:
     def start_one(environ: dict[str, str], *command: str) -> subprocess.Popen[bytes]:
         path = {"PATH": os.environ["PATH"]}
         started.append(subprocess.Popen(command or ("sleep", "60"), env=path | environ, start_new_session=True))
+        # While the kernel loads a program, its environment looks empty.
+        while not Path(f"/proc/{started[-1].pid}/environ").read_bytes():
+            assert started[-1].poll() is None
         return started[-1]
 
     yield start_one

@@ -10,19 +10,18 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from cpuft.comm.process_group import ProgressThread
+from cpuft.comm.process_group import ProgressThread, QueuedWork
 from cpuft.kernels import kernels_for
 
 BLOCK = 256
 """Numbers that share a scale, whose four bytes are 1.6 % of the message."""
-_MAX_AHEAD = 4
-"""Buckets whose shares may be under way before the backward pass waits for the first of them."""
 all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch's all-gather of equally large tensors: `all_gather(output, input, group=None, async_op=False)`. torch 2.13
 warns about the second name, and torch 2.8 has only that one."""
@@ -137,10 +136,10 @@ def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor) 
 
 
 class BlockMean:
-    """The mean of each rank's numbers over a group, while it is under way.
+    """The mean of each rank's numbers over a group, computed in steps between which the rank can do other work.
 
-    All ranks must make one, and then call `average_share` and `finish`, once each and in the same order. Making one
-    starts to send the numbers, and does not wait.
+    All ranks must make one, which encodes the numbers, and then call `send`, `average_share` and `finish`, once each
+    and in the same order.
 
     Parameters
     ----------
@@ -157,7 +156,11 @@ class BlockMean:
         It is complete after `average_share`."""
         self._message = _encode_numbers(numbers, unsent, self.error, group.size())
         self._received = torch.empty_like(self._message)
-        self._work = dist.all_to_all_single(self._received, self._message, group=group, async_op=True)
+        self._work: dist.Work | None = None
+
+    def send(self) -> None:
+        """Start to send each rank its share of the numbers. It does not wait."""
+        self._work = dist.all_to_all_single(self._received, self._message, group=self._group, async_op=True)
 
     def average_share(self) -> None:
         """Wait for all ranks' numbers of this rank's share, and start to send their mean to all ranks."""
@@ -193,6 +196,7 @@ class BackgroundMean:
 
     def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, thread: ProgressThread) -> None:
         self._mean = BlockMean(numbers, group)
+        self._mean.send()
         self._averaged: concurrent.futures.Future[None] = concurrent.futures.Future()
         thread.put(self._average_share)
 
@@ -224,6 +228,7 @@ def average_blocks(numbers: torch.Tensor, unsent: torch.Tensor, group: dist.Proc
     unsent: of the same shape: what was not sent before. It is overwritten with what must be sent with the next numbers.
     """
     mean = BlockMean(numbers, group, unsent)
+    mean.send()
     mean.average_share()
     return mean.finish()
 
@@ -247,37 +252,78 @@ def _code(numbers: torch.Tensor, error: torch.Tensor) -> None:
     _decode_numbers(message, length, torch.empty_like(numbers))
 
 
+@dataclass
+class _BucketUnderWay:
+    """A bucket of gradients whose mean is under way."""
+
+    bucket: GradBucket
+    mean: BlockMean
+    work: QueuedWork
+    """Is done when the mean is in the bucket."""
+
+
 class BlockReducer:
     """Averages DDP's buckets over a group's ranks as int8 blocks with error feedback.
 
-    All collectives start in order in the backward pass. One reducer belongs to one model.
+    Gradients are encoded in the backward pass. Everything else is done by a thread, so that the backward pass waits for
+    no message, and each message is sent as soon as it can be. One reducer belongs to one model.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._unsent: dict[torch.Tensor, torch.Tensor] = {}
         """Parameter -> what was not sent of its gradients. DDP changes its buckets after the first step."""
-        self._scattering: list[tuple[BlockMean, GradBucket]] = []
+        self._thread = ProgressThread("int8")
+        # Only the thread uses these two lists. It waits for a bucket's message after it has sent the next bucket's, so
+        # that a message is always under way.
+        self._sent: list[_BucketUnderWay] = []
         """Buckets whose shares are under way."""
-        self._gathering: list[tuple[BlockMean, GradBucket]] = []
+        self._averaged: list[_BucketUnderWay] = []
         """Buckets whose means are under way."""
-        self._futures: list[torch.futures.Future[torch.Tensor]] = []
 
     @torch.no_grad()
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
 
-        It returns a future of the bucket's buffer, in its own type, which holds the mean then. It waits for earlier
-        buckets if more than four are under way. All futures are complete when the last bucket's call returns.
+        It does not wait. It returns a future of the bucket's buffer, which holds the mean in its own type when the
+        future is complete. No other operation of the group may start before the futures of all buckets are complete. If
+        a rank is lost, waiting for the future raises the error of the operation that failed.
         """
-        self._scattering.append((BlockMean(bucket.buffer(), self._group, self._collect_unsent(bucket)), bucket))
-        self._futures.append(torch.futures.Future())
-        future = self._futures[-1]
-        while len(self._scattering) > (0 if bucket.is_last() else _MAX_AHEAD):
-            self._average_oldest()
-        if bucket.is_last():
-            self._finish()
+        mean = BlockMean(bucket.buffer(), self._group, self._collect_unsent(bucket))
+        one = _BucketUnderWay(bucket, mean, QueuedWork(bucket.buffer()))
+        future = one.work.get_future()
+        is_last = bucket.is_last()
+        self._thread.put(lambda: self._advance(one, is_last))
         return future
+
+    def _advance(self, one: _BucketUnderWay, is_last: bool) -> None:
+        """Start to send a bucket, and continue with the buckets before it; after the last one, until all are done.
+
+        The order of messages depends only on the order of the buckets, so that it is the same on all ranks.
+        """
+        self._sent.append(one)
+        try:
+            one.mean.send()
+            while len(self._sent) > (0 if is_last else 1):
+                self._average_oldest()
+            while len(self._averaged) > (0 if is_last else 1):
+                self._finish_oldest()
+        except Exception as error:  # whoever waits for the futures raises it
+            for lost in self._averaged + self._sent:
+                lost.work.fail(error)
+            self._averaged, self._sent = [], []
+
+    def _average_oldest(self) -> None:
+        oldest = self._sent[0]
+        oldest.mean.average_share()
+        # `reduce` reads these entries in the next update, after the futures of this one are complete.
+        self._unsent.update(zip(oldest.bucket.parameters(), _split(oldest.mean.error, oldest.bucket), strict=True))
+        self._averaged.append(self._sent.pop(0))
+
+    def _finish_oldest(self) -> None:
+        oldest = self._averaged[0]
+        oldest.mean.finish(oldest.bucket.buffer())
+        self._averaged.pop(0).work.complete()
 
     def _collect_unsent(self, bucket: GradBucket) -> torch.Tensor | None:
         """Return what was not sent of a bucket's gradients: fp32, contiguous; None if all of them were sent."""
@@ -292,17 +338,6 @@ class BlockReducer:
             return found[0].as_strided((bucket.buffer().numel(),), (1,))
         sizes = [parameter.numel() for parameter in bucket.parameters()]
         return torch.cat([torch.zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)])
-
-    def _average_oldest(self) -> None:
-        mean, bucket = self._scattering.pop(0)
-        mean.average_share()
-        self._unsent.update(zip(bucket.parameters(), _split(mean.error, bucket), strict=True))
-        self._gathering.append((mean, bucket))
-
-    def _finish(self) -> None:
-        for (mean, bucket), future in zip(self._gathering, self._futures, strict=True):
-            future.set_result(mean.finish(bucket.buffer()))
-        self._gathering, self._futures = [], []
 
 
 def _split(numbers: torch.Tensor, bucket: GradBucket) -> tuple[torch.Tensor, ...]:

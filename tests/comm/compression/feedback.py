@@ -67,8 +67,8 @@ def sums(reducer: Any, kept: Any) -> dict[str, float]:
         cuts = ((0, 3), (3, 4)) if step == 0 else ((0, 1), (1, 2), (2, 4))
         buckets = [Bucket(parameters[a:b], gradients[a:b], last=b == 4) for a, b in cuts]
         futures = [reducer.reduce(bucket) for bucket in buckets]
-        averaged = [part for bucket in buckets for part in bucket.gradients()]
         assert all(future.wait() is bucket.buffer() for future, bucket in zip(futures, buckets, strict=True))
+        averaged = [part for bucket in buckets for part in bucket.gradients()]
         for total, part in zip(received, averaged, strict=True):
             total += part.double()
             same = max(same, float((mean(part) - part.double()).abs().max()))
@@ -92,6 +92,7 @@ def untouched() -> bool:
     """Return whether averaging leaves its input unchanged, also when no padding copies it."""
     numbers = torch.arange(512.0)
     moving = BlockMean(numbers, dist.group.WORLD)  # type: ignore[arg-type]
+    moving.send()
     moving.average_share()
     moving.finish()
     return torch.equal(numbers, torch.arange(512.0))

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from cpuft.comm.compression.int8 import (
     BLOCK,
+    BlockReducer,
     _average_messages,
     _decode_numbers,
     _encode_numbers,
@@ -19,6 +22,7 @@ from cpuft.comm.compression.int8 import (
     encoded_bytes,
 )
 from cpuft.kernels import kernel_status, kernels_for, plain_torch
+from tests.comm.compression.feedback import Bucket
 
 
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 3), st.floats(-38, 30))
@@ -79,3 +83,30 @@ def test_the_kernels_have_the_bits_of_plain_torch(dtype: torch.dtype, ranks: int
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.equal(mine.isnan(), theirs.isnan())
         assert torch.equal(mine.nan_to_num(1.0).view(torch.int16), theirs.nan_to_num(1.0).view(torch.int16))
+
+
+class Pair:
+    """A group of two ranks, of which the other one is lost."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+def test_the_future_of_each_bucket_raises_the_error_of_a_lost_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Lost:
+        def wait(self) -> None:
+            raise RuntimeError("connection closed by rank 1")
+
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *_, **options: Lost())
+    group: Any = Pair()
+    reducer = BlockReducer(group)
+    buckets: list[Any] = [
+        Bucket([torch.zeros(300)], [torch.ones(300)], last=False),
+        Bucket([torch.zeros(7)], [torch.ones(7)], last=True),
+    ]
+    for future in [reducer.reduce(bucket) for bucket in buckets]:
+        with pytest.raises(RuntimeError, match="connection closed by rank 1"):
+            future.wait()
