@@ -517,9 +517,10 @@ def _remove_call(folder: Path) -> None:
 def _execute(request: LaunchRequest) -> PlannedLaunch:
     """Plan a launch and carry it out. Raises CpuftError: it did not succeed."""
     with ExitStack() as locks:
-        planned = plan_request(request, os.environ, _say, locks)
-        if planned.job:
-            _check_hosts(planned.cluster, planned.job.config)
+        with ExitStack() as sessions:
+            planned = plan_request(request, os.environ, _say, locks, sessions)
+            if planned.job:
+                _check_hosts(planned.cluster, planned.job.config)
         code, line = run_launch(request, planned, os.environ, _say)
     if code:
         raise _describe_failure(code, planned.run_dir, planned.cluster, "" if request.script else line)

@@ -47,12 +47,13 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
     progress = "lines" if dry_run else choose_progress()
     request = LaunchRequest(*configs, script, resume, frozenset(given_options()), progress)
     with ExitStack() as locks:
-        planned = plan_request(request, os.environ, say, None if dry_run else locks)
-        if dry_run:
-            print_plans([describe_dry_run(planned)])
-            return
-        if planned.job:
-            check_hosts(planned.cluster, planned.job.config)
+        with ExitStack() as sessions:
+            planned = plan_request(request, os.environ, say, None if dry_run else locks, sessions)
+            if dry_run:
+                print_plans([describe_dry_run(planned)])
+                return
+            if planned.job:
+                check_hosts(planned.cluster, planned.job.config)
         code, line = run_launch(request, planned, os.environ, say)
     click.echo(line, err=bool(code), nl=bool(line))
     sys.exit(code)

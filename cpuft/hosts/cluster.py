@@ -146,6 +146,16 @@ class Cluster:
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
     @property
+    def addresses(self) -> dict[str, str]:
+        """Each host's own address in the network over which it reaches the head host, or the head host another one.
+
+        By name of the host, as in the hostfile. Empty for a host without a route to them; hosts whose facts are not
+        known are missing.
+        """
+        pairs = zip(self.assignments, self.facts)
+        return {assignment.host.name: next(iter(found.routes.values()), "") for assignment, found in pairs}
+
+    @property
     def head(self) -> str:
         """Name of the head host, as in the hostfile."""
         return self.assignments[0].host.name

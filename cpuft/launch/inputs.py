@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import secrets
@@ -12,7 +13,9 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
+from cpuft.argv import module_command
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import (
@@ -33,6 +36,7 @@ from cpuft.hosts.ssh_config import COMMAND_OPTIONS
 from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch import settings as environment
 from cpuft.launch.mpirun import KEY
+from cpuft.launch.relay import Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
 from cpuft.plan import RunPlan, Setting, Stages, Step
 from cpuft.serialization import load, parse_json
@@ -46,6 +50,12 @@ _FIND_MISSING = PRIVATE + _HERE.with_name("find_missing.sh").read_text(encoding=
 _SECRET_FILES = PRIVATE + REMOVE + _HERE.with_name("secret_files.sh").read_text(encoding="utf-8")
 _REFRESH_SECONDS = 200.0
 """How often this machine tells the hosts that secret files are still needed. Otherwise they remove them in 10 min."""
+_RELAY_BYTES = 64_000_000
+"""A bundle is sent as a tree if the copies for all hosts have more bytes together. Starting a tree costs a second."""
+_RELAY_HOSTS = 3
+"""Fewest hosts that get a bundle as a tree."""
+_RELAY_COPIES = 8
+"""Fewest hosts that get the prepared examples as a tree. Their size is not known when the run is planned."""
 _ALLOWED_PATHS = ".named"
 """Folder beside the registry of clusters. It lists for each run the files that the user named when it was started."""
 _MODEL = "model"
@@ -291,8 +301,9 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
     """Plan to send every bundle to every host that needs it and does not have it.
 
-    The result has one stage for each bundle that some host does not have, with one step for each such host; it is empty
-    if nothing is missing.
+    The result has one stage for each bundle that some host does not have. The stage has one step for each such host, or
+    one step for all of them, which send a large bundle on to each other (`cpuft.launch.relay`). The result is empty if
+    nothing is missing.
 
     Parameters
     ----------
@@ -300,7 +311,8 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
 
     Raises CpuftError: a host does not have a bundle that was sent by an earlier launch, and neither has this machine.
     """
-    stages = []
+    stages: list[tuple[Step, ...]] = []
+    start, addresses = _receive_command(cluster), cluster.addresses
     for bundle in bundles:
         hosts = [host for host, folders in missing.items() if bundle.remote_folder in folders]
         if bundle.is_for_head:
@@ -316,17 +328,41 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
         send = ("bash", "-o", "pipefail", "-c", _SEND, "send", folder, str(len(names)), *names)
         receive = ("sh", "-c", _RECEIVE_BUNDLE, "receive_bundle", cluster.folder, bundle.remote_folder)
         size = f"{bundle.nbytes / 1e6:.1f} MB"
+        if len(hosts) >= _RELAY_HOSTS and bundle.nbytes * len(hosts) > _RELAY_BYTES:
+            relay = RelayOrder(
+                folder,
+                tuple(names),
+                (cluster.folder, cluster.inputs),
+                bundle.remote_folder,
+                tuple(Receiver(host, addresses.get(host, ""), cluster.command_on(host, start)) for host in hosts),
+            )
+            stages.append((_plan_relay(sys.executable, relay, f"send {names[0]} to {len(hosts)} hosts ({size} each)"),))
+            continue
         stages.append(
             tuple(Step(f"send {names[0]} to {h} ({size})", (*send, *cluster.command_on(h, receive))) for h in hosts)
         )
     return tuple(stage for stage in stages if stage)
 
 
+def _receive_command(cluster: Cluster) -> tuple[str, ...]:
+    """Return the argv that starts the receiver of a relay on a host."""
+    settings = [f"{name}={value}" for name, value in cluster.access.settings.items()]
+    command = (*module_command(cluster.python, "cpuft.launch.relay"), "receive")
+    return ("env", *settings, *command) if settings else command
+
+
+def _plan_relay(python: str, relay: RelayOrder, why: str, **options: Any) -> Step:
+    """Return the step that sends files to hosts, which send them on to each other; `options` are fields of the step."""
+    text = json.dumps(dataclasses.asdict(relay))
+    return Step(why, module_command(python, "cpuft.launch.relay"), stdin=text, **options)
+
+
 def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
     """Plan to copy the prepared examples from the head host to the other hosts, if these have disks of their own.
 
-    The result has one stage, with a step on the head host for each other host; it is empty if nothing has to be copied.
-    A host has the whole file or none.
+    The result has one stage, with a step on the head host for each other host, or with one step for at least 8 hosts,
+    which send the file on to each other (`cpuft.launch.relay`). It is empty if nothing has to be copied. A host has the
+    whole file or none.
 
     Parameters
     ----------
@@ -339,13 +375,25 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
         f"{PRIVATE}private {cluster.folder} && mkdir -p {folder} && part=$(mktemp -d {folder}.XXXXXX) && "
         f'tar -C "$part" -xf - && mv "$part/{PREPARED_DATA}" {folder} && rmdir "$part"'
     )
-    send = ("bash", "-o", "pipefail", "-c", script, "copy_data", work, *cluster.access.mpirun_options)
-    stage = tuple(
-        Step(f"copy the prepared examples to {name}", (*send, name, receive), host=cluster.head)
-        for name in (assignment.host.name for assignment in cluster.assignments[1:])
-        if name not in have
+    options = cluster.access.mpirun_options
+    send = ("bash", "-o", "pipefail", "-c", script, "copy_data", work, *options)
+    names = [assignment.host.name for assignment in cluster.assignments[1:] if assignment.host.name not in have]
+    if not names or not cluster.has_own_disks:
+        return ()
+    if len(names) >= _RELAY_COPIES:
+        ssh, start = ("ssh", *COMMAND_OPTIONS, *options), f"exec {shlex.join(_receive_command(cluster))}"
+        addresses = cluster.addresses
+        receivers = tuple(Receiver(name, addresses.get(name, ""), (*ssh, name, start)) for name in names)
+        file = f"{work}/{PREPARED_DATA}"
+        relay = RelayOrder(work, (PREPARED_DATA,), (cluster.folder,), file, receivers, is_file=True)
+        why = f"copy the prepared examples to {len(names)} hosts"
+        settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
+        return ((_plan_relay(cluster.python, relay, why, settings=settings, host=cluster.head),),)
+    return (
+        tuple(
+            Step(f"copy the prepared examples to {name}", (*send, name, receive), host=cluster.head) for name in names
+        ),
     )
-    return (stage,) if stage and cluster.has_own_disks else ()
 
 
 def plan_secrets(

@@ -72,7 +72,7 @@ class PlannedLaunch:
 
 
 def plan_request(
-    request: LaunchRequest, environ: Mapping[str, str], say: Say, locks: ExitStack | None
+    request: LaunchRequest, environ: Mapping[str, str], say: Say, locks: ExitStack | None, sessions: ExitStack
 ) -> PlannedLaunch:
     """Check a request and plan it. Asks the hosts for their facts; nothing starts, and nothing changes but the locks.
 
@@ -82,6 +82,8 @@ def plan_request(
     ----------
     say: called with a line for each host that does not answer and without which a run is resumed.
     locks: gets the lock of the run's folder, which keeps other launches out; None for a dry run.
+    sessions: keeps the ssh sessions with the hosts open until it is closed, so that the check before the launch needs
+        no further logins.
 
     Raises CpuftError: the script does not exist or another launcher starts it; options exclude each other or may not
     change on resume; the run to resume does not exist, has finished, is active or has its newest checkpoint on a host
@@ -109,17 +111,15 @@ def plan_request(
         if locks:
             locks.enter_context(lock_run(run_dir))
     access = find_access(config)
-    with access.transport.keep_sessions():
-        cluster = gather_cluster(config, resumed.hosts if resumed else (), access)
-        if resumed:
-            check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
-        input_paths = _find_input_paths(request, train, resumed, environ)
-        options = request.script_options
-        allowed = input_paths if resumed else None
-        job = Job(
-            config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed
-        )
-        plan = plan_run(job, cluster, run_dir, environ, resumed)
+    sessions.enter_context(access.transport.keep_sessions())
+    cluster = gather_cluster(config, resumed.hosts if resumed else (), access)
+    if resumed:
+        check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
+    input_paths = _find_input_paths(request, train, resumed, environ)
+    options = request.script_options
+    allowed = input_paths if resumed else None
+    job = Job(config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed)
+    plan = plan_run(job, cluster, run_dir, environ, resumed)
     return PlannedLaunch(run_dir, cluster, plan, job, input_paths=input_paths)
 
 

@@ -72,6 +72,8 @@ _NEXT_CHECK_SECONDS = 10.0
 """Until the hosts are asked again after all of them have answered."""
 _PREPARE_CHECK_SECONDS = 3.0
 """The same while examples are prepared, when no rank is disturbed by it."""
+_PREPARE_CHECK_PAUSE = 9.0
+"""Then the pause is at least so many times as long as the hosts took to answer."""
 _START_LIMIT = 45.0
 _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
@@ -400,11 +402,17 @@ class Watchdog:
 
 @dataclass
 class HostMonitor:
-    """Asks every three seconds whether all hosts answer, while one step on the head host prepares the run."""
+    """Asks now and then whether all hosts answer, while one step on the head host prepares the run.
+
+    It waits three seconds after each answer, and nine times as long as the question has taken: asking many hosts keeps
+    the cores of the head host busy, which has to prepare the examples.
+    """
 
     find_unreachable: Callable[[], set[str]]
     """Asks all hosts, and returns the names of those that do not answer."""
     host_check: Future[set[str]] | None = None
+    asked_at: float = 0.0
+    """When the hosts were asked last, in seconds of the monotonic clock."""
     next_host_check: float = field(default_factory=lambda: time.monotonic() + _PREPARE_CHECK_SECONDS)
 
     def check(self) -> None:
@@ -414,11 +422,12 @@ class HostMonitor:
         """
         now = time.monotonic()
         if self.host_check is None and now > self.next_host_check:
-            self.host_check = _start_thread(self.find_unreachable)
+            self.host_check, self.asked_at = _start_thread(self.find_unreachable), now
         if self.host_check and self.host_check.done():
             if names := self.host_check.result():
                 raise HostsLostError(names)
-            self.host_check, self.next_host_check = None, now + _PREPARE_CHECK_SECONDS
+            pause = max(_PREPARE_CHECK_SECONDS, _PREPARE_CHECK_PAUSE * (now - self.asked_at))
+            self.host_check, self.next_host_check = None, now + pause
 
 
 def _start_thread(function: Callable[[], set[str]]) -> Future[set[str]]:

@@ -7,6 +7,7 @@ this program when they have started, joined and made their first step, and they 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import secrets
@@ -56,7 +57,7 @@ PARTS = ("facts", "doctor", "plan", "secrets", "inputs", "ranks start", "import"
 COUNTS = ("CPU s", "ssh", "processes", "MB by launcher", "MB by head host")
 """What is counted from the command to the first step of all ranks, and for the bytes to the end: CPU seconds of this
 machine, ssh sessions and processes that the launcher opens, and what it and the head host send."""
-COLUMNS = ("hosts", "worker", "input MB", *PARTS, "total", "stacks", "end", *COUNTS)
+COLUMNS = ("hosts", "worker", "input MB", "transfer", *PARTS, "total", "stacks", "end", *COUNTS)
 PHASES = {
     "facts": ("cpuft.launch.run", "gather_cluster"),
     "plan": ("cpuft.launch.run", "plan_run"),
@@ -71,6 +72,7 @@ def parse(words: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hosts", default="4,16,64", help="numbers of simulated hosts, at most 99 [4,16,64]")
     parser.add_argument("--workers", default="plain,torch", help="plain: standard library only; torch: gloo [both]")
     parser.add_argument("--input-mb", default="0", help="sizes of an input file in MB, each measured [0]")
+    parser.add_argument("--transfers", default="tree", help="how inputs are sent: tree, copies, or both [tree]")
     parser.add_argument("--rate", default="", help="rate of each host's link and of this machine's [no limit]")
     parser.add_argument("--repeats", type=int, default=1, help="launches of each kind [1]")
     parser.add_argument("--json", default="", help="file to which each launch is appended as a line")
@@ -152,7 +154,7 @@ def make_cluster(image: Path, hosts: int, rate: str) -> Iterator[tuple[str, Call
 
 
 def measure(
-    image: Path, cluster: str, environ: dict[str, str], hosts: int, worker: str, megabytes: int
+    image: Path, cluster: str, environ: dict[str, str], hosts: int, worker: str, megabytes: int, transfer: str
 ) -> dict[str, Any]:
     """Launch a worker on all hosts of a cluster, and return the seconds of each phase and what was counted."""
     folder = image.parent
@@ -168,7 +170,7 @@ def measure(
     if megabytes:
         data.write_bytes(os.urandom(megabytes << 20))
         words.append(str(data))
-    inside = [sys.executable, "-m", "scripts.benchmarks.bench_launch", "--inside", str(times), *words]
+    inside = [sys.executable, "-m", "scripts.benchmarks.bench_launch", "--inside", str(times), transfer, *words]
     environ = {**environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     sent, busy, begun = read_bytes(cluster), read_busy_seconds(), time.time()
     with subprocess.Popen(inside, cwd=folder, env=environ, stderr=subprocess.PIPE, text=True) as launch:
@@ -205,18 +207,23 @@ def measure(
         "MB by launcher": (after[0] - sent[0]) / 1e6,
         "MB by head host": (after[1] - sent[1]) / 1e6,
     }
-    return {"hosts": hosts, "worker": worker, "input MB": megabytes, **result}
+    return {"hosts": hosts, "worker": worker, "input MB": megabytes, "transfer": transfer, **result}
 
 
-def run_inside(path: str, words: list[str]) -> None:
-    """Run a cpuft command in this process, and write how long its parts took, and what it opened and started."""
+def run_inside(path: str, transfer: str, words: list[str]) -> None:
+    """Run a cpuft command in this process, and write how long its parts took, and what it opened and started.
+
+    With `copies` as the transfer, this machine sends inputs to each host itself, whatever their size is.
+    """
     import importlib
 
     from cpuft import execute
     from cpuft.cli import main
     from cpuft.hosts import transport
-    from cpuft.launch import remote
+    from cpuft.launch import inputs, remote
 
+    if transfer == "copies":
+        vars(inputs)["_RELAY_HOSTS"] = sys.maxsize
     found: dict[str, Any] = {"seconds": {}, "ssh": 0, "processes": 0, "supervised": 0.0}
 
     def time_calls(module: Any, function: str, name: str) -> None:
@@ -286,7 +293,7 @@ def format_row(results: list[dict[str, Any]]) -> list[str]:
 def main() -> None:
     """Measure each number of hosts and print one table. The exit code is 1 if something could not be measured."""
     if sys.argv[1:2] == ["--inside"]:
-        run_inside(sys.argv[2], sys.argv[3:])
+        run_inside(sys.argv[2], sys.argv[3], sys.argv[4:])
         return
     asked, rows, failed = parse(), [], 0
     for hosts in map(int, asked.hosts.split(",")):
@@ -295,21 +302,19 @@ def main() -> None:
             own_root(Path(name)) as image,
             make_cluster(image, hosts, asked.rate) as (cluster, _, environ),
         ):
-            for worker in asked.workers.split(","):
-                for megabytes in map(int, asked.input_mb.split(",")):
-                    try:
-                        results = [
-                            measure(image, cluster, environ, hosts, worker, megabytes) for _ in range(asked.repeats)
-                        ]
-                    except (RuntimeError, subprocess.TimeoutExpired) as error:
-                        print(f"bench-launch: {hosts} hosts, {worker}: {error}", file=sys.stderr, flush=True)
-                        failed += 1
-                        continue
-                    rows.append(format_row(results))
-                    print(dict(zip(COLUMNS, rows[-1])), file=sys.stderr, flush=True)
-                    if asked.json:
-                        with Path(asked.json).open("a", encoding="utf-8") as file:
-                            file.writelines(json.dumps(result) + "\n" for result in results)
+            kinds = (asked.workers.split(","), map(int, asked.input_mb.split(",")), asked.transfers.split(","))
+            for kind in itertools.product(*kinds):
+                try:
+                    results = [measure(image, cluster, environ, hosts, *kind) for _ in range(asked.repeats)]
+                except (RuntimeError, subprocess.TimeoutExpired) as error:
+                    print(f"bench-launch: {hosts} hosts, {kind}: {error}", file=sys.stderr, flush=True)
+                    failed += 1
+                    continue
+                rows.append(format_row(results))
+                print(dict(zip(COLUMNS, rows[-1])), file=sys.stderr, flush=True)
+                if asked.json:
+                    with Path(asked.json).open("a", encoding="utf-8") as file:
+                        file.writelines(json.dumps(result) + "\n" for result in results)
     print(format_table(COLUMNS, rows, left=2))
     sys.exit(bool(failed))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from cpuft.argv import module_command
 from cpuft.cli import cli
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
@@ -39,9 +41,12 @@ from cpuft.launch.inputs import (
 )
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.plan import Job, add_transfers
+from cpuft.launch.relay import RelayOrder
 from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
 from cpuft.plan import RunPlan, Step
+from cpuft.serialization import load, parse_json
+from tests.conftest import make_facts
 
 LONG = "a" * 300
 """A text that is not a path."""
@@ -266,6 +271,55 @@ def test_prepared_examples_are_copied_to_the_other_hosts() -> None:
     assert add_transfers(plan, (), {}, SHARED, "/runs/run").prepare == plan.prepare
     one = replace(AWAY, assignments=AWAY.assignments[:1])
     assert add_transfers(plan, (), {}, one, "/runs/run").prepare == plan.prepare
+
+
+def make_cluster(hosts: int) -> Cluster:
+    """A cluster whose hosts have told their facts."""
+    names = [f"n{number}" for number in range(1, hosts + 1)]
+    return replace(
+        AWAY,
+        assignments=tuple(Assignment(Host(name), 1) for name in names),
+        facts=tuple(make_facts(number) for number in range(1, hosts + 1)),
+        access=replace(AWAY.access, settings={"PYTHONPATH": "/opt/a b"}),
+        command_prefixes={name: ("ssh", name) for name in names},
+    )
+
+
+def test_large_files_are_sent_to_many_hosts_as_a_tree(work: Path) -> None:
+    """One step in place of one for each host; small files, and files for two hosts, are sent without a tree."""
+    cluster = make_cluster(4)
+    bundle = replace(make_bundle((work / "model",), cluster.inputs), nbytes=20_000_000)
+    missing = {f"n{number}": {bundle.remote_folder} for number in range(1, 5)}
+    ((step,),) = plan_sending((bundle,), missing, cluster)
+    assert (step.why, step.host) == ("send model to 4 hosts (20.0 MB each)", "")
+    assert step.command == module_command(sys.executable, "cpuft.launch.relay")
+    order = load(RelayOrder, parse_json(step.stdin))
+    assert (order.folder, order.names, order.is_file) == (str(work), ("model",), False)
+    assert (order.private, order.destination) == ((cluster.folder, cluster.inputs), bundle.remote_folder)
+    assert [(one.host, one.address) for one in order.receivers] == [(f"n{n}", f"10.0.0.{n}") for n in range(1, 5)]
+    *ssh, line = order.receivers[1].command
+    receive = (*module_command(cluster.python, "cpuft.launch.relay"), "receive")
+    assert (ssh, shlex.split(line)) == (["ssh", "n2"], ["exec", "env", "PYTHONPATH=/opt/a b", *receive])
+    for few in (replace(bundle, nbytes=10_000_000), replace(bundle, is_for_head=True)):
+        assert all("relay" not in " ".join(one.command) for one in plan_sending((few,), missing, cluster)[0])
+    assert len(plan_sending((bundle,), {name: missing[name] for name in ("n1", "n3")}, cluster)[0]) == 2
+
+
+def test_prepared_examples_are_copied_to_many_hosts_as_a_tree() -> None:
+    plan, cluster = RunPlan(prepare=((Step("prepare", ("prepare",), host="n1"),),)), make_cluster(10)
+    _, (step,) = add_transfers(plan, (), {}, cluster, "/runs/run", prepared_hosts=("n3",)).prepare
+    work = cluster.work_dir("/runs/run")
+    assert (step.why, step.host) == ("copy the prepared examples to 8 hosts", "n1")
+    assert step.command == module_command(cluster.python, "cpuft.launch.relay")
+    assert [(one.name, one.value) for one in step.settings] == [("PYTHONPATH", "/opt/a b")]
+    order = load(RelayOrder, parse_json(step.stdin))
+    assert (order.folder, order.names, order.is_file) == (work, ("data.npz",), True)
+    assert (order.private, order.destination) == ((cluster.folder,), f"{work}/data.npz")
+    assert [one.host for one in order.receivers] == [f"n{number}" for number in (2, *range(4, 11))]
+    assert order.receivers[0].command[:3] == ("ssh", "-o", "BatchMode=yes")
+    assert order.receivers[0].command[-4:-1] == ("-F", "/opt/config", "n2")
+    _, few = add_transfers(plan, (), {}, make_cluster(8), "/runs/run").prepare
+    assert len(few) == 7
 
 
 class LocalTransport(SshTransport):

@@ -99,6 +99,28 @@ def test_ranks_that_hang_are_diagnosed_on_their_hosts(cluster: Simulated) -> Non
         assert "in main\n" in (cluster.folder / "hung" / "logs" / f"rank-{rank}.stack").read_text()
 
 
+def test_a_large_file_leaves_this_machine_once(cluster: Simulated) -> None:
+    """The first host sends it to the two others."""
+    data = cluster.folder / "large.bin"
+    data.write_bytes(os.urandom(24_000_000))
+    script = cluster.folder / "hashes.py"
+    script.write_text("import hashlib, sys; print(hashlib.sha256(open(sys.argv[1], 'rb').read()).hexdigest())\n")
+    counter = Path(f"/sys/class/net/cpuft-{cluster.name}/statistics/tx_bytes")
+    before = int(counter.read_text())
+    words = ("launch", "--cluster", cluster.name, "--np", "3", "--independent", "--no-check", "--run-dir", "hashed")
+    done = cluster.cpuft(*words, "--", "hashes.py", "large.bin")
+    sent = int(counter.read_text()) - before
+    for path in (data, script):
+        path.unlink()
+    assert done.returncode == 0, done.stderr
+    assert "send large.bin to 3 hosts (24.0 MB each)" in done.stderr
+    assert 24_000_000 < sent < 30_000_000
+    logs = {path.read_text() for path in (cluster.folder / "hashed" / "logs").glob("rank-*.out")}
+    assert len(list((cluster.folder / "hashed" / "logs").glob("rank-*.out"))) == 3
+    assert len(logs) == 1
+    shutil.rmtree(cluster.folder / "hashed")
+
+
 def test_a_script_and_its_data_are_sent_once(cluster: Simulated) -> None:
     (cluster.folder / "rows.csv").write_text("a 0,b\n")
     script = cluster.folder / "reads.py"

@@ -1,0 +1,432 @@
+"""Send files to many hosts as a tree: one copy goes to the first host, and the hosts send the files on to each other.
+
+`python -m cpuft.launch.relay` sends. Its standard input is a `RelayOrder` as JSON. On each host it starts
+`python -m cpuft.launch.relay receive` over ssh.
+
+Often only the head host can log in to the other hosts, so they do not send to each other by ssh. Each host listens on
+its address in the cluster's network until the hosts that it serves have connected. These connections use TLS 1.3, and
+both ends must show a certificate that the sender makes for one transfer. The certificate and its private key reach the
+hosts on the standard input of ssh, and are never on a disk. So the files are as safe on their way as over ssh.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import ssl
+import struct
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NoReturn
+
+from cpuft import execute
+from cpuft.errors import CpuftError
+from cpuft.files import make_private_folder
+from cpuft.rank.process import end_with_parent
+from cpuft.serialization import load, parse_json
+
+FAN_OUT = 2
+"""To how many hosts a host sends. Its link carries that many copies. In a chain it would carry one, but a host that is
+lost keeps the files from all hosts after it."""
+_READY = b"cpuft-relay-ready "
+"""Beginning of the line with which a receiver tells its port. Earlier lines are of the host's shell."""
+_READY_SECONDS = 60.0
+"""How long hosts may take to start their receivers. Later ones get a copy of their own from the sender."""
+_CONNECT_SECONDS = 15.0
+"""How long a host waits for the hosts that it serves, and for the host that serves it."""
+_LOST_SECONDS = 9
+"""A connection is lost if the other host's kernel has not answered for so long."""
+_BLOCK = 1 << 18
+_LENGTH = struct.Struct(">I")
+"""Length of the block that follows. A length of 0 is the end: without it, a host does not store what it has got."""
+_DIRECT = 8
+"""Most hosts that get a copy of their own from the sender at the same time, after the tree did not serve them."""
+_LAST_LINES = 3
+_FIRST_DAY, _LAST_DAY = datetime.datetime(2000, 1, 1), datetime.datetime(2999, 1, 1)
+"""When a certificate is valid: its end is the end of the processes that have it, and clocks of hosts may be wrong."""
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """A host that is to get the files."""
+
+    host: str
+    """Its name in the hostfile."""
+    address: str
+    """Its address in the cluster's network, on which it may listen; empty if it has none."""
+    command: tuple[str, ...]
+    """argv with which the sender starts `python -m cpuft.launch.relay receive` on the host."""
+
+
+@dataclass(frozen=True)
+class RelayOrder:
+    """What is sent to which hosts."""
+
+    folder: str
+    """Folder of the sender that has the files."""
+    names: tuple[str, ...]
+    """Names of the files and folders in `folder`. Links are followed, and __pycache__ is left out."""
+    private: tuple[str, ...]
+    """Folders on the hosts that only this user can open, the outer ones first. They are made if necessary."""
+    destination: str
+    """Path of the folder that has the files on the hosts; of the file, with `is_file`."""
+    receivers: tuple[Receiver, ...]
+    is_file: bool = False
+    """Whether one file is sent, whose name is the last part of `destination`."""
+
+
+@dataclass(frozen=True)
+class ReceiverOrder:
+    """First line of a receiver's standard input."""
+
+    order: RelayOrder
+    """What is sent, without its receivers."""
+    address: str
+    """Address on which the receiver listens; empty if it is the only one."""
+    certificate: str
+    """Private key and certificate of the transfer as PEM, which is a secret; empty if the receiver is the only one."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Second line of a receiver's standard input: its place in the tree."""
+
+    parent: str
+    """Address of the host that sends to this one. If it is empty, the files follow on standard input."""
+    port: int
+    """Port of the parent."""
+    children: int
+    """Number of hosts to which this one sends."""
+
+
+def send(order: RelayOrder) -> dict[str, tuple[int, str]]:
+    """Send the files to all hosts, and wait until each host has stored them or has failed.
+
+    A host that the tree does not serve, for example because the hosts cannot connect to each other, gets a copy of its
+    own from this process.
+
+    Returns
+    -------
+    Name of each host that does not have the files -> (exit code of its command, last lines of its errors). It is empty
+    if all hosts have them.
+
+    Raises CpuftError: the files cannot be read here.
+    """
+    in_tree = [receiver for receiver in order.receivers if receiver.address]
+    failed = _send_tree(order, in_tree) if len(in_tree) > 1 else {}
+    served = {receiver.host for receiver in in_tree if len(in_tree) > 1} - failed.keys()
+    left = [receiver for receiver in order.receivers if receiver.host not in served]
+    with ThreadPoolExecutor(max_workers=_DIRECT) as pool:
+        results = list(pool.map(lambda receiver: _send_tree(order, [receiver]), left))
+    return {host: failure for result in results for host, failure in result.items()}
+
+
+def count_children(index: int, hosts: int) -> int:
+    """Return to how many hosts number `index` of the tree sends. Number i gets the files from number (i - 1) // 2."""
+    return len(range(FAN_OUT * index + 1, min(FAN_OUT * (index + 1) + 1, hosts)))
+
+
+def _send_tree(order: RelayOrder, receivers: Sequence[Receiver]) -> dict[str, tuple[int, str]]:
+    """Send the files to hosts, of which each but the first gets them from another host. Returns as `send` does."""
+    certificate = _make_certificate() if len(receivers) > 1 else ""
+    what = dataclasses.replace(order, receivers=())
+    end = time.monotonic() + _READY_SECONDS
+    with ExitStack() as stack:
+        links = [stack.enter_context(_Link(receiver)) for receiver in receivers]
+        for link in links:
+            link.tell(ReceiverOrder(what, link.receiver.address if certificate else "", certificate))
+        # A host that did not start is no part of the tree, so that no other host has to wait for it.
+        ready = [link for link in links if link.wait_until_ready(end)]
+        for index, link in enumerate(ready):
+            parent = ready[(index - 1) // FAN_OUT] if index else None
+            address, port = (parent.receiver.address, parent.port) if parent else ("", 0)
+            link.tell(Place(address, port, count_children(index, len(ready))))
+        for link in links:
+            if link not in ready[:1]:
+                link.close_input()
+        if ready:
+            _feed(order, ready[0])
+        failures = {link.receiver.host: link.finish() for link in links}
+        return {host: failure for host, failure in failures.items() if failure[0]}
+
+
+class _Link:
+    """A receiver's process, and what this process and the receiver tell each other."""
+
+    def __init__(self, receiver: Receiver) -> None:
+        self.receiver = receiver
+        self.port = 0
+        self._output = b""
+
+    def __enter__(self) -> _Link:
+        self._process = execute.start_process(self.receiver.command, os.environ, execute.PIPE)
+        return self
+
+    def __exit__(self, *failure: object) -> None:
+        execute.stop_processes([self._process])
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            if stream:
+                with suppress(OSError):
+                    stream.close()
+
+    def tell(self, message: ReceiverOrder | Place) -> None:
+        """Write a line to the receiver, if it has not ended."""
+        self.write(json.dumps(dataclasses.asdict(message)).encode() + b"\n")
+
+    def write(self, data: bytes) -> bool:
+        """Write to the receiver's standard input; return False if it has ended."""
+        assert self._process.stdin
+        try:
+            self._process.stdin.write(data)
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            return False
+        return True
+
+    def close_input(self) -> None:
+        """End the receiver's standard input."""
+        if self._process.stdin:
+            with suppress(BrokenPipeError):
+                self._process.stdin.close()
+            self._process.stdin = None
+
+    def wait_until_ready(self, end: float) -> bool:
+        """Wait until the receiver has told its port; return False if it has ended, or at `end` (time.monotonic)."""
+        assert self._process.stdout
+        output = self._process.stdout.fileno()
+        poll = select.poll()
+        poll.register(output, select.POLLIN | select.POLLHUP)
+        while poll.poll(max(0.0, end - time.monotonic()) * 1000):
+            data = os.read(output, 1 << 16)
+            self._output += data
+            for line in self._output.split(b"\n")[:-1]:
+                if line.startswith(_READY):
+                    self.port = int(line.removeprefix(_READY))
+                    return True
+            if not data:
+                return False
+        return False
+
+    def finish(self) -> tuple[int, str]:
+        """Wait for the receiver's end; return its exit code, 0 if it has stored the files, and its last errors."""
+        self.close_input()
+        _, errors = self._process.communicate()
+        lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
+        return execute.exit_code_of(self._process), " | ".join(lines[-_LAST_LINES:]) or "without a message"
+
+
+def _feed(order: RelayOrder, link: _Link) -> None:
+    """Send the files to the first host of a tree. Raises CpuftError: they cannot be read."""
+    command = ("tar", "-C", order.folder, "--exclude=__pycache__", "-chf", "-", "--", *order.names)
+    with execute.start_with_output(command, os.environ) as archive:
+        assert archive.stdout
+        is_there = True
+        while is_there and (block := archive.stdout.read(_BLOCK)):
+            is_there = link.write(_LENGTH.pack(len(block)) + block)
+    if is_there and archive.returncode:
+        raise CpuftError(f"tar could not read {', '.join(order.names)} in {order.folder}")
+    if is_there:
+        link.write(_LENGTH.pack(0))
+    link.close_input()
+
+
+def _make_certificate() -> str:
+    """Return a new private key and a certificate for it, which it has signed itself, as PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "cpuft")])
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(x509.random_serial_number())
+    made = builder.not_valid_before(_FIRST_DAY).not_valid_after(_LAST_DAY).sign(key, hashes.SHA256())
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    return (key.private_bytes(*form) + made.public_bytes(form[0])).decode()
+
+
+def _make_context(protocol: int, certificate: str) -> ssl.SSLContext:
+    """Return TLS settings that accept only who has the private key of this certificate, and show the same one."""
+    context = ssl.SSLContext(protocol)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # the name in the certificate is that of no host
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=certificate[certificate.index("-----BEGIN CERTIFICATE") :])
+    with execute.open_memory_file() as file:
+        file.write(certificate.encode())
+        file.flush()
+        context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
+    return context
+
+
+def receive(given: IO[bytes]) -> None:
+    """Receive files as a `ReceiverOrder` and a `Place` on standard input say, send them on, and store them.
+
+    Raises CpuftError: the files did not come to their end, a folder for them is not private, or tar could not store
+    them. Raises OSError: a file or folder could not be made, or there is no connection to the host that has the files.
+    """
+    told = load(ReceiverOrder, parse_json(given.readline().decode()))
+    with ExitStack() as stack:
+        port = 0
+        if told.address:
+            server = stack.enter_context(socket.create_server((told.address, 0), backlog=FAN_OUT))
+            port = server.getsockname()[1]
+        sys.stdout.buffer.write(b"%s%d\n" % (_READY, port))
+        sys.stdout.buffer.flush()
+        line = given.readline()
+        if not line:
+            raise CpuftError("the sender has ended, or did not wait for this host")
+        place = load(Place, parse_json(line.decode()))
+        source = stack.enter_context(_connect(place, told.certificate)) if place.parent else given
+        children = _accept(server, place.children, told.certificate) if place.children else []
+        if told.address:
+            server.close()
+        for child in children:
+            stack.enter_context(child)
+        _store(told.order, _pass_on(_read_blocks(source), children))
+
+
+@contextmanager
+def _connect(place: Place, certificate: str) -> Iterator[IO[bytes]]:
+    """Open the stream of the host that serves this one."""
+    context = _make_context(ssl.PROTOCOL_TLS_CLIENT, certificate)
+    plain = socket.create_connection((place.parent, place.port), timeout=_CONNECT_SECONDS)
+    with context.wrap_socket(plain) as connection, connection.makefile("rb") as stream:
+        _notice_loss(connection)
+        yield stream
+
+
+def _accept(server: socket.socket, count: int, certificate: str) -> list[ssl.SSLSocket]:
+    """Wait for `count` hosts with the certificate, and return the connections of those that came in time."""
+    context = _make_context(ssl.PROTOCOL_TLS_SERVER, certificate)
+    end, children = time.monotonic() + _CONNECT_SECONDS, list[ssl.SSLSocket]()
+    while len(children) < count and (left := end - time.monotonic()) > 0:
+        server.settimeout(left)
+        # Whoever has no certificate is no reason to stop waiting for those who have one.
+        with suppress(OSError):
+            plain, _ = server.accept()
+            plain.settimeout(left)
+            children.append(context.wrap_socket(plain, server_side=True))
+            _notice_loss(children[-1])
+    return children
+
+
+def _notice_loss(connection: socket.socket) -> None:
+    """Let a connection fail if the other host is lost, but wait for one that is slow."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_SECONDS // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _LOST_SECONDS // 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_SECONDS * 1000)
+
+
+def _read_blocks(source: IO[bytes]) -> Iterator[bytes]:
+    """Yield the blocks of a stream. Raises CpuftError: it ended early."""
+    while True:
+        header = source.read(_LENGTH.size)
+        length = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else -1
+        if not length:
+            return
+        block = source.read(length) if 0 < length <= _BLOCK else b""
+        if len(block) != length:
+            raise CpuftError("the host or the sender from which the files came has ended")
+        yield block
+
+
+def _pass_on(blocks: Iterator[bytes], children: list[ssl.SSLSocket]) -> Iterator[bytes]:
+    """Yield the blocks, and send each to all children. A child whose connection was lost gets no more blocks."""
+    left = list(children)
+
+    def send_all(frame: bytes) -> None:
+        for child in left[:]:
+            try:
+                child.sendall(frame)
+            except OSError:
+                left.remove(child)
+
+    for block in blocks:
+        send_all(_LENGTH.pack(len(block)) + block)
+        yield block
+    send_all(_LENGTH.pack(0))
+
+
+def _store(order: RelayOrder, blocks: Iterator[bytes]) -> None:
+    """Unpack a tar archive beside the destination, and rename what it contains if all of it has come."""
+    for folder in order.private:
+        make_private_folder(Path(folder), "check the disk of the host")
+    os.umask(0o077)
+    destination = Path(order.destination)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    part = Path(tempfile.mkdtemp(prefix=f"{destination.name}.", dir=destination.parent))
+    try:
+        with execute.start_with_input(("tar", "-C", str(part), "-xof", "-"), os.environ) as tar:
+            assert tar.stdin
+            try:
+                for block in blocks:
+                    # If this disk is full, the other hosts still get the files; tar's exit code says that it failed.
+                    with suppress(BrokenPipeError):
+                        tar.stdin.write(block)
+            except BaseException:
+                tar.kill()
+                raise
+            with suppress(BrokenPipeError):
+                tar.stdin.close()
+        if tar.returncode:
+            raise CpuftError(f"tar could not store {destination}")
+        if order.is_file:
+            (part / destination.name).replace(destination)
+        else:
+            _rename_folder(part, destination)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+
+
+def _rename_folder(part: Path, destination: Path) -> None:
+    """Give a folder its name, unless another launch has stored the same files under this name meanwhile."""
+    try:
+        part.rename(destination)
+    except OSError:
+        if not destination.is_dir():
+            raise
+
+
+def _exit_at_signal(signal_number: int, frame: object) -> NoReturn:
+    sys.exit(128 + signal_number)
+
+
+def main() -> None:
+    """Send, or with the argument `receive` receive. Exits with 1 after a failure, with 255 if only ssh failed."""
+    if sys.argv[1:] == ["receive"]:
+        signal.signal(signal.SIGTERM, _exit_at_signal)  # so that a part of the files is removed
+        end_with_parent(signal.SIGTERM)
+        try:
+            receive(sys.stdin.buffer)
+        except (CpuftError, OSError) as error:
+            sys.exit(f"cpuft: error: {error}")
+        return
+    order = load(RelayOrder, parse_json(sys.stdin.read()))
+    try:
+        failures = send(order)
+    except CpuftError as error:
+        sys.exit(f"cpuft: error: {error}")
+    for host, (_, reason) in failures.items():
+        print(f"{host}: {reason}", file=sys.stderr)
+    only_ssh = {code for code, _ in failures.values()} == {execute.SSH_FAILED}
+    sys.exit(execute.SSH_FAILED if only_ssh else bool(failures))
+
+
+if __name__ == "__main__":
+    main()
