@@ -201,7 +201,7 @@ def test_factors_are_fewer_than_what_they_stand_for() -> None:
 
 def test_blocks_take_compute() -> None:
     numbers = sum(JOB.sent_numbers(4))
-    assert estimate_hosts(replace(JOB, levels=("int8",)), FREE, 4).taken_seconds == pytest.approx(4e-9 * numbers)
+    assert estimate_hosts(replace(JOB, levels=("int8",)), FREE, 4).taken_seconds == pytest.approx(3.5e-9 * numbers)
 
 
 def test_a_control_group_allows_less_than_the_cores_there_are() -> None:

@@ -84,4 +84,4 @@ def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factor
     none, bf16, _, blocks, factors = (rung.layer_bytes for rung in make_levels(model, 0, 4, 0.0))
     assert bf16 == none / 2
     assert blocks / none == pytest.approx(0.25, rel=0.02)
-    assert factors / none < 0.022
+    assert factors / none < 0.043
