@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from cpuft.errors import CpuftError, suggest_names
 from cpuft.record import read_record
 from cpuft.train.data.sources import make_pairs
 from cpuft.train.fast.acceleration import has_bf16_products
@@ -183,10 +184,30 @@ def _run(command: list[str], **variables: str) -> str:
 CONTESTANTS = {"cpuft": run_cpuft, "TRL": run_peer}
 
 
+def _check(options: argparse.Namespace, names: list[str]) -> None:
+    for name in names:
+        if name not in CONTESTANTS:
+            raise CpuftError(f"--contestants: {name!r} is unknown: {suggest_names(name, list(CONTESTANTS))}")
+    if options.warm_up >= options.steps:
+        raise CpuftError(f"--warm-up {options.warm_up} leaves none of --steps {options.steps}: give more steps")
+    if options.vocabulary < _SPECIAL["vocab_size"]:
+        raise CpuftError(f"--vocabulary must be at least {_SPECIAL['vocab_size']}, the size of MiniLM's vocabulary")
+    if options.max_length < 2 * _PAIR_TOKENS:
+        raise CpuftError(f"--max-length must be at least {2 * _PAIR_TOKENS}: a shorter text has no answer")
+
+
 def main() -> None:
-    """Run the turns, and print each turn, the median ratio with its spread, and the CPU."""
+    """Run the turns, and print each turn, the median ratio with its spread, and the CPU.
+
+    It ends with exit code 2 and a message if an option has no sense.
+    """
     options = parse_arguments()
     names = options.contestants.split(",")
+    try:
+        _check(options, names)
+    except CpuftError as error:
+        print(f"bench-chat: {error}", file=sys.stderr)
+        sys.exit(2)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save_model(folder / "model", options)
