@@ -346,6 +346,11 @@ def run(options: argparse.Namespace) -> None:
     ]:
         if name not in known:
             raise CpuftError(f"{name!r} is unknown: {suggest_names(name, known)}")
+    if 0 < options.pool < options.batch_size:
+        raise CpuftError(
+            f"--pool {options.pool} has no batch of {options.batch_size} examples: give --pool at least "
+            f"{options.batch_size}, or a smaller --batch-size"
+        )
     model = options.model or offline_model()
     with options.record.open("a") as record:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.train.model import find_model
 from scripts.benchmarks.bench_train import format_summary, header, summarise
-from scripts.benchmarks.contestants import read_rows
+from scripts.benchmarks.contestants import Contestant, Workload, read_rows, thin_out
 
 
 def write_mrpc(folder: Path, rows: int) -> Path:
@@ -75,6 +77,25 @@ def test_rows_keep_lone_quotation_marks(tmp_path: Path) -> None:
         read_rows(tmp_path / "nowhere" / "dev.tsv", tokenizer)
 
 
+def test_few_rows_have_batches_of_lengths_that_stand_for_all() -> None:
+    rows = [{"input_ids": [0] * length} for length in random.Random(0).sample(range(100), 100)]
+    lengths = [len(row["input_ids"]) for row in thin_out(rows, 20, 10)]
+    assert lengths == [*range(20, 30), *range(70, 80)]
+    assert [len(row["input_ids"]) for row in thin_out(rows, 5, 10)] == [*range(50, 60)]
+
+
+@pytest.mark.real
+def test_a_turn_trains_some_of_a_pool_and_is_judged_by_few_rows(tmp_path: Path) -> None:
+    write_mrpc(tmp_path, 64)
+    workload = Workload(tmp_path, find_model("minilm"), "minilm", 16, 1, batch=8, pool=64, evaluated=8)
+    assert len(workload.read_rows("dev", workload.evaluated)) == 8
+    contestant = Contestant("cpuft", workload)
+    rate, megabytes = contestant.turn()
+    assert rate > 0
+    assert megabytes > 100
+    assert contestant.finish() * 8 in range(9)
+
+
 @pytest.mark.proof
 def test_a_whole_run(tmp_path: Path) -> None:
     words = ["--data", str(write_mrpc(tmp_path, 64)), "--models", "minilm", "--rows", "64", "--rounds", "2"]
@@ -99,16 +120,14 @@ def test_a_record_names_no_folder_of_this_machine_also_with_torch_2_8(monkeypatc
     assert header(options)["capabilities"] == []
 
 
-def test_bad_names_are_one_line(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "scripts.benchmarks.bench_train",
-        "--data",
-        str(tmp_path),
-        "--contestants",
-        "cpufd",
-    ]
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (("--contestants", "cpufd"), "'cpufd' is unknown: did you mean cpuft or cpuft-int8?"),
+        (("--pool", "8"), "--pool 8 has no batch of 32 examples: give --pool at least 32, or a smaller --batch-size"),
+    ],
+)
+def test_options_without_sense_are_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "scripts.benchmarks.bench_train", "--data", str(tmp_path), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 2
-    assert done.stderr == "bench-train: 'cpufd' is unknown: did you mean cpuft or cpuft-int8?\n"
+    assert (done.returncode, done.stderr) == (2, f"bench-train: {message}\n")
