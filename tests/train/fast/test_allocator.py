@@ -39,21 +39,23 @@ def test_a_second_step_takes_no_page_faults(mode: str) -> None:
 
 
 PACKED = """
-import re, torch
+import ctypes, re, torch
 from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM
 from cpuft.train.fast.acceleration import patch_model
+from cpuft.train.lora import add_adapters
 
 def measure():
     return 1024 * int(re.search(r"Anonymous: *(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
 
 torch.set_num_threads(1)
-sizes = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, vocab_size=1000)
+sizes = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, vocab_size=30000)
 config = AutoConfig.for_model("qwen3", num_hidden_layers=6, **sizes)
 AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained("model")
+ctypes.CDLL(None).malloc_trim(0)
 before = measure()
 model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
-patch_model(model, "fp32")
+patch_model(add_adapters(model, 16, "", ()), "fp32", adapters=True)
 print(measure() - before, sum(parameter.nbytes for parameter in model.parameters()))
 """
 
@@ -66,4 +68,4 @@ def test_weights_that_are_converted_and_packed_leave_no_gaps(tmp_path: Path) -> 
     )
     taken, weights = map(int, done.stdout.split())
     assert weights > 300e6
-    assert taken < 1.35 * weights
+    assert taken < 1.3 * weights
