@@ -49,6 +49,7 @@ FOREIGN = (
     "GLOO_",
     "I_MPI_",
     "KMP_",
+    "GLIBC_TUNABLES",
     "MALLOC_",
 )
 FOREIGN_NAMES = (

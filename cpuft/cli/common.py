@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 MODEL = "model"
 """Folder of the trained model in the folder of a run."""
-_FOR_COMPUTE = ("KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
+_FOR_COMPUTE = ("GLIBC_TUNABLES", "KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
 """Prefixes of the settings for threads and memory, which a single process needs as well as a rank."""
 
 
@@ -84,8 +84,8 @@ def find_model_folder(run: str) -> Path:
 def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
     """Return the settings for threads and memory that a single rank on this machine would have.
 
-    These are the variables that begin with KMP_, LD_PRELOAD, MALLOC_, OMP_ or THP_. A value of the user's own in
-    `environ` replaces cpuft's.
+    Their names begin with one of the prefixes in `_FOR_COMPUTE`. A value of the user's own in `environ` replaces
+    cpuft's.
 
     Raises CpuftError: the facts about this machine, such as its cores, cannot be gathered.
     """

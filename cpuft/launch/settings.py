@@ -13,7 +13,8 @@ from cpuft.rank.connection_check import CHECK_VARIABLE
 from cpuft.serialization import load, parse_json
 
 _BY_VALUE = (
-    *("CCL_", "FI_", "GLOO_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "THP_", "TORCH_", "UCX_"),
+    *("CCL_", "FI_", "GLIBC_TUNABLES", "GLOO_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "THP_", "TORCH_"),
+    "UCX_",
     *("HF_ASSETS_CACHE", "HF_DATASETS_", "HF_ENDPOINT", "HF_HOME", "HF_HUB_", "HF_MODULES_CACHE", "HF_XET_"),
     *("MLFLOW_", "TRACKIO_", "WANDB_"),
 )
@@ -177,6 +178,14 @@ def _comm_settings(ranks: tuple[RankCores, ...], reason: str) -> tuple[Setting, 
     )
 
 
+_JOIN_FREED_BLOCKS = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
+"""glibc cuts the aligned block of a tensor out of a larger one, and puts the ends into lists of small blocks.
+
+There they are not joined with what is freed beside them, so that a later tensor of the same size does not fit where the
+first one was. Without these lists, four layers of Gemma-3-270M's sizes with gradient checkpointing at 4,096 tokens took
+0.6 GB for activations instead of 1.0, and a step of MiniLM took as long as before (three turns)."""
+
+
 def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
     """Preload an allocator and Intel's OpenMP runtime if the host has them; make the allocator keep freed memory."""
     allocator = next((name for name in ("tcmalloc", "tcmalloc_minimal", "jemalloc") if name in libraries), "")
@@ -192,6 +201,8 @@ def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
         # 32 MiB is the largest threshold that glibc accepts (mallopt(3), M_MMAP_THRESHOLD).
         settings += (Setting("MALLOC_MMAP_THRESHOLD_", str(32 << 20), reason),)
         settings += (Setting("MALLOC_TRIM_THRESHOLD_", str(1 << 40), reason),)
+        reason = "glibc joins freed memory, so that the next tensors fit in it"
+        settings += (Setting("GLIBC_TUNABLES", _JOIN_FREED_BLOCKS, reason),)
     return settings
 
 
@@ -241,9 +252,8 @@ def _keep_user_value(setting: Setting, environ: Mapping[str, str]) -> Setting:
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
     """Return the user's variables for MPI, oneCCL, OpenMP and similar libraries that ranks get besides our settings.
 
-    Their names begin with CCL_, FI_, GLOO_, I_MPI_, KMP_, MALLOC_, OMP_, ONEDNN_, THP_, TORCH_ or UCX_, or with one of
-    the HF_ prefixes in `_BY_VALUE`; they are sorted by name. Left out are variables in `ours`, those that may be
-    secret, and names that no shell can set. `from_user` is False.
+    Their names begin with one of the prefixes in `_BY_VALUE`; they are sorted by name. Left out are variables in
+    `ours`, those that may be secret, and names that no shell can set. `from_user` is False.
     """
     known = {setting.name for setting in ours}
     return tuple(

@@ -129,7 +129,7 @@ def fast_layer_bytes(shape: DecoderShape, size: int, tokens: int, gradient_check
     """Return the bytes that autograd keeps of a fast layer (`fast.prenorm.run_layer`).
 
     They are the inputs of norms and products; queries, keys and values, also before their norms; and gate and up. With
-    gradient checkpointing, what lies between the products is computed again.
+    gradient checkpointing, they are the layer's input, and that of a norm at its end.
 
     Parameters
     ----------
@@ -137,10 +137,10 @@ def fast_layer_bytes(shape: DecoderShape, size: int, tokens: int, gradient_check
     tokens: tokens of the batch, without padding.
     """
     ends = shape.norms - 2
-    widths = (4 + ends) * shape.hidden + shape.query
-    if not gradient_checkpointing:
-        packed = shape.query + 2 * shape.key
-        widths += (1 + shape.norms_heads) * packed + 3 * shape.inner
+    if gradient_checkpointing:
+        return (size * (1 + (ends > 0)) * shape.hidden + 4) * tokens
+    packed = shape.query + 2 * shape.key
+    widths = (4 + ends) * shape.hidden + shape.query + (1 + shape.norms_heads) * packed + 3 * shape.inner
     return (size * widths + 4 * shape.norms) * tokens
 
 
@@ -176,8 +176,8 @@ def decoder_activation_bytes(
 ) -> int:
     """Return the most bytes that activations take in a forward and a backward pass.
 
-    With gradient checkpointing, all layers but the last keep only their inputs, and are computed again one by one when
-    the head has been freed. The other parameters are those of `layer_bytes` and `head_bytes`.
+    With gradient checkpointing, layers keep only their inputs, and are computed again one by one when the head has been
+    freed; transformers' own last layer keeps all. The other parameters are those of `layer_bytes` and `head_bytes`.
 
     Parameters
     ----------
@@ -186,10 +186,12 @@ def decoder_activation_bytes(
     if fast_tokens:
         layer = fast_layer_bytes(shape, size, fast_tokens)
         kept = fast_layer_bytes(shape, size, fast_tokens, gradient_checkpointing)
-        # Gradients of gate and up are there beside them.
-        running = 2 * size * shape.inner * fast_tokens + (layer - kept)
+        head = head_bytes(shape, size, adapts, targets)
+        running = layer + 2 * size * shape.inner * fast_tokens  # and the gradients of gate and up
         ends = 12 * shape.hidden * tokens
-        return ends + (shape.layers - 1) * kept + layer + max(running, head_bytes(shape, size, adapts, targets))
+        if gradient_checkpointing:
+            return ends + shape.layers * kept + max(running, head)
+        return ends + (shape.layers - 1) * layer + max(running, layer + head)
     layer = layer_bytes(shape, size, adapts, tokens, masked_scores)
     head = head_bytes(shape, size, adapts, targets)
     ends = 12 * shape.hidden * tokens  # embeddings, and the last norm

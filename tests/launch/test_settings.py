@@ -132,14 +132,14 @@ def test_ranks_on_other_hosts_get_only_the_secrets_that_training_needs() -> None
 @pytest.mark.parametrize(
     "libraries, expected",
     [
-        ({}, ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"]),
+        ({}, ["MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"]),
         ({"jemalloc": "/j.so", "tcmalloc_minimal": "/t.so"}, ["LD_PRELOAD"]),
         ({"jemalloc": "/j.so"}, ["LD_PRELOAD", "MALLOC_CONF"]),
-        ({"iomp5": "/i.so"}, ["LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_"]),
+        ({"iomp5": "/i.so"}, ["LD_PRELOAD", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"]),
     ],
 )
 def test_allocators_are_set_to_keep_freed_memory(libraries: dict[str, str], expected: list[str]) -> None:
     loopback = Interface("lo", "127.0.0.1", "")
     facts = dataclasses.replace(make_facts(1), libraries=libraries)
     settings = host_settings(facts, loopback, (RankCores((0, 1)),), True, "")
-    assert [s.name for s in settings if s.name.startswith(("LD_", "MALLOC_"))] == expected
+    assert [s.name for s in settings if s.name.startswith(("GLIBC_", "LD_", "MALLOC_"))] == expected

@@ -263,7 +263,7 @@ LLAMA = {**LARGE, "model_type": "llama", "num_key_value_heads": 8, "vocab_size":
     ("task", "settings", "linears", "table", "parts"),
     [
         ("chat", LLAMA, 973_078_528, 262_668_288, "11.4 GB (weights 10.0 GB, process 1.2 GB, moments 0.2 GB)"),
-        ("mrpc", LLAMA, 973_078_528, 262_668_288, "11.4 GB (weights 10.0 GB, process 1.2 GB, moments 0.2 GB)"),
+        ("mrpc", LLAMA, 973_078_528, 262_668_288, "11.3 GB (weights 10.0 GB, process 1.2 GB, moments 0.2 GB)"),
         ("mrpc", LARGE, 805_601_280, 62_509_056, "8.2 GB (weights 7.0 GB, process 1.1 GB, moments 0.1 GB)"),
     ],
     ids=["chat", "decoder for labels", "encoder"],

@@ -128,10 +128,8 @@ def _norm(module: nn.Module | None, x: Tensor) -> Tensor:
     return x if norm is None else apply_norm(x, norm)
 
 
-def _attend(
-    parts: PreNormParts, layout: PackedLayout, angles: Angles | None, mask: Mask, forward_pass: ForwardPass, x: Tensor
-) -> Tensor:
-    """The first part that gradient checkpointing recomputes: projections, rotation and attention."""
+def _attend(parts: PreNormParts, layout: PackedLayout, angles: Angles | None, mask: Mask, x: Tensor) -> Tensor:
+    """Return the context of attention, (tokens, heads * head size): projections, rotation and attention."""
     assert parts.packed_projections is not None
     packed = parts.packed_projections(x, int8=parts.int8)
     norms = None
@@ -139,21 +137,39 @@ def _attend(
         norms = HeadNorms(read_norm(parts.query_norm), read_norm(parts.key_norm))
     if angles is not None or norms is not None:
         packed = rotate(packed, angles, parts.heads, norms)
-    return attention(None, packed, None, parts.heads, mask, layout.grid, forward_pass)
+    return attention(None, packed, None, parts.heads, mask, layout.grid)
 
 
-def _feed_forward(parts: PreNormParts, mask: Mask, forward_pass: ForwardPass, x: Tensor) -> Tensor:
-    """The second part: gated feed-forward, without the bias of its last product."""
+def _run_blocks(
+    parts: PreNormParts,
+    layout: PackedLayout,
+    angles: Angles | None,
+    masks: tuple[Mask, Mask, Mask],
+    forward_pass: ForwardPass,
+    x: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """Run what gradient checkpointing recomputes: the whole layer up to its last product.
+
+    Returns the residual stream after attention, and the product of feed-forward without its bias.
+
+    `masks`: of the dropouts of attention, of its output and of feed-forward.
+    """
+    attention_mask, output_mask, inner_mask = masks
+    context = _attend(parts, layout, angles, attention_mask, _norm(parts.attention_norm, x))
+    added = _norm(parts.attention_end_norm, linear(parts.attention_output, context, parts.int8))
+    norm = read_norm(parts.feed_forward_norm)
+    assert norm is not None
     assert parts.packed_inner is not None
-    inner = dropout(glu(parts.packed_inner(x, int8=parts.int8), GATES[parts.activation]), mask)
-    return product(parts.outer, inner, parts.int8, forward_pass)
+    x, normed = add_norm(added, x, norm, output_mask)
+    inner = dropout(glu(parts.packed_inner(normed, int8=parts.int8), GATES[parts.activation]), inner_mask)
+    return x, product(parts.outer, inner, parts.int8, forward_pass)
 
 
 def run_layer(parts: PreNormParts, x: Tensor, layout: PackedLayout, angles: Angles | None) -> Tensor:
     """Return the output of one patched layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
 
     Dropout masks are drawn from torch's generator. With `parts.recomputes`, in training, activations are recomputed in
-    backward.
+    backward: a layer then keeps `x`, and what a norm at its end needs.
 
     Parameters
     ----------
@@ -165,12 +181,8 @@ def run_layer(parts: PreNormParts, x: Tensor, layout: PackedLayout, angles: Angl
     attention_mask = draw_mask(parts.attention_dropout, training)
     output_mask, inner_mask = map(_dropout_mask, (parts.attention_output_dropout, parts.inner_dropout))
     run = run_with_recompute if parts.recomputes and training else run_once
-    context = run(partial(_attend, parts, layout, angles, attention_mask), _norm(parts.attention_norm, x))
-    added = _norm(parts.attention_end_norm, linear(parts.attention_output, context, parts.int8))
-    norm = read_norm(parts.feed_forward_norm)
-    assert norm is not None
-    x, normed = add_norm(added, x, norm, output_mask)
-    added = run(partial(_feed_forward, parts, inner_mask), normed)
+    masks = (attention_mask, output_mask, inner_mask)
+    x, added = run(partial(_run_blocks, parts, layout, angles, masks), x)
     if parts.outer.bias is not None:
         added = added + parts.outer.bias
     return x + _norm(parts.outer_norm, added)

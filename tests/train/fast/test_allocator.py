@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.launch.settings import _memory_settings
+
 # glibc gives the top of its heap back beyond a threshold; more than 2 GiB, because an int is what mallopt takes.
 FAULTS = """
 import ctypes, resource, sys
@@ -41,26 +43,29 @@ import ctypes, re, torch
 from pathlib import Path
 from transformers import AutoConfig, AutoModelForCausalLM
 from cpuft.train.fast.acceleration import patch_model
+from cpuft.train.lora import add_adapters
 
 def measure():
     return 1024 * int(re.search(r"Anonymous: *(\\d+)", Path("/proc/self/smaps_rollup").read_text())[1])
 
 torch.set_num_threads(1)
-sizes = dict(hidden_size=768, intermediate_size=2048, num_attention_heads=12, num_key_value_heads=12, vocab_size=1000)
-AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", num_hidden_layers=6, **sizes)).save_pretrained("model")
+sizes = dict(hidden_size=1024, intermediate_size=3072, num_attention_heads=16, num_key_value_heads=8, vocab_size=30000)
+config = AutoConfig.for_model("qwen3", num_hidden_layers=6, **sizes)
+AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained("model")
 ctypes.CDLL(None).malloc_trim(0)
-model = AutoModelForCausalLM.from_pretrained("model")
 before = measure()
-patch_model(model, "fp32")
+model = AutoModelForCausalLM.from_pretrained("model", dtype=torch.float32)
+patch_model(add_adapters(model, 16, "", ()), "fp32", adapters=True)
 print(measure() - before, sum(parameter.nbytes for parameter in model.parameters()))
 """
 
 
-def test_weights_that_are_packed_leave_no_gaps(tmp_path: Path) -> None:
-    # As ranks have it: then tensors of up to 32 MB are in malloc's heap.
-    settings = os.environ | {"MALLOC_MMAP_THRESHOLD_": str(32 << 20)}
+def test_weights_that_are_converted_and_packed_leave_no_gaps(tmp_path: Path) -> None:
+    settings = {setting.name: setting.value for setting in _memory_settings({})}  # as ranks have them
     command = [sys.executable, "-c", PACKED]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=settings, cwd=tmp_path)
-    more, weights = map(int, done.stdout.split())
-    assert weights > 150e6
-    assert more < 0.15 * weights
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, check=True, env=os.environ | settings, cwd=tmp_path
+    )
+    taken, weights = map(int, done.stdout.split())
+    assert weights > 300e6
+    assert taken < 1.3 * weights
