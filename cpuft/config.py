@@ -284,8 +284,9 @@ class TrainConfig:
     )
     lora_rank: int = _recipe(
         -1,
-        "Rank of LoRA adapters (peft) in the attention layers, of decoders in all layers, which are trained together "
-        "with the head of the task instead of all weights; their alpha is twice the rank. 0 trains all weights "
+        "Rank of LoRA adapters (peft): only the adapters and the head of the task are trained. Encoders get adapters "
+        "in the linear layers of attention, decoders also in those of feed-forward. Alpha is twice the rank. 0 trains "
+        "all weights "
         "(default: 16 for decoders above 200 million parameters with --task chat, --causal, --task files and GLUE "
         "tasks, else 0)",
         least=-1,
@@ -401,8 +402,8 @@ class TrainConfig:
         "auto",
         "With LoRA adapters, number format of the frozen weights: fp32, bf16, or int8 with one scale for each output, "
         "where embedding and head are bf16. They are mapped from a file, so that the ranks of a host share their "
-        "memory, and converted for one matrix product at a time. auto gives each rank weights of its own, in the "
-        "format of --precision",
+        "memory, and converted for one matrix product at a time. auto gives each rank a copy of its own, layers "
+        "in the format of --precision and the embedding in fp32",
         choices=BASE_PRECISIONS,
     )
     padding: str = _speed(

@@ -46,8 +46,14 @@ _READY_SECONDS = 60.0
 """How long hosts may take to start their receivers. Later ones get a copy of their own from the sender."""
 _CONNECT_SECONDS = 15.0
 """How long a host waits for the hosts that it serves, and for the host that serves it."""
+_HANDSHAKE_SECONDS = 5.0
+"""How long one host may take to show its certificate, so that a stranger does not keep others from being served."""
 _LOST_SECONDS = 9
-"""A connection is lost if the other host's kernel has not answered for so long."""
+"""A silent connection is lost if the other host's kernel has not answered for so long."""
+_STALLED_SECONDS = 60
+"""A host is lost if it has taken no data for so long, for example because its disk does not answer."""
+_BACKLOG = 64
+"""Connections that wait to be accepted: more than a host serves, so that strangers do not keep others away."""
 _BLOCK = 1 << 18
 _LENGTH = struct.Struct(">I")
 """Length of the block that follows. A length of 0 is the end: without it, a host does not store what it has got."""
@@ -149,6 +155,9 @@ def _send_tree(order: RelayOrder, receivers: Sequence[Receiver]) -> dict[str, tu
             link.tell(ReceiverOrder(what, link.receiver.address if certificate else "", certificate))
         # A host that did not start is no part of the tree, so that no other host has to wait for it.
         ready = [link for link in links if link.wait_until_ready(end)]
+        for link in links:
+            if link not in ready:
+                link.give_up()
         for index, link in enumerate(ready):
             parent = ready[(index - 1) // FAN_OUT] if index else None
             address, port = (parent.receiver.address, parent.port) if parent else ("", 0)
@@ -169,6 +178,8 @@ class _Link:
         self.receiver = receiver
         self.port = 0
         self._output = b""
+        self._problem = ""
+        """Why this process has ended the receiver; empty if it has not."""
 
     def __enter__(self) -> _Link:
         self._process = execute.start_process(self.receiver.command, os.environ, execute.PIPE)
@@ -219,9 +230,17 @@ class _Link:
                 return False
         return False
 
+    def give_up(self) -> None:
+        """End the receiver, which has not told its port, if it has not ended by itself."""
+        if self._process.poll() is None:
+            execute.stop_processes([self._process])
+            self._problem = f"the host did not start to receive within {_READY_SECONDS:.0f} s"
+
     def finish(self) -> tuple[int, str]:
         """Wait for the receiver's end; return its exit code, 0 if it has stored the files, and its last errors."""
         self.close_input()
+        if self._problem:
+            return 1, self._problem
         _, errors = self._process.communicate()
         lines = [line.strip() for line in errors.decode(errors="replace").splitlines() if line.strip()]
         return execute.exit_code_of(self._process), " | ".join(lines[-_LAST_LINES:]) or "without a message"
@@ -236,7 +255,9 @@ def _feed(order: RelayOrder, link: _Link) -> None:
         while is_there and (block := archive.stdout.read(_BLOCK)):
             is_there = link.write(_LENGTH.pack(len(block)) + block)
     if is_there and archive.returncode:
-        raise CpuftError(f"tar could not read {', '.join(order.names)} in {order.folder}")
+        raise CpuftError(
+            f"tar could not read {', '.join(order.names)} in {order.folder}: check that they exist and can be read"
+        )
     if is_there:
         link.write(_LENGTH.pack(0))
     link.close_input()
@@ -281,13 +302,15 @@ def receive(given: IO[bytes]) -> None:
     with ExitStack() as stack:
         port = 0
         if told.address:
-            server = stack.enter_context(socket.create_server((told.address, 0), backlog=FAN_OUT))
+            server = stack.enter_context(socket.create_server((told.address, 0), backlog=_BACKLOG))
             port = server.getsockname()[1]
         sys.stdout.buffer.write(b"%s%d\n" % (_READY, port))
         sys.stdout.buffer.flush()
         line = given.readline()
         if not line:
-            raise CpuftError("the sender has ended, or did not wait for this host")
+            raise CpuftError(
+                "this host got no order in time, or the launcher has ended: read its messages, and launch again"
+            )
         place = load(Place, parse_json(line.decode()))
         source = stack.enter_context(_connect(place, told.certificate)) if place.parent else given
         children = _accept(server, place.children, told.certificate) if place.children else []
@@ -317,9 +340,11 @@ def _accept(server: socket.socket, count: int, certificate: str) -> list[ssl.SSL
         # Whoever has no certificate is no reason to stop waiting for those who have one.
         with suppress(OSError):
             plain, _ = server.accept()
-            plain.settimeout(left)
-            children.append(context.wrap_socket(plain, server_side=True))
-            _notice_loss(children[-1])
+            plain.settimeout(min(left, _HANDSHAKE_SECONDS))
+            child = context.wrap_socket(plain, server_side=True)
+            _notice_loss(child)
+            child.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _STALLED_SECONDS * 1000)
+            children.append(child)
     return children
 
 
@@ -330,7 +355,6 @@ def _notice_loss(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _LOST_SECONDS // 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _LOST_SECONDS // 3)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _LOST_SECONDS * 1000)
 
 
 def _read_blocks(source: IO[bytes]) -> Iterator[bytes]:
@@ -342,7 +366,9 @@ def _read_blocks(source: IO[bytes]) -> Iterator[bytes]:
             return
         block = source.read(length) if 0 < length <= _BLOCK else b""
         if len(block) != length:
-            raise CpuftError("the host or the sender from which the files came has ended")
+            raise CpuftError(
+                "the connection ended before the last file: check whether the sending host is up, and launch again"
+            )
         yield block
 
 
@@ -381,11 +407,13 @@ def _store(order: RelayOrder, blocks: Iterator[bytes]) -> None:
                         tar.stdin.write(block)
             except BaseException:
                 tar.kill()
+                with suppress(OSError):
+                    tar.stdin.close()
                 raise
             with suppress(BrokenPipeError):
                 tar.stdin.close()
         if tar.returncode:
-            raise CpuftError(f"tar could not store {destination}")
+            raise CpuftError(f"tar could not store {destination}: check the free space and the permissions there")
         if order.is_file:
             (part / destination.name).replace(destination)
         else:

@@ -25,6 +25,7 @@ from cpuft.files import cache_folder, hash_file, hash_text, write_atomically
 from cpuft.serialization import load, parse_json
 from cpuft.train.data.archive import explain_cache_failures
 from cpuft.train.fast.frozen import can_freeze_embedding, freeze_embedding, freeze_linear, quantise
+from cpuft.train.lora import find_whole_modules
 
 _FORMAT = 1
 """Version of the files in the cache: part of their key."""
@@ -42,7 +43,7 @@ def find_weight_files(source: str) -> list[Path]:
     ----------
     source: a folder, or a hub name, whose files are downloaded if they are not in the cache of models.
 
-    Raises CpuftError: there are none.
+    Raises CpuftError: there are none, or one is missing.
     """
     folder = Path(source)
     if Path(folder, "adapter_config.json").is_file():
@@ -53,11 +54,15 @@ def find_weight_files(source: str) -> list[Path]:
             parts = load(dict[str, Any], parse_json(index.read_text(encoding="utf-8"))).get("weight_map", {})
             names = sorted(set(parts.values()))
     files = [path for name in names if (path := _locate(source, name))]
-    if not files or len(files) < len(names):
+    if not names:
         raise CpuftError(
-            f"--base-precision maps weights from safetensors files, and {source} has none: save the model with "
-            f"save_pretrained, or leave --base-precision out"
+            f"--base-precision needs safetensors files, and {source} has none: load the model with transformers and "
+            f"save it with save_pretrained, or leave --base-precision out"
         )
+    if len(files) < len(names):
+        known = {path.name for path in files}
+        missing = next(name for name in names if name not in known)
+        raise CpuftError(f"{source} lacks the weights file {missing}: copy or download the model again")
     return files
 
 
@@ -82,6 +87,8 @@ def find_stored_type(headers: Iterable[dict[str, dict[str, Any]]]) -> torch.dtyp
 def keep_stored_type(stored: torch.dtype) -> Iterator[None]:
     """Inside, from_pretrained loads linear weights and token embeddings in this type, and all others in fp32.
 
+    The head of a task is loaded in fp32, because it is trained.
+
     transformers has an option for one type of the whole model only, with which it would also round constants, such as
     the factor of Gemma's embedding. Here the plan that it makes for exceptions gets these weights.
     """
@@ -91,7 +98,9 @@ def keep_stored_type(stored: torch.dtype) -> Iterator[None]:
     original = owner._get_dtype_plan
 
     def plan(self: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
-        own = {f"^{name}.weight$": stored for name, one in self.named_modules() if _is_base(one, self)}
+        heads = tuple(f"{head}." for head in find_whole_modules(self, ()))
+        base = (name for name, one in self.named_modules() if _is_base(one, self))
+        own = {f"^{name}.weight$": stored for name in base if not f"{name}.".startswith(heads)}
         return {**original(self, dtype), **own}
 
     owner._get_dtype_plan = plan
@@ -167,7 +176,11 @@ def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
 
 
 def _is_merged(files: Sequence[Path]) -> bool:
-    return any(path.name.startswith("adapter_model") for path in files)
+    return any(map(_is_adapter, files))
+
+
+def _is_adapter(path: Path) -> bool:
+    return path.name.startswith("adapter_model")
 
 
 def _find_held(model: Any, precision: str) -> list[_Held]:
@@ -194,18 +207,35 @@ def _find_held(model: Any, precision: str) -> list[_Held]:
 def _find_converted(held: Sequence[_Held], precision: str, files: Sequence[Path]) -> Path:
     """Return the path of the file with these converted weights in the cache folder; write it if it is not there.
 
-    Ranks of one host take turns, so that the first one writes it.
+    Ranks of one host take turns, so that the first one writes it. A file that is cut off is written again.
     """
-    names = repr((_FORMAT, precision, [hash_file(path) for path in files], [one.name for one in held]))
+    # The settings of adapters decide what they add to the weights that they are merged into.
+    settings = [path.with_name("adapter_config.json") for path in files if _is_adapter(path)]
+    sources = [hash_file(path) for path in (*files, *settings)]
+    names = repr((_FORMAT, precision, sources, [one.name for one in held]))
     path = cache_folder(os.environ) / f"base-{precision}-{hash_text(names, 16)}.safetensors"
-    if path.exists():
+    if _is_whole(path):
         return path
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
+        if not _is_whole(path):
+            for unfinished in path.parent.glob(f"{path.name}.*.new"):  # of a rank that was killed
+                unfinished.unlink()
             with write_atomically(path) as beside:
                 _write_converted(held, beside)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether there is a file with all bytes that its header names."""
+    from safetensors import SafetensorError, safe_open
+
+    opened: Any = safe_open
+    try:
+        with opened(path, framework="pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 def _write_converted(held: Sequence[_Held], path: Path) -> None:

@@ -440,15 +440,20 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
         )
     why = "the model is untrained" if config.from_config else f"{size}, at most {limit}"
     if not count and not config.from_config:
-        why = f"the model is no decoder of more than {limit} parameters"
+        why = f"the model is not known to be a decoder of more than {limit} parameters"
     for flag, is_given in (
         (f"--base-precision {config.base_precision}", config.base_precision != "auto"),
         ("--lora-merge", config.lora_merge and not predicts_tokens),
     ):
+        if is_given and config.from_config:
+            raise CpuftError(
+                f"{flag} needs LoRA adapters, and a model made by --from-config has none: leave {flag} out, or give a "
+                f"pretrained --model"
+            )
         if is_given:
             raise CpuftError(
-                f"{flag} is for LoRA runs, and all weights are trained, because {why}: add --lora-rank "
-                f"{DEFAULT_LORA_RANK}, or leave it out"
+                f"{flag} needs LoRA adapters, and this run trains all weights, because {why}: add --lora-rank "
+                f"{DEFAULT_LORA_RANK}, or leave {flag} out"
             )
     if not predicts_tokens:
         return chosen, ""

@@ -84,7 +84,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--cpuft-options", default="", help="more options of cpuft launch, such as '--base-precision bf16'"
     )
     parser.add_argument(
-        "--contestants", default="cpuft,TRL", help="whom to measure; without the other one there is no ratio"
+        "--contestants", default="cpuft,TRL", help="tools to measure, separated by commas; the ratio needs both"
     )
     parser.add_argument(
         "--peer-python", default=sys.executable, help="the Python in whose environment TRL is installed"
@@ -189,11 +189,13 @@ def _check(options: argparse.Namespace, names: list[str]) -> None:
         if name not in CONTESTANTS:
             raise CpuftError(f"--contestants: {name!r} is unknown: {suggest_names(name, list(CONTESTANTS))}")
     if options.warm_up >= options.steps:
-        raise CpuftError(f"--warm-up {options.warm_up} leaves none of --steps {options.steps}: give more steps")
+        raise CpuftError(
+            f"--warm-up {options.warm_up} leaves no update to measure of --steps {options.steps}: raise --steps"
+        )
     if options.vocabulary < _SPECIAL["vocab_size"]:
         raise CpuftError(f"--vocabulary must be at least {_SPECIAL['vocab_size']}, the size of MiniLM's vocabulary")
     if options.max_length < 2 * _PAIR_TOKENS:
-        raise CpuftError(f"--max-length must be at least {2 * _PAIR_TOKENS}: a shorter text has no answer")
+        raise CpuftError(f"--max-length must be at least {2 * _PAIR_TOKENS}, about two questions with their answers")
 
 
 def main() -> None:

@@ -48,9 +48,9 @@ def test_a_turn_of_cpuft_alone_has_a_speed_and_no_ratio() -> None:
     "words, message",
     [
         (("--contestants", "cpuft,TLR"), "--contestants: 'TLR' is unknown: did you mean TRL?"),
-        (("--steps", "2", "--warm-up", "2"), "--warm-up 2 leaves none of --steps 2: give more steps"),
+        (("--steps", "2", "--warm-up", "2"), "--warm-up 2 leaves no update to measure of --steps 2: raise --steps"),
         (("--vocabulary", "100"), "--vocabulary must be at least 30522, the size of MiniLM's vocabulary"),
-        (("--max-length", "30"), "--max-length must be at least 60: a shorter text has no answer"),
+        (("--max-length", "30"), "--max-length must be at least 60, about two questions with their answers"),
     ],
 )
 def test_options_without_sense_are_one_line(words: tuple[str, ...], message: str) -> None:

@@ -11,6 +11,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -172,6 +173,31 @@ def test_only_who_has_the_certificate_of_the_transfer_is_served() -> None:
         assert list(relay._read_blocks(stream)) == [b"block"]
 
 
+def test_a_silent_stranger_does_not_keep_hosts_from_being_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay, "_HANDSHAKE_SECONDS", 0.5)
+    own = relay._make_certificate()
+    with socket.create_server(("127.0.0.1", 0)) as server, ExitStack() as stack:
+        port, children = server.getsockname()[1], list[ssl.SSLSocket]()
+        stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))  # says nothing
+        thread = threading.Thread(target=lambda: children.extend(relay._accept(server, 1, own)))
+        thread.start()
+        stream = stack.enter_context(relay._connect(Place("127.0.0.1", port, 0), own))
+        thread.join(10)
+        list(relay._pass_on(iter([b"block"]), children))
+        assert list(relay._read_blocks(stream)) == [b"block"]
+
+
+def test_a_host_that_does_not_start_is_given_up(
+    order: RelayOrder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay, "_READY_SECONDS", 3.0)
+    hosts = [place_host(tmp_path, "h0"), place_host(tmp_path, "h1"), place_host(tmp_path, "h2", ("sleep", "100"))]
+    began = time.monotonic()
+    assert send(replace_receivers(order, hosts)) == {"h2": (1, "the host did not start to receive within 3 s")}
+    assert time.monotonic() - began < 40
+    assert [host for host in ("h0", "h1") if not has_files(order, tmp_path, host)] == []
+
+
 def test_a_receiver_listens_on_its_address_only_and_stores_nothing_that_was_cut_off(
     order: RelayOrder, tmp_path: Path
 ) -> None:
@@ -191,7 +217,8 @@ def test_a_receiver_listens_on_its_address_only_and_stores_nothing_that_was_cut_
         block = relay._LENGTH.pack(10_240) + archive[:10_240]
         _, errors = process.communicate(json.dumps(vars(Place("", 0, 0))).encode() + b"\n" + block)
     assert process.returncode == 1
-    assert errors.decode() == "cpuft: error: the host or the sender from which the files came has ended\n"
+    problem = "the connection ended before the last file: check whether the sending host is up, and launch again"
+    assert errors.decode() == f"cpuft: error: {problem}\n"
     assert list((tmp_path / "h0" / "mine" / "inputs").iterdir()) == []
 
 
@@ -199,5 +226,5 @@ def test_blocks_are_read_to_their_end() -> None:
     frame = relay._LENGTH.pack(3) + b"abc"
     assert list(relay._read_blocks(io.BytesIO(frame + relay._LENGTH.pack(0) + b"more"))) == [b"abc"]
     for text in (b"", frame, frame[:-1], frame + b"\0\0", relay._LENGTH.pack(1 << 30) + b"abc"):
-        with pytest.raises(CpuftError, match="has ended"):
+        with pytest.raises(CpuftError, match="the connection ended before the last file"):
             list(relay._read_blocks(io.BytesIO(text)))

@@ -211,9 +211,28 @@ def test_adapters_are_saved_for_the_weights_as_they_are_stored(merged: bool, tmp
     if not merged:
         again = Chat((), (), 3, 0).load_model(replace(config, model=str(folders[1]), base_precision="bf16"))
         assert {p.dtype for p in list_frozen_weights(again)} == {torch.bfloat16}
-        weight = next(p for n, p in again.named_parameters() if n.endswith("layers.0.mlp.up_proj.base_layer.weight"))
+        (name,) = (n for n, _ in again.named_parameters() if n.endswith("layers.0.mlp.up_proj.base_layer.weight"))
+        weight = again.get_parameter(name)
         wanted = found[0].get_parameter("model.layers.0.mlp.up_proj.weight")
         assert torch.equal(weight, wanted.detach().bfloat16())
+        # The settings of adapters belong to what the cache knows the merged weights by.
+        settings = folders[1] / "adapter_config.json"
+        settings.write_text(settings.read_text().replace('"lora_alpha": 8', '"lora_alpha": 80'))
+        other = Chat((), (), 3, 0).load_model(replace(config, model=str(folders[1]), base_precision="bf16"))
+        assert not torch.equal(other.get_parameter(name), weight)
+
+
+@pytest.mark.usefixtures("plain")
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "int8"])
+def test_a_stored_head_is_trained_from_its_own_weights(precision: str, tmp_path: Path) -> None:
+    config = make_config(tmp_path, "qwen3", task="files", base_precision=precision)
+    stored = AutoModelForSequenceClassification.from_pretrained(config.model, num_labels=2, dtype=torch.bfloat16)
+    torch.nn.init.normal_(stored.score.weight)
+    stored.save_pretrained(config.model)
+    model = Classification(("no", "yes"), (), 3, 0).load_model(config)
+    (head,) = (p for name, p in model.named_parameters() if p.requires_grad and "score" in name)
+    assert head.dtype == torch.float32
+    assert torch.equal(head, stored.score.weight.detach().float())
 
 
 @pytest.mark.usefixtures("plain")
@@ -224,6 +243,13 @@ def test_converted_weights_are_written_once_for_each_content(tmp_path: Path) -> 
     time = first.stat().st_mtime_ns
     Chat((), (), 3, 0).load_model(config)
     assert (first.stat().st_mtime_ns, len(list((tmp_path / "cpuft").glob("base-*.safetensors")))) == (time, 1)
+    # A file that is cut off is written again, and what a rank left that was killed is removed.
+    whole = first.read_bytes()
+    first.write_bytes(whole[:-100])
+    left = first.with_name(f"{first.name}.0123abcd.new")
+    left.write_bytes(b"")
+    Chat((), (), 3, 0).load_model(config)
+    assert (first.read_bytes() == whole, left.exists()) == (True, False)
     make_decoder("llama", seed=1).save_pretrained(config.model)
     changed = Chat((), (), 3, 0).load_model(config)
     assert len(list((tmp_path / "cpuft").glob("base-*.safetensors"))) == 2
@@ -267,7 +293,9 @@ def test_options_that_exclude_it_are_refused(change: dict[str, Any], message: st
 @pytest.mark.usefixtures("plain")
 def test_a_small_model_whose_weights_are_all_trained_is_told_what_to_give(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="bf16", lora_rank=-1)
-    with pytest.raises(CpuftError, match=r"all weights are trained, because .*: add --lora-rank 16, or leave it out"):
+    with pytest.raises(
+        CpuftError, match=r"trains all weights, because .*: add --lora-rank 16, or leave --base-precision bf16 out"
+    ):
         choose_lora(config)
 
 
@@ -275,7 +303,7 @@ def test_a_small_model_whose_weights_are_all_trained_is_told_what_to_give(tmp_pa
 def test_a_model_without_safetensors_is_refused(tmp_path: Path) -> None:
     config = make_config(tmp_path, "llama", base_precision="bf16")
     Path(config.model, "model.safetensors").unlink()
-    with pytest.raises(CpuftError, match=r"maps weights from safetensors files, and .* has none: save the model"):
+    with pytest.raises(CpuftError, match=r"--base-precision needs safetensors files, and .* has none: load the model"):
         Chat((), (), 3, 0).load_model(config)
 
 
@@ -285,9 +313,13 @@ def test_all_files_of_a_divided_model_are_read(tmp_path: Path) -> None:
     whole = Chat((), (), 3, 0).load_model(config).state_dict()
     Path(config.model, "model.safetensors").unlink()
     make_decoder("llama").save_pretrained(config.model, max_shard_size="50KB")
-    assert len(find_weight_files(config.model)) > 1
+    files = find_weight_files(config.model)
+    assert len(files) > 1
     found = Chat((), (), 3, 0).load_model(config).state_dict()
     assert all(torch.equal(found[name], value) for name, value in whole.items() if "lora_" not in name)
+    files[0].unlink()
+    with pytest.raises(CpuftError, match=rf"lacks the weights file {files[0].name}: copy or download"):
+        find_weight_files(config.model)
 
 
 def load_classifier(config: TrainConfig) -> Any:

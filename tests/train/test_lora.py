@@ -122,7 +122,7 @@ def test_adapters_that_may_be_chosen_may_be_merged(tmp_path: Path) -> None:
     encoder = TrainConfig(task="mrpc", model=save_encoder(tmp_path / "encoder", "eurobert"), lora_merge=True)
     refuse_conflicts(encoder)
     with pytest.raises(
-        CpuftError, match="--lora-merge is for LoRA runs, and all weights are trained, because the model"
+        CpuftError, match="--lora-merge needs LoRA adapters, and this run trains all weights, because the model"
     ):
         choose_lora(encoder)
     without = (TrainConfig(task="mrpc"), TrainConfig(task="demo"), TrainConfig(task="chat", lora_rank=0))
