@@ -27,7 +27,7 @@ from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, LABEL_KINDS, TASKS, find
 POOLINGS = ("mean", "cls", "lasttoken")
 """How the hidden states of a text's tokens become one vector: their mean, the first one, or the last one."""
 DEFAULT_MODEL = "minilm"
-"""A small encoder that needs no download."""
+"""Default of --model: a small encoder that needs no download."""
 BASE_PRECISIONS = ("auto", "fp32", "bf16", "int8")
 """The values of --base-precision."""
 PADDINGS = ("dynamic", "max_length")
@@ -524,10 +524,14 @@ class TrainConfig:
 
     @property
     def may_choose_lora(self) -> bool:
-        """Whether the model decides on LoRA: no rank is given, the task is one that decoders learn, the model is not
-        the default one, which is an encoder, and nothing that excludes LoRA is given."""
+        """Whether the size of the model decides on LoRA.
+
+        It does if no LoRA rank is given, decoders can learn the task, the model is not the default one, which is an
+        encoder, and no option is given that excludes LoRA. The demo has no large decoder by default.
+        """
         kind = find_task(self.task, self.causal).kind
-        learns = kind in DECODER_KINDS or (kind in LABEL_KINDS and self.model != DEFAULT_MODEL)
+        has_labels = kind in LABEL_KINDS and self.task != "demo"
+        learns = kind in DECODER_KINDS or (has_labels and self.model != DEFAULT_MODEL)
         return self.lora_rank < 0 and learns and self.engine == "torch" and self.precision != "int8"
 
     def choose_lora(self, parameters: int) -> TrainConfig:
@@ -1131,7 +1135,7 @@ def refuse_conflicts(config: TrainConfig) -> None:
         if config.lora_rank <= 0 and not config.may_choose_lora:
             raise CpuftError(
                 f"{flag} is for the frozen weights of LoRA runs, and all weights are trained: add --lora-rank "
-                f"{DEFAULT_LORA_RANK}, or leave it out"
+                f"{DEFAULT_LORA_RANK}, or leave {flag} out"
             )
         if config.compile:
             raise CpuftError(f"{flag} is not tested with --compile: leave out one of them")

@@ -123,8 +123,11 @@ _SLURM = {
 
 
 _DIRECT_LOGINS = {"intel": 16, "openmpi": 64}
-"""Hosts up to which mpirun logs in to all others itself; of more, other hosts log in to the rest, which they may not be
-able to do. Intel MPI 2021.18 was observed, for Open MPI it is the radix of its routing tree. MPICH has no limit."""
+"""Largest number of hosts for which mpirun logs in to all hosts itself, from the head host.
+
+With more hosts, other hosts log in to the rest, which often only the head host can do. The number of Intel MPI was
+observed with version 2021.18; that of Open MPI is the radix of its routing tree. MPICH has no such limit.
+"""
 
 
 def mpirun_settings(

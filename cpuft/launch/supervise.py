@@ -73,7 +73,7 @@ _NEXT_CHECK_SECONDS = 10.0
 _PREPARE_CHECK_SECONDS = 3.0
 """The same while examples are prepared, when no rank is disturbed by it."""
 _PREPARE_CHECK_PAUSE = 9.0
-"""Then the pause is at least so many times as long as the hosts took to answer."""
+"""Least pause between two such questions, as a multiple of the time that the hosts took to answer."""
 _START_LIMIT = 45.0
 _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
@@ -404,8 +404,8 @@ class Watchdog:
 class HostMonitor:
     """Asks now and then whether all hosts answer, while one step on the head host prepares the run.
 
-    It waits three seconds after each answer, and nine times as long as the question has taken: asking many hosts keeps
-    the cores of the head host busy, which has to prepare the examples.
+    The pause after each answer is three seconds, or nine times as long as the hosts took to answer if that is longer:
+    asking many hosts keeps the cores of the head host busy, which has to prepare the examples.
     """
 
     find_unreachable: Callable[[], set[str]]

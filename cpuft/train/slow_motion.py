@@ -48,7 +48,7 @@ from cpuft.train.exchange.table import choose_exchange
 
 WARM_UP_UPDATES = 2 + EXACT_UPDATES
 """Updates before those that are measured: DistributedDataParallel makes its buckets anew after the first one, and
-powersgd begins with others."""
+powersgd sends int8 blocks before it sends factors."""
 CPU_UPDATES = 4
 """Updates in which the CPU time of communication is measured."""
 LEAST_SLOWDOWN = 4.0

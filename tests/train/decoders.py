@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from cpuft.config import TrainConfig
+from cpuft.train.checkpoint.policy import CheckpointWriter, resume
+from cpuft.train.checkpoint.state import TrainingState
+from cpuft.train.loop import train
+from cpuft.train.process_group import checksum_parameters
+from cpuft.train.setup import TrainingSetup
+from tests.train.checkpoint.training import HEADER
+from tests.train.decoder_ranks import ALONE, make_setup
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|pad|>")
 _SIZES: dict[str, Any] = {
@@ -157,3 +167,27 @@ def write_text(path: Path, lines: int, seed: int = 0) -> str:
     pairs = [generator.randrange(len(QUESTIONS)) for _ in range(lines)]
     path.write_text("".join(f"{QUESTIONS[one]}\n  {ANSWERS[one]}\n\n" for one in pairs), encoding="utf-8")
     return str(path)
+
+
+def check_resumed_run(config: TrainConfig, folder: Path) -> None:
+    """Assert that a run which goes on from its checkpoint after update 3 is the undisturbed run, to the bit.
+
+    `folder`: gets the checkpoint.
+    """
+
+    def make() -> tuple[TrainingSetup, TrainingState]:
+        setup = make_setup(config)
+        return setup, TrainingState(setup.model, setup.optimizer)
+
+    setup, state = make()
+    header = replace(HEADER, options=asdict(config), data=setup.prepared.checksum)
+    writer, losses = CheckpointWriter(state, folder, 0, every=0.0), []
+    for line in train(setup):
+        losses.append(line.loss)
+        if line.step == 3:
+            writer.add_line(header)
+            writer.write(3, wait=True)
+    again, state = make()
+    assert resume(state, folder, ALONE, asdict(config), header.data).update == 3
+    assert [line.loss for line in train(again, done=3)] == losses[3:]
+    assert checksum_parameters(again.model) == checksum_parameters(setup.model)

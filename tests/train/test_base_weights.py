@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +23,6 @@ from cpuft.errors import CpuftError
 from cpuft.kernels import kernels_for, plain_torch
 from cpuft.train.base_weights import find_weight_files
 from cpuft.train.checkpoint.final_model import save_model
-from cpuft.train.checkpoint.policy import CheckpointWriter, resume
-from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import Prepared
 from cpuft.train.evaluate import evaluate
 from cpuft.train.fast import frozen
@@ -36,9 +34,8 @@ from cpuft.train.model import choose_lora, find_model
 from cpuft.train.objective.labels import Classification
 from cpuft.train.objective.next_token import Chat
 from cpuft.train.setup import TrainingSetup
-from tests.train.checkpoint.training import HEADER
-from tests.train.decoder_ranks import ALONE, make_setup
-from tests.train.decoders import FAMILIES, make_decoder, save_decoder, write_conversations
+from tests.train.decoder_ranks import make_setup
+from tests.train.decoders import FAMILIES, check_resumed_run, make_decoder, save_decoder, write_conversations
 from tests.train.fast.encoders import make_batch, relative_error
 from tests.train.tokens import make_tokens
 
@@ -174,22 +171,7 @@ def test_encoders_have_frozen_weights_too(precision: str, fast: bool) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_resumed_run_goes_on_to_the_bit(tmp_path: Path) -> None:
     config = make_config(tmp_path, "gemma3_text", base_precision="int8", max_steps=6)
-
-    def make() -> tuple[TrainingSetup, TrainingState]:
-        setup = make_setup(config)
-        return setup, TrainingState(setup.model, setup.optimizer)
-
-    setup, state = make()
-    header = replace(HEADER, options=asdict(config), data=setup.prepared.checksum)
-    writer, losses = CheckpointWriter(state, tmp_path / "kept", 0, every=0.0), []
-    for line in train(setup):
-        losses.append(line.loss)
-        if line.step == 3:
-            writer.add_line(header)
-            writer.write(3, wait=True)
-    again, state = make()
-    assert resume(state, tmp_path / "kept", ALONE, asdict(config), header.data).update == 3
-    assert [line.loss for line in train(again, done=3)] == losses[3:]
+    check_resumed_run(config, tmp_path / "kept")
 
 
 @pytest.mark.usefixtures("plain")
@@ -278,8 +260,8 @@ def test_weights_are_quantised_to_the_nearest_number() -> None:
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"task": "files", "lora_rank": 0}, "all weights are trained: add --lora-rank 16, or leave it out"),
-        ({"lora_rank": 0}, "all weights are trained: add --lora-rank 16, or leave it out"),
+        ({"task": "files", "lora_rank": 0}, "add --lora-rank 16, or leave --base-precision int8 out"),
+        ({"lora_rank": 0}, "all weights are trained: add --lora-rank 16, or leave --base-precision int8 out"),
         ({"task": "mrpc", "lora_rank": 4, "compile": True}, "not tested with --compile: leave out one of them"),
     ],
 )

@@ -19,26 +19,21 @@ from transformers import AutoTokenizer
 from cpuft.config import TrainConfig, refuse_conflicts
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
-from cpuft.train.checkpoint.policy import CheckpointWriter, resume
-from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.show import format_summary, summarize
 from cpuft.train.evaluate import evaluate
 from cpuft.train.fast import prenorm
 from cpuft.train.fast.prenorm import run_layer
-from cpuft.train.loop import train
-from cpuft.train.process_group import checksum_parameters
-from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import mpirun
-from tests.train.checkpoint.training import HEADER
-from tests.train.decoder_ranks import ALONE, learn, make_setup
+from tests.train.decoder_ranks import learn, make_setup
 from tests.train.decoders import (
     CHATML,
     ENCODERS,
     FAMILIES,
     MARKED,
     SPECIAL,
+    check_resumed_run,
     save_decoder,
     save_encoder,
     save_tokenizer,
@@ -324,24 +319,7 @@ def test_recomputed_activations_give_the_same_losses_to_the_bit(family: str, tmp
 def test_a_resumed_run_goes_on_to_the_bit(task: str, tmp_path: Path) -> None:
     config = make_text_config(tmp_path) if task == "causal" else make_chat_config(tmp_path, "gemma3_text", pack=True)
     config = replace(config, max_steps=6, lora_rank=4 if task == "adapters" else 0)
-
-    def make() -> tuple[TrainingSetup, TrainingState]:
-        setup = make_setup(config)
-        return setup, TrainingState(setup.model, setup.optimizer)
-
-    setup, state = make()
-    header = replace(HEADER, options=asdict(config), data=setup.prepared.checksum)
-    writer, losses = CheckpointWriter(state, tmp_path / "kept", 0, every=0.0), []
-    for line in train(setup):
-        losses.append(line.loss)
-        if line.step == 3:
-            writer.add_line(header)
-            writer.write(3, wait=True)
-    again, state = make()
-    point = resume(state, tmp_path / "kept", ALONE, asdict(config), header.data)
-    assert point.update == 3
-    assert [line.loss for line in train(again, done=3)] == losses[3:]
-    assert checksum_parameters(again.model) == checksum_parameters(setup.model)
+    check_resumed_run(config, tmp_path / "kept")
 
 
 def train_on_two_ranks(folder: Path, configs: dict[str, TrainConfig]) -> dict[str, Any]:

@@ -99,6 +99,7 @@ def test_adapters_learn_at_ten_times_the_rate_unless_told() -> None:
         ({"task": "mrpc"}, 600, 0, 2e-5),  # the default model is small
         ({"task": "stsb", "model": "qwen", "learning_rate": 1e-5}, 600, 16, 1e-5),
         ({"task": "demo"}, 600, 0, 1e-4),
+        ({"task": "demo", "model": "qwen"}, 600, 0, 1e-4),
         ({"task": "rerank"}, 600, 0, 2e-5),
         ({"task": "mrpc", "precision": "int8"}, 600, 0, 2e-5),
         ({"task": "mrpc", "engine": "deepspeed"}, 600, 0, 2e-5),

@@ -153,7 +153,8 @@ class PowerSGD:
     @torch.no_grad()
     def _reduce_as_factors(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            # What rounding to blocks left is sent in the next update, and then there is nothing of that kind.
+            # The first update with factors sends what rounding to int8 blocks has left out. Gradients that are not
+            # sent as factors have no error feedback after that.
             if not saves_bytes(gradient.shape) and (unsent := self._blocks.take_unsent(parameter)) is not None:
                 gradient += unsent.view(gradient.shape)
         current = _BucketUnderWay(bucket, self._find_matrix, self._group)

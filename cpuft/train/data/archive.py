@@ -130,7 +130,7 @@ def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], 
 def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Iterator[None]:
     """Raise an OSError of writing something to the cache folder as a CpuftError that says what to do.
 
-    `what`: the begin of the message, in the plural or as a mass noun.
+    `what`: beginning of the message: a noun in the plural or one that has no plural.
     """
     try:
         yield
