@@ -157,7 +157,7 @@ def _send_tree(order: RelayOrder, receivers: Sequence[Receiver]) -> dict[str, tu
         ready = [link for link in links if link.wait_until_ready(end)]
         for link in links:
             if link not in ready:
-                link.give_up()
+                link.give_up(end)
         for index, link in enumerate(ready):
             parent = ready[(index - 1) // FAN_OUT] if index else None
             address, port = (parent.receiver.address, parent.port) if parent else ("", 0)
@@ -230,8 +230,10 @@ class _Link:
                 return False
         return False
 
-    def give_up(self) -> None:
-        """End the receiver, which has not told its port, if it has not ended by itself."""
+    def give_up(self, end: float) -> None:
+        """End the receiver, which has not told its port, if it has not ended by itself at `end` (time.monotonic)."""
+        # One that fails closes its output a little before it ends, and its exit code says what failed.
+        execute.wait_for_exit(self._process, max(0.0, end - time.monotonic()))
         if self._process.poll() is None:
             execute.stop_processes([self._process])
             self._problem = f"the host did not start to receive within {_READY_SECONDS:.0f} s"

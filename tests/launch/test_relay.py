@@ -134,8 +134,12 @@ def test_files_that_cannot_be_read_end_the_transfer(order: RelayOrder, tmp_path:
 
 
 def test_the_program_names_every_host_that_failed(order: RelayOrder, tmp_path: Path) -> None:
-    """It ends with ssh's exit code only if no other command failed, because such failures may pass."""
-    gone = Receiver("gone", "127.0.0.1", ("sh", "-c", "echo no route to host >&2; exit 255"))
+    """It ends with ssh's exit code only if no other command failed, because such failures may pass.
+
+    The command for the host that is gone closes its output before it ends, as commands do on a busy machine.
+    """
+    command = "echo no route to host >&2; exec >&- 2>&-; sleep 0.3; exit 255"
+    gone = Receiver("gone", "127.0.0.1", ("sh", "-c", command))
     bad = Receiver("bad", "127.0.0.1", ("false",))
     for hosts, code in (((gone,), 255), ((gone, place_host(tmp_path, "h0")), 255), ((gone, bad), 1)):
         text = json.dumps(asdict(replace_receivers(order, hosts)))
