@@ -42,6 +42,8 @@ LAST_PORT = 65535
 """The largest TCP port."""
 LR_SCHEDULES = ("linear", "cosine", "constant", "constant-with-warmup", "inverse-sqrt")
 """The values of --lr-schedule, which transformers writes with underscores."""
+SYNC_SCHEDULES = ("constant", "quadratic")
+"""The values of --sync-schedule."""
 SHARDS = ("none", "optimizer")
 """The values of --shard."""
 SECTIONS = (
@@ -449,6 +451,12 @@ class TrainConfig:
         "Average the parameters of all ranks only after this many updates, each rank training independently in between "
         "(local SGD); 1 averages gradients at every update",
         least=1,
+    )
+    sync_schedule: str = _communication(
+        "constant",
+        "With --sync-every N above 1: constant averages after every N updates; quadratic after N updates while the "
+        "learning rate is highest, and later less often, after N * (highest rate / rate)^2 updates (the method QSR)",
+        choices=SYNC_SCHEDULES,
     )
     outer_momentum: float = _communication(
         0.0,
@@ -1090,6 +1098,10 @@ def refuse_conflicts(config: TrainConfig) -> None:
             if _is_used(config, name, default):
                 flag = format_flag(name, getattr(config, name))
                 raise CpuftError(f"--precision int8 needs the fast path, which excludes {flag}: leave out one of them")
+    if config.sync_schedule != "constant" and config.sync_every == 1:
+        raise CpuftError(
+            f"--sync-schedule {config.sync_schedule} changes nothing by itself: add --sync-every 4, or leave it out"
+        )
     if config.shard != "none" and config.sync_every > 1:
         raise CpuftError(
             "--sync-every lets each rank update all parameters by itself, and --shard lets it update only its share: "

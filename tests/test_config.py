@@ -194,6 +194,10 @@ LAYERS = "because it trains with its own layers: leave out one of them"
             "--engine ort cannot train --task text, because it masks the same positions in every batch: leave out one of them",
         ),
         (
+            {"sync_schedule": "quadratic"},
+            "--sync-schedule quadratic changes nothing by itself: add --sync-every 4, or leave it out",
+        ),
+        (
             {"shard": "optimizer", "sync_every": 2},
             "--sync-every lets each rank update all parameters by itself, and --shard lets it update only its share: leave out one of them",
         ),

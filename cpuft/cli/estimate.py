@@ -108,9 +108,11 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     from cpuft.report.estimate import (
         Network,
         describe_job,
+        describe_least_rate,
         estimate_hosts,
         estimates_to_json,
         find_instance,
+        find_least_rate,
         format_estimates,
         read_job,
         scale_cores,
@@ -135,10 +137,14 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     cores = config.cores or (rented.cores if rented else job.cores)
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
     notes = describe_job(job, network, run or "a probe of this machine") + _describe_instance(record, rented)
-    found = [estimate_hosts(scale_cores(job, cores), network, number, price) for number in hosts]
+    job = scale_cores(job, cores)
+    found = [estimate_hosts(job, network, number, price) for number in hosts]
+    least_rate = find_least_rate(job, network, hosts) if len(hosts) > 1 else None
+    if least_rate is not None:
+        notes = [describe_least_rate(hosts[-1], least_rate), *notes]
     title = f"{record.header.task} with {record.header.model} on hosts of {cores:g} cores"
     if as_json:
-        click.echo(json.dumps(estimates_to_json(found, notes), indent=2))
+        click.echo(json.dumps(estimates_to_json(found, notes, least_rate), indent=2))
     else:
         click.echo(format_estimates(found, notes, title), nl=False)
 

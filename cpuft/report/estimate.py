@@ -112,6 +112,8 @@ LEAST_STEPS = 4
 """Fewest steps after the warm-up that an estimate is made from."""
 WORTH = 0.5
 """Additional hosts are worth it if they add at least this share of what they would do alone."""
+_LEAST_RATE, _MOST_RATE = 1e6, 1e13
+"""Rates between which the least one that pays is searched, in bit/s."""
 SIGMAS = 2.0
 """Standard errors of the recorded step that the interval extends to each side."""
 
@@ -484,6 +486,47 @@ def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
     return best.hosts
 
 
+def find_least_rate(job: Job, network: Network, hosts: Sequence[int]) -> float:
+    """Return the least rate of the network, in bit/s, at which the most hosts of a list are still worth it.
+
+    It is infinite if they are not worth it at any rate, because of the CPU time that communication takes, and 0 if they
+    are worth it at every rate from 1 Mbit/s on. Found by bisection, to 1 %.
+
+    Parameters
+    ----------
+    hosts: two or more ascending numbers of hosts.
+    """
+
+    def is_worth(rate: float) -> bool:
+        given = replace(network, bits_per_second=rate)
+        return count_worthwhile_hosts([estimate_hosts(job, given, number) for number in hosts]) == hosts[-1]
+
+    low, high = _LEAST_RATE, _MOST_RATE
+    if is_worth(low):
+        return 0.0
+    if not is_worth(high):
+        return math.inf
+    while high > 1.01 * low:
+        middle = math.sqrt(low * high)
+        low, high = (low, middle) if is_worth(middle) else (middle, high)
+    return high
+
+
+def describe_least_rate(hosts: int, rate: float) -> str:
+    """Return a sentence that says below which rate of the network hosts stop to be worth it (`find_least_rate`)."""
+    if math.isinf(rate):
+        return f"{hosts} hosts are worth it on no network: communication takes too much CPU time from computing."
+    if not rate:
+        return f"{hosts} hosts are worth it on every network of at least {_format_rate(_LEAST_RATE)} per host."
+    return f"{hosts} hosts are worth it on a network of at least {_format_rate(rate)} per host."
+
+
+def _format_rate(bits_per_second: float) -> str:
+    """Return a rate with two digits, such as `350 Mbit/s` or `1.2 Gbit/s`."""
+    rounded = float(f"{bits_per_second:.2g}")
+    return f"{rounded / 1e9:g} Gbit/s" if rounded >= 1e9 else f"{rounded / 1e6:g} Mbit/s"
+
+
 COLUMNS = (
     "hosts",
     "step ms",
@@ -553,11 +596,14 @@ def _format_row(one: Estimate) -> list[str]:
     ]
 
 
-def estimates_to_json(estimates: Sequence[Estimate], notes: Sequence[str]) -> dict[str, Any]:
+def estimates_to_json(
+    estimates: Sequence[Estimate], notes: Sequence[str], least_rate: float | None = None
+) -> dict[str, Any]:
     """Return the estimates as one JSON object.
 
     `predictions` has an object with the fields of `Estimate` for each, `worth` is the largest number of hosts that is
-    worth it (`count_worthwhile_hosts`), and `notes` the notes.
+    worth it (`count_worthwhile_hosts`), `least_bits_per_second` the least rate at which the most hosts are worth it
+    (None if they are not at any rate, or if it is not known), and `notes` the notes.
 
     Parameters
     ----------
@@ -566,5 +612,6 @@ def estimates_to_json(estimates: Sequence[Estimate], notes: Sequence[str]) -> di
     return {
         "predictions": [asdict(one) for one in estimates],
         "worth": count_worthwhile_hosts(estimates),
+        "least_bits_per_second": least_rate if least_rate is not None and math.isfinite(least_rate) else None,
         "notes": list(notes),
     }

@@ -29,7 +29,7 @@ from cpuft.train.joint import JointBatch, make_joint_batches, run_joint_batch
 from cpuft.train.layer_times import LayerTimes
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.embeddings import EmbeddingObjective
-from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor
+from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
 from cpuft.train.precision import autocast
 from cpuft.train.process_group import gather, prove_equal_parameters
 from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, merge_steps
@@ -90,7 +90,7 @@ def train_and_evaluate(
                         checkpoints.write(line.step, is_best=True)
                 take_traffic()
                 if stops():
-                    exchange.synchronize_parameters(line.step, wait=True)
+                    exchange.synchronize_parameters(is_due=False, wait=True)
                     break
     except Interrupted as interruption:
         reporter.add(interruption.line)
@@ -215,12 +215,14 @@ def train(
     # With --sync-every, a rank does not wait for the sums over ranks until its next update: they would queue behind
     # the parameters that are sent in the background. So requests arrive one update later, too.
     late_sums = config.sync_every > 1
+    averages = plan_averages(config, setup.updates)
     requests, unfinished = Requests(), list[_Step]()
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
         is_last = update == setup.updates
-        # Requests that are carried out after this update. With --sync-every a checkpoint waits for the next average; a
-        # stop makes the ranks' parameters equal after this update.
-        due = requests if requests.stop or update % config.sync_every == 0 else Requests()
+        # Requests that are carried out after this update. With --sync-every a checkpoint waits for the next average, but
+        # for at most N updates; a stop makes the ranks' parameters equal after this update.
+        is_soon = update in averages or update % config.sync_every == 0
+        due = requests if requests.stop or is_soon else Requests()
 
         if layer_times:
             layer_times.begin_update()
@@ -250,7 +252,7 @@ def train(
         setup.optimizer.step()
         exchange.clear_gradients()
         clock.lap("update")
-        exchange.synchronize_parameters(update, wait=due.any or is_last)
+        exchange.synchronize_parameters(update in averages, wait=due.any or is_last)
 
         # Sums over ranks for the record, with the requests of all ranks.
         own = UpdateSums(

@@ -161,6 +161,29 @@ def count_warm_up_updates(updates: int, warmup_ratio: float, warmup_steps: int) 
     return warmup_steps or math.ceil(updates * warmup_ratio)
 
 
+def plan_averages(config: TrainConfig, updates: int) -> frozenset[int]:
+    """Return the updates, counted from 1, after which ranks average their parameters: with --sync-every 1, all.
+
+    With `--sync-schedule quadratic`, N updates follow an average while the learning rate is highest (and during the
+    warm-up), and N / f^2, rounded down, while it is f times the highest. This is QSR, the quadratic synchronization
+    rule of Gu et al. 2023 (arXiv:2310.14423).
+
+    Parameters
+    ----------
+    updates: number of updates of the run.
+    """
+    warmup = count_warm_up_updates(updates, config.warmup_ratio, config.warmup_steps)
+    found, last = list[int](), 0
+    while last < updates:
+        period = config.sync_every
+        if config.sync_schedule == "quadratic":
+            factor = learning_rate_factor(max(last, warmup), updates, warmup, config.lr_schedule)
+            period = math.floor(period / factor**2) if factor * updates > 1 else updates
+        last += period
+        found.append(last)
+    return frozenset(one for one in found if one <= updates)
+
+
 def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str = "linear") -> float:
     """Return the share of the peak learning rate for an update, from 0 to 1.
 

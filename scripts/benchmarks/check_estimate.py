@@ -1,19 +1,21 @@
-"""Run by scripts/check-estimate: compare `cpuft estimate` with measurements on simulated hosts."""
+"""Run by scripts/check-estimate: compare `cpuft estimate` with measurements on simulated hosts or in slow motion."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from cpuft.record import read_record
+from cpuft.record import ScalingLine, parse_lines, read_record
 from cpuft.terminal import format_table
 from tests.provision.simulated import Simulated, simulate
 
 MOST_WRONG = 0.10
 COLUMNS = ("link", "hosts", "measured", "estimated", "from", "to", "off by")
+SLOW_COLUMNS = ("model", "link", "hosts", "measured ms", "as", "estimated ms", "as", "off by")
 
 
 def run(cluster: Simulated, *words: str) -> str:
@@ -48,6 +50,42 @@ def check_rate(folder: Path, rate: str, hosts: list[str], options: argparse.Name
         return rows
 
 
+def check_in_slow_motion(run_dir: Path, rate: str, hosts: list[str], results: Path) -> list[list[str]]:
+    """Return a row per number of hosts: milliseconds of a step as measured by `cpuft bench scaling` and as estimated.
+
+    Parameters
+    ----------
+    run_dir: folder of a run with one rank and --record-layer-times.
+    results: folder for the measurements; those that are there already are not made again.
+    """
+    folder, sizes = results / f"{run_dir.name}-{rate}", ",".join(hosts)
+    if not (folder / "scaling.html").exists():
+        call("bench", "scaling", str(run_dir), "--np", sizes, "--bandwidth", rate, "--run-dir", str(folder))
+    measured = {line.ranks: line for line in parse_scaling(folder / "scaling.jsonl")}
+    link = ("--bandwidth", rate, "--latency", "0", "--hosts", sizes)
+    told = json.loads(call("estimate", str(run_dir), *link, "--json"))
+    rows = []
+    for one in told["predictions"]:
+        line, estimated = measured[one["hosts"]], one["step_seconds"]
+        step = line.step_seconds + line.taken_seconds
+        figures = [str(line.ranks), f"{step * 1e3:.0f}", line.compression, f"{estimated * 1e3:.0f}", one["sent_as"]]
+        rows.append([run_dir.name, rate, *figures, f"{estimated / step - 1:+.1%}"])
+    return rows
+
+
+def call(*words: str) -> str:
+    """Return the output of a command of this checkout. Exits with its exit code if it fails."""
+    done = subprocess.run([sys.executable, "-m", "cpuft", *words], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)
+    return done.stdout
+
+
+def parse_scaling(path: Path) -> list[ScalingLine]:
+    """Return the measurements of a scaling.jsonl."""
+    return [line for line in parse_lines(path.read_text(encoding="utf-8"), str(path)) if isinstance(line, ScalingLine)]
+
+
 def main() -> None:
     """Exit with 1 if an estimate is wrong by more than `MOST_WRONG`."""
     parser = argparse.ArgumentParser(prog="check-estimate", description=__doc__)
@@ -60,12 +98,26 @@ def main() -> None:
     parser.add_argument("--compression", default="bf16", help="compression level of the gradients")
     parser.add_argument("--backend", default="gloo")
     parser.add_argument("--latency", type=float, default=50.0, help="microseconds one way between simulated hosts")
+    parser.add_argument(
+        "--slow-motion",
+        default="",
+        help="instead of simulated hosts: runs with --record-layer-times, separated by commas, for cpuft bench scaling",
+    )
+    parser.add_argument("--results", default="", help="folder that keeps the measurements in slow motion")
     options = parser.parse_args()
+    hosts, rates = options.hosts.split(","), options.rates.split(",")
+    if options.slow_motion:
+        with tempfile.TemporaryDirectory(prefix="check-estimate-") as folder:
+            kept = Path(options.results or folder)
+            kept.mkdir(parents=True, exist_ok=True)
+            runs = [Path(run) for run in options.slow_motion.split(",")]
+            rows = [row for run in runs for rate in rates for row in check_in_slow_motion(run, rate, hosts, kept)]
+        wrong = sum(abs(float(row[-1].rstrip("%"))) > 100 * MOST_WRONG for row in rows)
+        title = f"a step of the slowest rank; {wrong} of {len(rows)} estimates are wrong by more than {MOST_WRONG:.0%}"
+        print(format_table(SLOW_COLUMNS, rows, title))
+        sys.exit(wrong > 0)
     with tempfile.TemporaryDirectory(prefix="check-estimate-") as folder:
-        hosts = options.hosts.split(",")
-        rows = [
-            row for rate in options.rates.split(",") for row in check_rate(Path(folder, rate), rate, hosts, options)
-        ]
+        rows = [row for rate in rates for row in check_rate(Path(folder, rate), rate, hosts, options)]
     print(format_table(COLUMNS, rows, "samples/s, measured and estimated"))
     sys.exit(any(abs(float(row[3]) / float(row[2]) - 1) > MOST_WRONG for row in rows))
 

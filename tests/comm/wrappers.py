@@ -82,7 +82,7 @@ def shards() -> Result:
         exchange.average_gradients(lambda: torch.zeros(0))
 
     def meet() -> None:
-        exchange.synchronize_parameters(1, wait=False)
+        exchange.synchronize_parameters(True, wait=False)
         exchange.clear_gradients()
         exchange.micro_batch(last=True)
 

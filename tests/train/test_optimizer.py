@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,13 @@ from transformers import get_scheduler
 
 from cpuft.config import LR_SCHEDULES, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.train.optimizer import count_warm_up_updates, group_parameters, learning_rate_factor, make_optimizer
+from cpuft.train.optimizer import (
+    count_warm_up_updates,
+    group_parameters,
+    learning_rate_factor,
+    make_optimizer,
+    plan_averages,
+)
 from tests.train.fast.encoders import make_model
 
 CODE = """
@@ -56,6 +63,24 @@ def test_schedules_are_those_of_transformers(schedule: str, warmup: int) -> None
         assert learning_rate_factor(update, 40, warmup, schedule) == pytest.approx(expected, rel=1e-12)
         optimizer.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize(
+    "options, averages",
+    [
+        ({}, [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12]),
+        ({"sync_every": 5}, [5, 10]),
+        # The rate falls by a twelfth after each update: 2, 2 / (10/12)^2 = 2.9, 2 / (8/12)^2 = 4.5, 2 / (4/12)^2 = 18.
+        ({"sync_every": 2, "sync_schedule": "quadratic"}, [2, 4, 8]),
+        # In the warm-up of six updates the rate is low, but the period is the shortest. 2 / (2/6)^2 = 18.
+        ({"sync_every": 2, "sync_schedule": "quadratic", "warmup_steps": 6}, [2, 4, 6, 8, 12]),
+        ({"sync_every": 5, "sync_schedule": "quadratic", "lr_schedule": "constant"}, [5, 10]),
+    ],
+)
+def test_parameters_are_averaged_less_often_when_the_rate_is_low(
+    options: dict[str, Any], averages: list[int]
+) -> None:
+    assert sorted(plan_averages(TrainConfig(**options), 12)) == averages
 
 
 def test_warm_up_is_a_number_or_a_share_of_the_updates() -> None:

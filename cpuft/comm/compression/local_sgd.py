@@ -27,7 +27,7 @@ class LocalSGD:
 
     In a training loop without DistributedDataParallel: make one when all ranks have the same parameters, call
     `synchronize` after every H-th update of the optimizer, and `finish` after the last update. Then all ranks have the
-    same parameters again. Making one also makes a process group of all ranks and a thread.
+    same parameters again. If H grows, `receive` in between applies a mean before the next one is sent. Making one also makes a process group of all ranks and a thread.
 
     Parameters
     ----------
@@ -98,6 +98,21 @@ class LocalSGD:
         self._receive_pending()
         self._send(rows, changes + self._pick(self._unsent, rows))
         self._continue_from_common(rows, changes)
+
+    @torch.no_grad()
+    def receive(self) -> None:
+        """Apply the mean that is under way, for which it waits; do nothing if there is none.
+
+        Parameters are written in place: they become those on which all ranks have agreed, plus this rank's changes
+        since it last sent some. `synchronize` does this, too; between two calls of it, the mean is applied earlier.
+        """
+        if self._receive:
+            rows = self._used_rows.nonzero()[:, 0]
+            changes = self._read_changes(rows)
+            self._receive_pending()
+            values = self._pick(self._common, rows)
+            self._put(self._base, rows, values)
+            self._write_parameters(rows, values + changes)
 
     @torch.no_grad()
     def finish(self) -> None:

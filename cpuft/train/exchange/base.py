@@ -118,9 +118,13 @@ class Exchange:
         """Set the gradients that the optimizer has used to None."""
         self.optimizer.zero_grad()
 
-    def synchronize_parameters(self, update: int, wait: bool) -> None:
-        """Bring the ranks' parameters together after this update (counted from 1), if the exchange sends parameters.
+    def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
+        """Bring the ranks' parameters together after an update, if the exchange sends parameters.
 
-        With `wait`, all ranks have the same parameters afterwards. Otherwise the exchange decides when they do. Here it
-        does nothing.
+        Here it does nothing.
+
+        Parameters
+        ----------
+        is_due: whether an average of the ranks' parameters is planned after this update (`plan_averages`).
+        wait: all ranks must have the same parameters afterwards. Otherwise the exchange decides when they do.
         """

@@ -1,4 +1,4 @@
-"""Local SGD: each rank updates its own parameters; their changes are averaged every `--sync-every` updates."""
+"""Local SGD: each rank updates its own parameters; after some updates, the changes of all ranks are averaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cpuft.train.fast.adamw import fp32_weights
 
 
 class LocalSGDExchange(Exchange):
-    """Average the ranks' parameters every `--sync-every` updates: fp32 master weights if the model has them.
+    """Average the ranks' parameters when `plan_averages` says so: fp32 master weights if the model has them.
 
     Making it is collective. `--grad-compression auto` means int8 here.
 
@@ -32,6 +32,7 @@ class LocalSGDExchange(Exchange):
         with fp32_weights(model):
             weight = None if embedding is None else embedding.weight
             self._local = LocalSGD(model.parameters(), compression, config.outer_momentum, weight)
+        self._updates_since_sent = 0
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
@@ -45,6 +46,7 @@ class LocalSGDExchange(Exchange):
         """
         with fp32_weights(self.bare_model):
             self._local.restart()
+        self._updates_since_sent = 0
 
     def average_gradients(self, find_token_ids: Callable[[], torch.Tensor]) -> float:
         """Leave gradients as they are, and remember which rows of the word embedding have one.
@@ -74,13 +76,22 @@ class LocalSGDExchange(Exchange):
                 for parameter, value in zip(parameters, own, strict=True):
                     parameter.copy_(value)
 
-    def synchronize_parameters(self, update: int, wait: bool) -> None:
-        """Send the changes of every `--sync-every`-th update in the background; with `wait`, finish the average now.
+    def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
+        """Start to send this rank's changes in the background if an average is due; with `wait`, finish it now.
 
-        With `wait`, whatever the update is, this blocks until all ranks have the same parameters. Otherwise, after
-        other updates, it does nothing; after an N-th one, it starts to send the changes, and applies the mean of the
-        previous ones, for which it waits if it is not there yet.
+        With `wait`, this blocks until all ranks have the same parameters. Otherwise the mean of the changes is applied
+        `--sync-every` updates after they were sent. It is waited for if it is not there yet.
         """
-        if wait or update % self.config.sync_every == 0:
-            with fp32_weights(self.bare_model):
-                (self._local.finish if wait else self._local.synchronize)()
+        self._updates_since_sent += 1
+        is_late = self._updates_since_sent == self.config.sync_every
+        if not (is_due or wait or is_late):
+            return
+        with fp32_weights(self.bare_model):
+            if wait:
+                self._local.finish()
+            elif is_due:
+                self._local.synchronize()
+            else:
+                self._local.receive()
+        if is_due or wait:
+            self._updates_since_sent = 0

@@ -167,7 +167,7 @@ class ShardedExchange(Exchange):
         if self._rows:
             self._rows.clear()
 
-    def synchronize_parameters(self, update: int, wait: bool) -> None:
+    def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
         """Give all ranks the weights of all shards, after every update and whatever `wait` is. Collective."""
         self._shards.gather_weights()
 

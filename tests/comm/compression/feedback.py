@@ -98,10 +98,14 @@ def untouched() -> bool:
     return torch.equal(numbers, torch.arange(512.0))
 
 
-def walk(compression: str, momentum: float) -> dict[str, float]:
+def walk(compression: str, momentum: float, receives: bool = False) -> dict[str, float]:
     """Return how far ranks with random changes end from their mean, and from each other, after three synchronizations.
 
     Five of the nine embedding rows change, and each is noted when it first does.
+
+    Parameters
+    ----------
+    receives: whether each mean is applied before the next synchronization, after some of the changes between them.
     """
     weight, words = torch.nn.Parameter(torch.randn(70, 5)), torch.nn.Parameter(torch.randn(9, 3))
     dist.broadcast(weight.data, 0)
@@ -118,6 +122,11 @@ def walk(compression: str, momentum: float) -> dict[str, float]:
         weight.data += layer
         words.data += rows
         gained += torch.cat([layer.view(-1), rows.view(-1)])
+        if receives:
+            local.receive()
+            local.receive()  # nothing is under way: it does nothing
+            weight.data += 1.0
+            gained[:350] += 1.0
         (local.finish if meeting == 2 else local.synchronize)()
     end = torch.cat([weight.detach().reshape(-1), words.detach().reshape(-1)])
     exact = start.double() + mean(gained)
@@ -151,6 +160,7 @@ if __name__ == "__main__":
         "powersgd": sums(PowerSGD(world, 2), factors),
     }
     found |= {f"local {name}": walk(name, 0.0) for name in ("none", "bf16", "int8")}
+    found |= {f"local {name}, received": walk(name, 0.0, receives=True) for name in ("none", "bf16", "int8")}
     found |= {"untouched": untouched(), "outer": outer(0.9), "plain": outer(0.0)}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()

@@ -37,11 +37,12 @@ def test_nothing_is_lost_over_steps(
 
 # The rounding error of the last message is lost: 1/254 of its largest number, for each rank and for their mean.
 @pytest.mark.parametrize("sent_as, off", [("none", 1e-5), ("bf16", 0.1), ("int8", 0.1)])
+@pytest.mark.parametrize("how", ["", ", received"])
 def test_local_sgd_ends_at_the_mean_of_the_ranks(
-    found: list[dict[str, dict[str, float]]], sent_as: str, off: float
+    found: list[dict[str, dict[str, float]]], sent_as: str, off: float, how: str
 ) -> None:
     for one in found:
-        walked = one[f"local {sent_as}"]
+        walked = one[f"local {sent_as}{how}"]
         assert walked["off"] < off
         assert walked["differ"] < 1e-12
         assert walked["unnamed"] == 0

@@ -104,7 +104,7 @@ def of_parameters(rank: int) -> dict[str, object]:
         exchange.clear_gradients()
         with torch.no_grad():
             model.layer.bias.copy_(torch.tensor([10.0 * update + rank]))
-        exchange.synchronize_parameters(update, wait=update == 3)
+        exchange.synchronize_parameters(update % 2 == 0, wait=update == 3)
         sent.append(comm.take_traffic().nbytes)
         values.append(model.layer.bias.item())
     return {"biases": values, "sent": sent, "gradients": flat(model)}
@@ -128,7 +128,7 @@ def of_frozen(rank: int) -> dict[str, list[int]]:
         exchange.average_gradients(lambda: WORDS)
         exchange.clip_gradients()
         optimizer.step()
-        exchange.synchronize_parameters(2, wait=True)
+        exchange.synchronize_parameters(True, wait=True)
         found[name] = [*sent, comm.take_traffic().nbytes]
     return found
 
