@@ -219,8 +219,8 @@ def train(
     requests, unfinished = Requests(), list[_Step]()
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
         is_last = update == setup.updates
-        # Requests that are carried out after this update. With --sync-every a checkpoint waits for the next average, but
-        # for at most N updates; a stop makes the ranks' parameters equal after this update.
+        # Requests that are carried out after this update. With --sync-every a checkpoint waits for the next average,
+        # but for at most N updates; a stop makes the ranks' parameters equal after this update.
         is_soon = update in averages or update % config.sync_every == 0
         due = requests if requests.stop or is_soon else Requests()
 

@@ -75,7 +75,7 @@ def ours(asked: argparse.Namespace, shard: str) -> tuple[Step, Callable[[], int]
         exchange.clip_gradients()
         optimizer.step()
         exchange.clear_gradients()
-        exchange.synchronize_parameters(1, wait=False)
+        exchange.synchronize_parameters(True, wait=False)
 
     return step, lambda: count_moments(optimizer)
 

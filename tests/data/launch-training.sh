@@ -47,9 +47,10 @@ python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv imp
     --micro-batch=0 --max-grad-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
     --base-precision=auto --padding=dynamic --engine=torch --fast-path=True --compile=False \
     --gradient-checkpointing=False --emulate-bf16=False --eval-batch-size=32 --backend=auto \
-    --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --shard=none --comm-timeout=300.0 \
-    --eval-every=none --best-metric= --save-best=False --early-stopping=0 --save-model=True \
-    --lora-merge=False --report-to= --record-layer-times=False --checkpoint-every=-1.0 </dev/null
+    --grad-compression=auto --sync-every=1 --sync-schedule=constant --outer-momentum=0.0 \
+    --shard=none --comm-timeout=300.0 --eval-every=none --best-metric= --save-best=False \
+    --early-stopping=0 --save-model=True --lora-merge=False --report-to= --record-layer-times=False \
+    --checkpoint-every=-1.0 </dev/null
 echo 'cpuft: start 2 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
     -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
@@ -74,9 +75,9 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     --micro-batch=0 --max-grad-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
     --base-precision=auto --padding=dynamic --engine=torch --fast-path=True --compile=False \
     --gradient-checkpointing=False --emulate-bf16=False --eval-batch-size=32 --backend=auto \
-    --grad-compression=auto --sync-every=1 --outer-momentum=0.0 --shard=none --comm-timeout=300.0 \
-    --eval-every=none --best-metric= --save-best=False --early-stopping=0 --save-model=True \
-    --lora-merge=False --report-to= --record-layer-times=False --checkpoint-every=-1.0 \
-    --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines --independent=False \
-    --cpu-quota=0.0 --recorded-updates=-1 --stopped-at=0.0 --restart-reason= --global-batch=0 \
-    --measurements= --keep-checkpoints=False </dev/null
+    --grad-compression=auto --sync-every=1 --sync-schedule=constant --outer-momentum=0.0 \
+    --shard=none --comm-timeout=300.0 --eval-every=none --best-metric= --save-best=False \
+    --early-stopping=0 --save-model=True --lora-merge=False --report-to= --record-layer-times=False \
+    --checkpoint-every=-1.0 --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines \
+    --independent=False --cpu-quota=0.0 --recorded-updates=-1 --stopped-at=0.0 --restart-reason= \
+    --global-batch=0 --measurements= --keep-checkpoints=False </dev/null

@@ -77,9 +77,7 @@ def test_schedules_are_those_of_transformers(schedule: str, warmup: int) -> None
         ({"sync_every": 5, "sync_schedule": "quadratic", "lr_schedule": "constant"}, [5, 10]),
     ],
 )
-def test_parameters_are_averaged_less_often_when_the_rate_is_low(
-    options: dict[str, Any], averages: list[int]
-) -> None:
+def test_parameters_are_averaged_less_often_when_the_rate_is_low(options: dict[str, Any], averages: list[int]) -> None:
     assert sorted(plan_averages(TrainConfig(**options), 12)) == averages
 
 

@@ -27,7 +27,8 @@ class LocalSGD:
 
     In a training loop without DistributedDataParallel: make one when all ranks have the same parameters, call
     `synchronize` after every H-th update of the optimizer, and `finish` after the last update. Then all ranks have the
-    same parameters again. If H grows, `receive` in between applies a mean before the next one is sent. Making one also makes a process group of all ranks and a thread.
+    same parameters again. If H grows, `receive` in between applies a mean before the next one is sent. Making one also
+    makes a process group of all ranks and a thread.
 
     Parameters
     ----------
