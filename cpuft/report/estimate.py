@@ -13,8 +13,8 @@ from typing import Any
 
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, SHARDED_COMPRESSIONS
 from cpuft.errors import CpuftError, counted, suggest_names
-from cpuft.hardware import CPU_SECONDS_PER_BYTE, ETHERNET
-from cpuft.record import GradientSizes, Link, Measurement, Record
+from cpuft.hardware import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
+from cpuft.record import GradientSizes, GradientTime, Link, Measurement, Record
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 
@@ -105,6 +105,8 @@ def find_instance(name: str, path: str = "") -> Instance:
 
 BUCKET_NUMBERS = 2**20
 """Parameters per gradient bucket; equal to the constant in `cpuft.comm.selection`."""
+MIN_BUCKETS = 8
+"""Least number of gradient buckets; equal to the constant in `cpuft.train.exchange.data_parallel`."""
 TIE_RATIO = 1.02
 """Compression levels whose step times differ by less count as equally fast; equal to the constant in
 `cpuft.comm.selection`."""
@@ -130,6 +132,13 @@ class Network:
     """Core seconds per byte that a rank sends."""
     measured: bool = False
     """Whether the rate was measured with payload only, and so already counts the headers of frames."""
+    cpu_seconds_per_message: float = CPU_SECONDS_PER_MESSAGE
+    """Core seconds per message that a rank sends to its neighbour, without those per byte."""
+
+    def scale_cpu_seconds(self, factor: float) -> Network:
+        """Return the same network with this multiple of the CPU time that communication takes."""
+        per_byte, per_message = self.cpu_seconds_per_byte * factor, self.cpu_seconds_per_message * factor
+        return replace(self, cpu_seconds_per_byte=per_byte, cpu_seconds_per_message=per_message)
 
     @property
     def bytes_per_second(self) -> float:
@@ -173,11 +182,22 @@ class Job:
     ranks."""
     gathered: float = 0.0
     """Bytes of weights that ranks receive from each other in an update if the optimizer is sharded."""
+    last_backward: float = 1.0
+    """Share of the backward passes of an update that is the last one, in which gradients are sent."""
+    ready: tuple[tuple[float, float], ...] = ()
+    """When gradients are ready, the first one first: (share of all numbers that are ready then, share of the last
+    backward pass that has passed). Empty if that was not recorded: they become ready evenly."""
 
     @property
     def step_seconds(self) -> float:
         """Seconds of an update of one rank alone."""
         return self.forward_seconds + self.backward_seconds + self.update_seconds
+
+    def when_ready(self, share: float) -> float:
+        """Return the share of the last backward pass after which this share of the gradients' numbers is ready."""
+        if not self.ready:
+            return share
+        return next((passed for numbers, passed in self.ready if numbers >= share - 1e-9), self.ready[-1][1])
 
     def sent_numbers(self, hosts: int) -> tuple[float, float]:
         """Return (numbers that an update on `hosts` hosts sends during the backward pass, numbers of embedding rows
@@ -231,7 +251,9 @@ class Estimate:
 
 
 def read_job(record: Record, compression: str = "auto") -> Job:
-    """Return the job of a record: mean times of its steps without the first tenth, and the sizes of its gradients.
+    """Return the job of a record: the times of a step, and the sizes of its gradients.
+
+    The times are means of the steps without the first tenth, or what --record-layer-times has measured.
 
     Parameters
     ----------
@@ -253,10 +275,12 @@ def read_job(record: Record, compression: str = "auto") -> Job:
             f"{record.path} does not hold the sizes of its gradients: run the job again with this version of cpuft"
         )
     seconds = [one.data_seconds + one.forward_seconds + one.backward_seconds + one.update_seconds for one in steady]
+    times = record.layer_times
+    of_steps = [times] if times else steady
     return Job(
-        statistics.mean(line.data_seconds + line.forward_seconds for line in steady),
-        statistics.mean(line.backward_seconds for line in steady),
-        statistics.mean(line.update_seconds for line in steady),
+        statistics.mean(line.data_seconds + line.forward_seconds for line in of_steps),
+        statistics.mean(line.backward_seconds for line in of_steps),
+        statistics.mean(line.update_seconds for line in of_steps),
         statistics.stdev(seconds) / math.sqrt(len(seconds)),
         statistics.mean(line.samples for line in steady),
         count_examples(record),
@@ -267,7 +291,25 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         header.gradient_sizes.embedding_row,
         header.gradient_sizes.tokens,
         count_gathered_bytes(record),
+        times.last_backward_seconds / times.backward_seconds if times else 1.0,
+        list_ready_shares(times.gradients, times.last_backward_seconds) if times else (),
     )
+
+
+def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float) -> tuple[tuple[float, float], ...]:
+    """Return when gradients are ready, as `Job.ready` says. Those of word embeddings that are sent by rows are left out.
+
+    Parameters
+    ----------
+    gradients: in the order in which they become ready.
+    backward_seconds: of the last backward pass.
+    """
+    layers = [(math.prod(one.shape), one.ready_seconds) for one in gradients if not one.by_rows]
+    found, count, total = list[tuple[float, float]](), 0, sum(numbers for numbers, _ in layers)
+    for numbers, ready in layers:
+        count += numbers
+        found.append((count / total, min(1.0, ready / backward_seconds)))
+    return tuple(found)
 
 
 def count_gathered_bytes(record: Record) -> float:
@@ -425,9 +467,9 @@ def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -
     steps = {level: _step(job, network, hosts, level)[0] for level in job.levels}
     sent_as = next(level for level in job.levels if steps[level] <= TIE_RATIO * min(steps.values()))
     step, waited, taken = _step(job, network, hosts, sent_as)
-    error, cost = SIGMAS * job.error_seconds, network.cpu_seconds_per_byte
-    slow = _step(job, replace(network, cpu_seconds_per_byte=2 * cost), hosts, sent_as)[0] + error
-    fast = max(_step(job, replace(network, cpu_seconds_per_byte=0.0), hosts, sent_as)[0] - error, step / 2)
+    error = SIGMAS * job.error_seconds
+    slow = _step(job, network.scale_cpu_seconds(2.0), hosts, sent_as)[0] + error
+    fast = max(_step(job, network.scale_cpu_seconds(0.0), hosts, sent_as)[0] - error, step / 2)
     rate = hosts * job.samples / step
     seconds = job.rows / rate
     return Estimate(
@@ -453,18 +495,26 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     whole, words = job.sent_bytes(hosts, sent_as)
     # A sharded optimizer needs half an all-reduce of the gradients and half an all-reduce of the weights.
     share = 0.5 if job.gathered else 1.0
-    sent = share * whole + words + job.gathered / 2
-    sending = 2 * (hosts - 1) / hosts * sent * network.cpu_seconds_per_byte
-    taken = (sending + COMPRESSION_FACTS[sent_as].coding_seconds * sum(job.sent_numbers(hosts))) / job.cores
-    backward = job.backward_seconds + taken
-    buckets = max(1, math.ceil(job.parameters / BUCKET_NUMBERS))
+    buckets = max(MIN_BUCKETS, math.ceil(job.parameters / BUCKET_NUMBERS))
     each = share * network.all_reduce_seconds(whole / buckets, hosts)
-    # The first bucket is ready after its share of the backward pass, and each one waits for the one before it.
-    waited = max(backward / buckets + buckets * each, backward + each) - backward
-    waited += network.all_reduce_seconds(words, hosts) if words else 0.0
-    waited += network.all_reduce_seconds(job.gathered, hosts) / 2 if job.gathered else 0.0
-    waited += network.all_reduce_seconds(16, hosts)  # the loss and the number of tokens
-    return job.forward_seconds + backward + waited + job.update_seconds, waited, taken
+    # Each bucket is sent when it is ready and the one before it has been sent.
+    backward, end = job.backward_seconds * job.last_backward, 0.0
+    for number in range(1, buckets + 1):
+        end = max(end, job.when_ready(number / buckets) * backward) + each
+    after = network.all_reduce_seconds(words, hosts) if words else 0.0
+    after += network.all_reduce_seconds(job.gathered, hosts) / 2 if job.gathered else 0.0
+    after += network.all_reduce_seconds(16, hosts)  # the loss and the number of tokens
+    waited = max(0.0, end - backward) + after
+    # While a rank waits, communication takes nothing from computing.
+    sending = buckets * each + after
+    hidden = 1.0 - waited / sending if sending else 1.0
+    messages = 2 * (hosts - 1) * (buckets + bool(words) + bool(job.gathered) + 1)
+    sent = share * whole + words + job.gathered / 2
+    cpu = 2 * (hosts - 1) / hosts * sent * network.cpu_seconds_per_byte
+    cpu += messages * network.cpu_seconds_per_message
+    coding = COMPRESSION_FACTS[sent_as].coding_seconds * sum(job.sent_numbers(hosts))
+    taken = (max(0.0, hidden) * cpu + coding) / job.cores
+    return job.step_seconds + taken + waited, waited, taken
 
 
 def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:

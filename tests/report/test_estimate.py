@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from cpuft.comm import selection
 from cpuft.errors import CpuftError
 from cpuft.hardware import ETHERNET
-from cpuft.record import GradientSizes, Measurement, Record
+from cpuft.record import GradientSizes, GradientTime, Measurement, Record
 from cpuft.report import estimate
 from cpuft.report.estimate import (
     INSTANCE_COLUMNS,
@@ -22,14 +23,18 @@ from cpuft.report.estimate import (
     Job,
     Network,
     count_worthwhile_hosts,
+    describe_least_rate,
     estimate_hosts,
     find_instance,
+    find_least_rate,
     find_network,
+    list_ready_shares,
     parse_instances,
     read_job,
     scale_cores,
 )
-from tests.records import make_record
+from cpuft.train.exchange import data_parallel
+from tests.records import LAYER_TIMES, make_record
 
 HEAD = ",".join(INSTANCE_COLUMNS)
 
@@ -71,7 +76,7 @@ def test_an_unknown_name_is_answered_with_the_next_ones() -> None:
 
 
 JOB = Job(1.0, 2.0, 0.1, 0.01, 32, 3200, 1, ("none",), 10_000_000, 800_000, 384, {"1": 500.0, "2": 800.0, "4": 1280.0})
-FREE = Network(1e15, 0.0, 0.0)
+FREE = Network(1e15, 0.0, 0.0, cpu_seconds_per_message=0.0)
 GIGABIT = Network(1e9, 1e-4)
 
 
@@ -128,6 +133,50 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
 
 def test_buckets_are_those_that_ranks_send() -> None:
     assert estimate.BUCKET_NUMBERS == selection.BUCKET_ELEMENTS
+    assert estimate.MIN_BUCKETS == data_parallel.MIN_BUCKETS
+
+
+def test_recorded_times_say_when_gradients_are_ready() -> None:
+    gradients = [
+        GradientTime("head", [100], "float32", 0.1, -1.0, False),
+        GradientTime("layer", [30, 10], "float32", 0.9, -1.0, False),
+        GradientTime("words", [1000, 8], "float32", 1.0, -1.0, True),
+    ]
+    assert list_ready_shares(gradients, 2.0) == ((0.25, 0.05), (1.0, 0.45))
+    job = replace(JOB, ready=((0.25, 0.05), (1.0, 0.45)))
+    assert [job.when_ready(share) for share in (0.125, 0.25, 0.375, 1.0)] == [0.05, 0.05, 0.45, 0.45]
+    assert JOB.when_ready(0.375) == 0.375
+    # Gradients that are ready earlier hide more, and those of a pass before the last one are not sent.
+    slow = Network(100e6, 0.0)
+    usual = estimate_hosts(JOB, slow, 4).waited_seconds
+    assert estimate_hosts(job, slow, 4).waited_seconds < usual - 0.2
+    assert estimate_hosts(replace(JOB, last_backward=0.5), slow, 4).waited_seconds > usual + 0.5
+
+
+def test_times_of_layers_are_the_times_of_a_step() -> None:
+    job = read_job(replace(recorded(), layer_times=LAYER_TIMES))
+    times = LAYER_TIMES
+    assert job.forward_seconds == times.data_seconds + times.forward_seconds
+    assert (job.backward_seconds, job.update_seconds) == (times.backward_seconds, times.update_seconds)
+    assert job.last_backward == times.last_backward_seconds / times.backward_seconds
+    assert job.ready[-1][0] == pytest.approx(1.0)
+
+
+def test_the_least_rate_is_where_the_most_hosts_just_pay() -> None:
+    hosts = [1, 2, 4, 8]
+    rate = find_least_rate(JOB, GIGABIT, hosts)
+    for factor, pays in ((1.02, True), (0.98, False)):
+        network = replace(GIGABIT, bits_per_second=factor * rate)
+        assert (count_worthwhile_hosts([estimate_hosts(JOB, network, number) for number in hosts]) == 8) == pays
+    assert describe_least_rate(8, 1.234e8) == "8 hosts are worth it on a network of at least 120 Mbit/s per host."
+
+
+def test_hosts_may_pay_at_every_rate_or_at_none() -> None:
+    tiny, costly = replace(JOB, parameters=10, row=0), replace(GIGABIT, cpu_seconds_per_byte=1.0)
+    assert find_least_rate(tiny, GIGABIT, [1, 2]) == 0.0
+    assert describe_least_rate(2, 0.0) == "2 hosts are worth it on every network of at least 1 Mbit/s per host."
+    assert math.isinf(find_least_rate(JOB, costly, [1, 2]))
+    assert describe_least_rate(2, math.inf).startswith("2 hosts are worth it on no network: communication takes too")
 
 
 def test_one_host_is_what_was_recorded() -> None:
