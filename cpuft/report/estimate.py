@@ -297,7 +297,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
 
 
 def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float) -> tuple[tuple[float, float], ...]:
-    """Return when gradients are ready, as `Job.ready` says. Those of word embeddings that are sent by rows are left out.
+    """Return when gradients are ready, as `Job.ready` says, without those of embeddings that are sent by rows.
 
     Parameters
     ----------

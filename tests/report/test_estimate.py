@@ -147,10 +147,10 @@ def test_recorded_times_say_when_gradients_are_ready() -> None:
     assert [job.when_ready(share) for share in (0.125, 0.25, 0.375, 1.0)] == [0.05, 0.05, 0.45, 0.45]
     assert JOB.when_ready(0.375) == 0.375
     # Gradients that are ready earlier hide more, and those of a pass before the last one are not sent.
-    slow = Network(100e6, 0.0)
-    usual = estimate_hosts(JOB, slow, 4).waited_seconds
-    assert estimate_hosts(job, slow, 4).waited_seconds < usual - 0.2
-    assert estimate_hosts(replace(JOB, last_backward=0.5), slow, 4).waited_seconds > usual + 0.5
+    network = Network(400e6, 0.0)
+    usual = estimate_hosts(JOB, network, 4).waited_seconds
+    assert estimate_hosts(job, network, 4).waited_seconds < usual - 0.1
+    assert estimate_hosts(replace(JOB, last_backward=0.5), network, 4).waited_seconds > usual + 0.2
 
 
 def test_times_of_layers_are_the_times_of_a_step() -> None:
