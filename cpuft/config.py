@@ -611,6 +611,11 @@ class LaunchConfig:
         takes="FILE",
     )
     cluster: str = _hosts("", "Name of a cluster made by cpuft provision, instead of --hostfile", takes="NAME")
+    only_hosts: str = _hosts(
+        "",
+        "Use only these of the hosts, separated by commas, in this order (default: all)",
+        takes="NAMES",
+    )
     iface: str = _hosts(
         "",
         "Network interface that the ranks use, such as eth0 (default: the one whose route leads to the other hosts)",
@@ -734,6 +739,57 @@ class CompareConfig:
     repeats: int = _hosts(
         1, "Number of rounds; each round does all runs once, and the report then shows the spread", least=1
     )
+
+
+SWEEP_SEARCHES = ("grid", "random")
+"""The values of --search."""
+DIRECTIONS = ("auto", "maximize", "minimize")
+"""The values of --direction."""
+
+
+@dataclass(frozen=True)
+class SweepConfig:
+    """What `cpuft sweep` varies, and where its runs train."""
+
+    hosts_per_run: int = _hosts(1, "Number of hosts on which each run trains", least=1)
+    ranks_per_host: int = _hosts(1, "Number of ranks on each host of a run", least=1)
+    parallel: int = _hosts(
+        0,
+        "Largest number of runs at the same time (default: as many as the hosts allow). On this machine alone, its "
+        "CPUs are divided among so many runs (default: 1)",
+        least=0,
+    )
+    price: float = _hosts(0.0, "Price of one host for one hour, in dollars, for the report", least=0.0, most=1e6)
+    conditions: str = _recipe(
+        "",
+        "YAML file with a list of alternatives, each a mapping of options to values, lists or ranges; each is combined "
+        "with the values on the command line",
+        takes="FILE",
+    )
+    search: str = _recipe(
+        "grid",
+        "grid: all combinations of the values. random: --trials configurations that are drawn from them, each with all "
+        "values of --seed; only then may a range have fractions, such as 1e-5..1e-3",
+        choices=SWEEP_SEARCHES,
+    )
+    trials: int = _recipe(0, "With --search random, number of configurations", least=0)
+    search_seed: int = _recipe(0, "With --search random, seed of the draws", least=0)
+    metric: str = _evaluation(
+        "", "Metric that is compared (default: the first one that the task reports)", takes="NAME"
+    )
+    direction: str = _evaluation(
+        "auto", "Whether a larger or a smaller metric is better; auto knows it for cpuft's metrics", choices=DIRECTIONS
+    )
+    stop_after_failures: int = _output(
+        0, "Number of failed runs after which the sweep ends; 0 continues with the other runs, however many", least=0
+    )
+    resume: str = _output(
+        "",
+        "Continue the sweep in this folder: runs that have ended stay, and the others are resumed or started. Options "
+        "that say where the hosts are may change; all others are those of the sweep",
+        takes="FOLDER",
+    )
+    yes: bool = _output(False, "Start even more than 10,000 runs")
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def run_step(
     TimeoutError: the time limit passed; the step has ended likewise.
     OSError: the program or the step's `stdin_file` cannot be opened; FileNotFoundError if it does not exist.
     """
-    with _signals_raise(takes), _input_of(step) as given:
+    with signals_raise(takes), _input_of(step) as given:
         process = _start(step, environ, given, output)
         relays = [] if output else [_relay(process.stdout, sys.stdout), _relay(process.stderr, sys.stderr)]
         try:
@@ -147,7 +147,7 @@ def run_stage(
     TimeoutError: the time limit passed; all steps have been ended likewise.
     OSError: the program or the `stdin_file` of a step cannot be opened; the other steps have been ended likewise.
     """
-    with _signals_raise(lambda signal_number: False), ExitStack() as stack:
+    with signals_raise(lambda signal_number: False), ExitStack() as stack:
         outputs = [stack.enter_context(open_memory_file()) for _ in stage]
         inputs = [stack.enter_context(_input_of(step)) for step in stage]
         processes: list[subprocess.Popen[bytes]] = []
@@ -334,6 +334,29 @@ def start_process(
     )
 
 
+def start_with_log(command: Sequence[str], environ: Mapping[str, str], path: str) -> subprocess.Popen[bytes]:
+    """Start a process that writes its output and its errors to a file, and return it without waiting.
+
+    It runs in a new session, and reads nothing. Earlier content of the file stays. The kernel sends the process SIGTERM
+    when the calling thread ends.
+
+    Raises
+    ------
+    OSError: the file cannot be opened, or the program cannot be started; FileNotFoundError if it does not exist.
+    """
+    null, end = subprocess.DEVNULL, _end_with_parent
+    with open(path, "ab") as log:
+        return subprocess.Popen(
+            command,
+            env=environ,
+            stdin=null,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=end,
+        )
+
+
 def start_with_output(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a process whose standard output this process reads from `stdout` of the result, and return it without
     waiting.
@@ -422,7 +445,7 @@ def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
 
 
 @contextmanager
-def _signals_raise(takes: Callable[[int], bool]) -> Iterator[None]:
+def signals_raise(takes: Callable[[int], bool]) -> Iterator[None]:
     """Make SIGINT, SIGTERM, SIGHUP and SIGUSR1 raise `Interrupted` inside, except those for which `takes` returns True.
 
     A second signal does not disturb the clean-up after the first one. Under nohup, SIGHUP stays ignored.

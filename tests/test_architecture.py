@@ -55,10 +55,11 @@ ALLOWED: dict[str, set[str]] = {
     "train": ON_A_RANK | {"rank", "comm", "kernels"},
     "report": PURE | {"record", "config"},
     "schedulers": HOSTS | {"launch", "rank"},
-    "cli": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report", "trackers"},
+    "sweep": HOSTS | {"launch", "rank", "report"},
+    "cli": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report", "trackers", "sweep"},
     # A user's own process, which has torch if it loads a model.
-    "api": HOSTS | {"launch", "rank", "doctor", "report", "cli", "trackers", "comm", "train", "kernels"},
-    "__main__": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report", "trackers", "cli"},
+    "api": HOSTS | {"launch", "rank", "doctor", "report", "cli", "trackers", "sweep", "comm", "train", "kernels"},
+    "__main__": HOSTS | {"launch", "schedulers", "rank", "provision", "doctor", "report", "trackers", "sweep", "cli"},
 }
 """What each folder or module may import, also indirectly."""
 

@@ -29,6 +29,7 @@ VERBS = {
     "push": "Upload the model of a finished run to the Hugging Face hub.",
     "report": "Show recorded runs side by side, as a table or an HTML page.",
     "stacks": "Show what every rank of an active run is doing, and which rank the others wait for.",
+    "sweep": "Train with many combinations of options, on all hosts at the same time, and compare the results.",
     "submit": "Submit a launch to Slurm, Kubernetes or AWS Batch, as a job that resumes after interruptions.",
 }
 """The verbs with the first sentences of their help, so that `cpuft --help` imports no verb.

@@ -136,25 +136,30 @@ DRY_RUN = click.Option(
 )
 
 
-def make_options(config: type, *without: str) -> list[FieldOption]:
+def make_options(config: type, *without: str, lists: Collection[str] = ()) -> list[FieldOption]:
     """Return a click option for each field of a configuration class, in the order of the fields.
 
     Parameters
     ----------
     config: a dataclass whose fields were made by `cpuft.config.option`.
     without: names of fields that get no option; unknown names are ignored.
+    lists: names of fields whose option accepts any text, because it may be a list of values.
     """
     types = get_type_hints(config)
-    return [_make_option(field, types[field.name]) for field in dataclasses.fields(config) if field.name not in without]
+    return [
+        _make_option(field, types[field.name], field.name in lists)
+        for field in dataclasses.fields(config)
+        if field.name not in without
+    ]
 
 
-def _make_option(field: dataclasses.Field[Any], kind: type) -> FieldOption:
+def _make_option(field: dataclasses.Field[Any], kind: type, is_list: bool) -> FieldOption:
     metadata, flag = field.metadata, format_flag(field.name)
     takes = metadata["takes"]
     if takes == "TEXT":
         takes = "|".join(metadata["choices"]) or ("N" if kind in (int, float) else takes)
     names = [f"{flag}/{format_flag(field.name, False)}" if kind is bool else flag, field.name]
-    kind_of_value = bool if kind is bool else _FieldType(field, kind)
+    kind_of_value = bool if kind is bool else click.STRING if is_list else _FieldType(field, kind)
     return FieldOption(
         names, metadata["section"], takes, default=field.default, type=kind_of_value, help=metadata["help"]
     )

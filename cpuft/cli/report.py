@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from pathlib import Path
 
 import click
 
@@ -47,13 +48,26 @@ def report(
 
     RUN is the folder of a run or of a comparison. The runs must be complete, and must have trained the same model on
     the same data with the same options, apart from the number of ranks and what belongs to it.
+
+    If RUN is the folder of a sweep, its configurations are shown, sorted by the mean of their metric.
     """
     from cpuft.record import read_record
     from cpuft.report.comparison import compare
     from cpuft.report.page import find_runs, page_path, read_estimates, write_page
+    from cpuft.report.sweep import FILE_NAME as SWEEP_FILE
+    from cpuft.report.sweep import format_sweep, read_sweep, sweep_to_json
     from cpuft.report.tables import format_markdown, format_text, to_json
     from cpuft.trackers import check_trackers, parse_trackers, send_record
 
+    if sweeps := [run for run in runs if Path(run, SWEEP_FILE).is_file()]:
+        if len(runs) > 1 or html or markdown or to or estimate:
+            raise CpuftError(
+                f"{sweeps[0]} is a sweep, which is shown alone, as a table or with --json: leave out what else you gave"
+            )
+        found_sweep = read_sweep(runs[0])
+        text = json.dumps(sweep_to_json(found_sweep), indent=2) + "\n" if as_json else format_sweep(found_sweep)
+        click.echo(text, nl=False)
+        return
     if estimate and not html:
         raise CpuftError("--estimate adds estimates to the HTML page: give --html as well")
     found, others = find_runs(runs)

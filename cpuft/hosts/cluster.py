@@ -12,7 +12,7 @@ from pathlib import Path
 
 from cpuft.argv import WITHOUT_WORKING_FOLDER
 from cpuft.config import LaunchConfig
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import hash_text
 from cpuft.hosts import facts, registry
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
@@ -226,20 +226,38 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
     """Return the hosts that `config` names, the head host first.
 
     These are the hosts of the provisioned cluster (`find_entry`), else of --hostfile, else of the hostfile of an MPIJob
-    in whose launcher this runs, else of the Slurm job in which this runs (scontrol is asked); else LOCAL alone.
+    in whose launcher this runs, else of the Slurm job in which this runs (scontrol is asked); else LOCAL alone. Of
+    these, --only-hosts chooses some.
 
-    Raises CpuftError: the entry or the hostfile cannot be used, srun has started this process several times, or Slurm
-    does not answer.
+    Raises CpuftError: the entry or the hostfile cannot be used, srun has started this process several times, Slurm does
+    not answer, or --only-hosts names another host.
     """
     entry = find_entry(config, os.environ)
     hostfile = entry.hostfile if entry else config.hostfile or find_job_hostfile(os.environ)
     if hostfile:
-        return read_hostfile(hostfile)
-    if not find_slurm(os.environ):
-        return (LOCAL,)
-    from cpuft.hosts import slurm
+        hosts = read_hostfile(hostfile)
+    elif not find_slurm(os.environ):
+        hosts = (LOCAL,)
+    else:
+        from cpuft.hosts import slurm
 
-    return slurm.read_hosts(os.environ)
+        hosts = slurm.read_hosts(os.environ)
+    return select_hosts(hosts, config.only_hosts) if config.only_hosts else hosts
+
+
+def select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
+    """Return the hosts that --only-hosts names, in its order.
+
+    Raises CpuftError: there is no host of this name, or a name is there twice.
+    """
+    found, known = list[Host](), {host.name: host for host in hosts}
+    for name in (part.strip() for part in names.split(",")):
+        if name not in known:
+            raise CpuftError(f"--only-hosts: there is no host {name!r:.80}: {suggest_names(name, tuple(known))}")
+        if known[name] in found:
+            raise CpuftError(f"--only-hosts has {name!r:.80} twice: leave out one of them")
+        found.append(known[name])
+    return tuple(found)
 
 
 def find_slurm(environ: Mapping[str, str]) -> Transport | None:

@@ -1,0 +1,263 @@
+"""`cpuft sweep`: many runs with different options, on all hosts at the same time, and a table of the results."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cpuft.cli.common import say
+from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick
+from cpuft.config import LaunchConfig, SweepConfig, TrainConfig, format_flag, option_names
+from cpuft.errors import CpuftError, Interrupted
+from cpuft.sweep.search import list_variable_options
+
+if TYPE_CHECKING:
+    from cpuft.report.sweep import SweepHeader
+    from cpuft.sweep.queue import Place, SweepQueue
+
+MOST_RUNS = 10_000
+"""A sweep of more runs needs --yes."""
+_REDRAW_SECONDS = 1.0
+_STATUS = "status"
+
+
+@click.command(
+    cls=Verb,
+    params=[
+        *make_options(SweepConfig),
+        *make_options(TrainConfig, lists=list_variable_options()),
+        *make_options(LaunchConfig, "np", "ppn", "only_hosts"),
+        DRY_RUN,
+        CONFIG_FILE,
+        click.Argument(["action"], nargs=-1, metavar="[status FOLDER]"),
+    ],
+)
+def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
+    """Train with many combinations of options, on all hosts at the same time, and compare the results.
+
+    Options with numbers or choices, --task and --model may have several values with commas between them, such as
+    --learning-rate 1e-5,3e-5, or a range of whole numbers, such as --seed 1..5. Each combination is a run of its own;
+    runs that differ only in --seed are repetitions of one configuration. Each run trains on --hosts-per-run hosts, and
+    as soon as it has ended, its hosts get the next one. A run that fails does not end the sweep, and the run of a host
+    that is lost starts again on another host.
+
+    cpuft sweep status FOLDER shows what a sweep is doing, and cpuft report FOLDER its results.
+    """
+    from cpuft.report.sweep import read_sweep
+    from cpuft.sweep.queue import format_status
+
+    if action:
+        if len(action) != 2 or action[0] != _STATUS:
+            raise CpuftError("cpuft sweep takes no arguments but `status FOLDER`: write options with two dashes")
+        click.echo(format_status(read_sweep(action[1]), 0, time.time()))
+        return
+    config = pick(SweepConfig, values)
+    if config.resume:
+        _resume(config, values, dry_run)
+    else:
+        _begin(config, values, dry_run)
+
+
+def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
+    """Plan a new sweep and carry it out."""
+    from cpuft.launch.active_runs import lock_run
+    from cpuft.launch.plan import choose_run_dir
+    from cpuft.sweep.queue import open_journal
+
+    launch = pick(LaunchConfig, values)
+    header = _plan_header(config, values)
+    places = _find_places(config, launch)
+    folder = choose_run_dir(launch.run_dir, "sweep")
+    if dry_run:
+        _print_plan(header, places, folder)
+        return
+    with ExitStack() as stack:
+        stack.enter_context(lock_run(folder))
+        journal = stack.enter_context(open_journal(folder, header))
+        _carry_out(journal, config, places)
+
+
+def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
+    """Continue a sweep."""
+    from cpuft.launch.active_runs import lock_run
+    from cpuft.report.sweep import read_sweep
+    from cpuft.sweep.queue import continue_journal
+
+    fixed = {*option_names(TrainConfig), *option_names(SweepConfig)} - {"resume", "parallel", "stop_after_failures"}
+    for name in given_options():
+        if name in fixed or name == "run_dir":
+            raise CpuftError(f"{format_flag(name)} is not for --resume, which takes it from the sweep: leave it out")
+    folder = os.path.abspath(config.resume)
+    header = read_sweep(folder).header
+    launch = pick(LaunchConfig, values)
+    places = _find_places(SweepConfig(hosts_per_run=header.hosts_per_run, parallel=config.parallel), launch)
+    if dry_run:
+        _print_plan(header, places, folder)
+        return
+    with ExitStack() as stack:
+        stack.enter_context(lock_run(folder))
+        journal = stack.enter_context(continue_journal(folder))
+        _carry_out(journal, config, places)
+
+
+def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
+    """Return what the sweep does: the options of all runs, and the values of each.
+
+    Raises CpuftError: a value is wrong, options exclude each other, or there are too many runs.
+    """
+    from cpuft.report.sweep import VERSION, SweepHeader
+    from cpuft.sweep.search import (
+        Space,
+        apply_assignment,
+        check_assignments,
+        count_grid,
+        draw_random,
+        estimate_length,
+        parse_values,
+        plan_grid,
+        read_conditions,
+    )
+
+    common, space = list[str](), Space()
+    fixed: dict[str, Any] = {}
+    for name in [name for name in option_names(TrainConfig) if name in given_options()]:
+        value = values[name]
+        if isinstance(value, str) and _is_several(name, value):
+            space[name] = parse_values(name, value)
+            continue
+        fixed[name] = _parse_one(name, value) if isinstance(value, str) else value
+        common.append(format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}")
+    base = TrainConfig(**fixed)
+    conditions = read_conditions(config.conditions) if config.conditions else [Space()]
+    for condition in conditions:
+        for name in condition:
+            if name in fixed or name in space:
+                raise CpuftError(
+                    f"{format_flag(name)} is on the command line and in --conditions {config.conditions}: leave out "
+                    "one of them"
+                )
+    spaces = [space | condition for condition in conditions]
+    if config.search == "grid":
+        if config.trials:
+            raise CpuftError("--trials is for --search random: a grid has all combinations, so leave it out")
+        count = count_grid(spaces)
+    else:
+        if not config.trials:
+            raise CpuftError("--search random needs --trials, the number of configurations: add --trials 20")
+        count = config.trials * max(len(one["seed"].texts) if "seed" in one else 1 for one in spaces)
+    if count > MOST_RUNS and not config.yes:
+        raise CpuftError(
+            f"this sweep has {count:,} runs: give fewer values, --search random with --trials 50, or --yes if you "
+            "mean it"
+        )
+    runs = plan_grid(spaces) if config.search == "grid" else draw_random(spaces, config.trials, config.search_seed)
+    check_assignments(base, runs)
+    ranks = config.hosts_per_run * config.ranks_per_host
+    common += [f"--np={ranks}", f"--ppn={config.ranks_per_host}"] if ranks > 1 else []
+    lengths = [estimate_length(apply_assignment(base, run)) for run in runs]
+    return SweepHeader(
+        VERSION, common, runs, config.metric, config.direction, config.hosts_per_run, config.price, lengths
+    )
+
+
+def _is_several(name: str, text: str) -> bool:
+    """Return whether an option has several values; of options that may not vary, a comma belongs to the value."""
+    return name in list_variable_options() and ("," in text or ".." in text)
+
+
+def _parse_one(name: str, text: str) -> Any:
+    from cpuft.sweep.search import apply_assignment
+
+    return getattr(apply_assignment(TrainConfig(), {name: text}), name)
+
+
+def _find_places(config: SweepConfig, launch: LaunchConfig) -> list[Place]:
+    from cpuft.sweep.queue import plan_places
+
+    return plan_places(launch, config.hosts_per_run, config.parallel, sorted(os.sched_getaffinity(0)))
+
+
+def _list_launch_options() -> list[str]:
+    """Return the options of the command line that every launch of the sweep gets, too."""
+    own = [name for name in option_names(LaunchConfig) if name != "run_dir"]
+    context, given = click.get_current_context(), given_options()
+    values = {name: context.params[name] for name in own if name in given}
+    return [
+        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
+        for name, value in values.items()
+    ]
+
+
+def _print_plan(header: SweepHeader, places: list[Place], folder: str) -> None:
+    """Print the command of each run, as a shell script that carries them out one after another."""
+    import shlex
+
+    from cpuft.sweep.queue import name_folder
+
+    click.echo("#!/usr/bin/env bash\nset -eu")
+    click.echo(f"# {len(header.runs)} runs; at the same time on: {'; '.join(place.name for place in places)}")
+    for number, values in enumerate(header.runs, start=1):
+        words = [f"{format_flag(name)}={text}" for name, text in values.items()]
+        path = f"{folder}/{name_folder(number, len(header.runs), 1)}"
+        click.echo(shlex.join(["cpuft", "launch", *_list_launch_options(), *header.options, *words, "--run-dir", path]))
+
+
+def _carry_out(journal: Any, config: SweepConfig, places: list[Place]) -> None:
+    """Run the queue, print the results, and exit with 1 if a run failed."""
+    from cpuft.report.sweep import format_sweep
+    from cpuft.sweep.queue import SweepQueue
+
+    folder = journal.sweep.folder
+    live = LiveStatus(len(places)) if sys.stderr.isatty() else None
+    queue = SweepQueue(journal, _list_launch_options(), places, config.stop_after_failures, live.say if live else say)
+    try:
+        failed = queue.run((lambda: live.show(queue)) if live else (lambda: None))
+    except Interrupted:
+        say(f"the sweep is stopped: continue it with cpuft sweep --resume {folder}")
+        raise
+    finally:
+        if live:
+            live.clear()
+    click.echo(format_sweep(queue.sweep), nl=False)
+    click.echo(f"sweep: {folder}")
+    sys.exit(1 if failed else 0)
+
+
+class LiveStatus:
+    """Lines at the end of a terminal that show the state of a sweep, and are drawn again when it changes.
+
+    Parameters
+    ----------
+    places: number of runs at the same time.
+    """
+
+    def __init__(self, places: int) -> None:
+        self._places, self._lines, self._drawn = places, 0, 0.0
+
+    def show(self, queue: SweepQueue) -> None:
+        """Draw the state, at most once per second."""
+        from cpuft.sweep.queue import format_status
+
+        if time.monotonic() - self._drawn < _REDRAW_SECONDS:
+            return
+        self.clear()
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        lines = [line[: columns - 1] for line in format_status(queue.sweep, self._places, time.time()).split("\n")]
+        click.echo("\n".join(lines), err=True)
+        self._lines, self._drawn = len(lines), time.monotonic()
+
+    def clear(self) -> None:
+        """Remove the lines."""
+        if self._lines:
+            click.echo(f"\x1b[{self._lines}F\x1b[J", err=True, nl=False)
+        self._lines, self._drawn = 0, 0.0
+
+    def say(self, line: str) -> None:
+        """Print a line above the state."""
+        self.clear()
+        say(line)

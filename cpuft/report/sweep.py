@@ -1,0 +1,334 @@
+"""The journal of a sweep (sweep.jsonl), and the table of its results: configurations, their means, and what differs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cpuft.config import format_flag
+from cpuft.errors import CpuftError, counted
+from cpuft.serialization import load, parse_json
+from cpuft.terminal import format_table
+
+FILE_NAME = "sweep.jsonl"
+VERSION = 1
+SEED = "seed"
+DONE, FAILED, LOST, STOPPED = "done", "failed", "lost", "stopped"
+"""How an attempt of a run ended: with a metric; by an error of its own; because a host was lost; with the sweep."""
+_MINIMIZED = ("perplexity", "loss", "eval_loss")
+"""Beginnings of the names of metrics of which less is better."""
+_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
+"""97.5 % quantiles of Student's t distribution with 1 to 10 degrees of freedom. With more, the last one is used, which
+is too large by at most 0.27."""
+
+
+@dataclass(frozen=True)
+class SweepHeader:
+    """First line of a journal: what the sweep does."""
+
+    version: int
+    options: list[str]
+    """Arguments of all runs, such as "--task=mrpc"."""
+    runs: list[dict[str, str]]
+    """The values of each run by option; run 1 is the first."""
+    metric: str
+    """Name of the metric that is compared; empty for the first one that the runs report."""
+    direction: str
+    """auto, maximize or minimize."""
+    hosts_per_run: int
+    price: float
+    """Price of one host for one hour; 0 if it is not known."""
+    expected_seconds: list[float] = field(default_factory=list)
+    """Relative lengths of the runs, by which they were ordered."""
+
+
+@dataclass(frozen=True)
+class AttemptStart:
+    """A run was started."""
+
+    run: int
+    """Number of the run, from 1."""
+    attempt: int
+    """Number of the attempt at this run, from 1."""
+    place: str
+    """Names of its hosts, or the cores of this machine."""
+    folder: str
+    """Folder of the run, in the folder of the sweep."""
+    time: float
+    """Seconds since 1970."""
+
+
+@dataclass(frozen=True)
+class AttemptEnd:
+    """A run has ended."""
+
+    run: int
+    attempt: int
+    status: str
+    """DONE, FAILED, LOST or STOPPED."""
+    exit_code: int
+    seconds: float
+    """From its start."""
+    metrics: dict[str, float]
+    reason: str = ""
+    """Why it failed: the last lines of its log."""
+
+
+JournalLine = SweepHeader | AttemptStart | AttemptEnd
+_KINDS: dict[str, type[JournalLine]] = {"sweep": SweepHeader, "start": AttemptStart, "end": AttemptEnd}
+_NAMES = {cls: kind for kind, cls in _KINDS.items()}
+
+
+def format_journal_line(line: JournalLine) -> str:
+    """Return a line of the journal as one JSON object, without a newline."""
+    return json.dumps({"kind": _NAMES[type(line)]} | dataclasses.asdict(line))
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What a journal says."""
+
+    folder: str
+    header: SweepHeader
+    starts: tuple[AttemptStart, ...] = ()
+    ends: tuple[AttemptEnd, ...] = ()
+
+    def find_end(self, run: int) -> AttemptEnd | None:
+        """Return how the last attempt at a run ended; None if there was none, or it has not ended."""
+        attempts = [one for one in self.starts if one.run == run]
+        ends = [one for one in self.ends if one.run == run and attempts and one.attempt == attempts[-1].attempt]
+        return ends[-1] if ends else None
+
+    def find_start(self, run: int) -> AttemptStart | None:
+        """Return the last attempt at a run; None if there was none."""
+        return next((one for one in reversed(self.starts) if one.run == run), None)
+
+    def list_with_status(self, *statuses: str) -> list[int]:
+        """Return the numbers of the runs whose last attempt ended in one of these ways."""
+        return [run for run in self.numbers if (end := self.find_end(run)) and end.status in statuses]
+
+    @property
+    def numbers(self) -> range:
+        """Numbers of all runs."""
+        return range(1, len(self.header.runs) + 1)
+
+    @property
+    def metric(self) -> str:
+        """Name of the metric that is compared; empty if no run has reported one."""
+        done = (end for end in self.ends if end.status == DONE)
+        return self.header.metric or next((name for end in done for name in end.metrics), "")
+
+    @property
+    def is_maximized(self) -> bool:
+        """Whether a larger metric is better."""
+        if self.header.direction != "auto":
+            return self.header.direction == "maximize"
+        return not self.metric.startswith(_MINIMIZED)
+
+    @property
+    def host_hours(self) -> float:
+        """Hours of all hosts in all attempts that have ended."""
+        return sum(one.seconds for one in self.ends) * self.header.hosts_per_run / 3600
+
+
+def parse_journal(text: str, folder: str) -> Sweep:
+    """Return the sweep of a journal. A last line that was cut off is left out.
+
+    Parameters
+    ----------
+    folder: of the sweep, which is stored in the result and named in messages.
+
+    Raises CpuftError: the first line is not a header of this version, or another line is broken.
+    """
+    lines, parsed = text.split("\n"), list[JournalLine]()
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            values = load(dict[str, Any], parse_json(line))
+            parsed.append(load(_KINDS[str(values.pop("kind", ""))], values))
+        except (ValueError, KeyError) as error:
+            if number == len(lines):
+                break
+            raise CpuftError(
+                f"{folder}/{FILE_NAME}, line {number} is not a line of a sweep ({error}): give the folder of a sweep "
+                "that this version of cpuft has made"
+            ) from None
+    header = parsed[0] if parsed else None
+    if not isinstance(header, SweepHeader) or header.version != VERSION:
+        raise CpuftError(f"{folder}/{FILE_NAME} has no header of this version of cpuft: start the sweep anew")
+    starts = tuple(line for line in parsed if isinstance(line, AttemptStart))
+    return Sweep(folder, header, starts, tuple(line for line in parsed if isinstance(line, AttemptEnd)))
+
+
+def read_sweep(folder: str) -> Sweep:
+    """Return the sweep in a folder. Raises CpuftError: it has no journal, or the journal is broken."""
+    try:
+        return parse_journal(Path(folder, FILE_NAME).read_text(encoding="utf-8"), folder)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CpuftError(
+            f"there is no sweep in {folder}, because it has no file {FILE_NAME}: give the folder that cpuft sweep named"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CpuftError(f"{folder}/{FILE_NAME} cannot be read ({error}): check its permissions") from None
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """Runs that have the same options apart from the seed."""
+
+    values: tuple[tuple[str, str], ...]
+    """Option and value, without the seed."""
+    metrics: Mapping[str, float]
+    """The metric that is compared, by seed; by the number of the run if the seed does not vary."""
+    best_run: int
+    """Number of the run with the best metric."""
+    seconds: float
+    """Mean of the runs."""
+
+    @property
+    def mean(self) -> float:
+        """Mean of the metric over the runs."""
+        return statistics.fmean(self.metrics.values())
+
+    @property
+    def standard_error(self) -> float:
+        """Standard error of the mean; NaN with one run."""
+        values = list(self.metrics.values())
+        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+
+
+def list_configurations(sweep: Sweep) -> list[Configuration]:
+    """Return the configurations that have a run with a metric, the best mean first."""
+    found: dict[tuple[tuple[str, str], ...], list[tuple[int, str, AttemptEnd]]] = {}
+    for run in sweep.list_with_status(DONE):
+        values, end = sweep.header.runs[run - 1], sweep.find_end(run)
+        if end is None or sweep.metric not in end.metrics:
+            continue
+        key = tuple((name, text) for name, text in values.items() if name != SEED)
+        found.setdefault(key, []).append((run, values.get(SEED, f"run {run}"), end))
+    sign = 1 if sweep.is_maximized else -1
+
+    def value_of(one: tuple[int, str, AttemptEnd]) -> float:
+        return sign * one[2].metrics[sweep.metric]
+
+    made = [
+        Configuration(
+            key,
+            {seed: end.metrics[sweep.metric] for _, seed, end in runs},
+            max(runs, key=value_of)[0],
+            statistics.fmean(end.seconds for _, _, end in runs),
+        )
+        for key, runs in found.items()
+    ]
+    return sorted(made, key=lambda one: -sign * one.mean)
+
+
+def is_different(one: Configuration, other: Configuration) -> bool | None:
+    """Return whether the means of two configurations differ at the 5 % level of a two-sided t-test.
+
+    The test is paired if both have the same seeds; otherwise it is Welch's with the fewer runs' degrees of freedom.
+    None if that cannot be told, because one has a single run.
+    """
+    if min(len(one.metrics), len(other.metrics)) < 2:
+        return None
+    freedom = min(len(one.metrics), len(other.metrics)) - 1
+    quantile = _QUANTILES[min(freedom, len(_QUANTILES)) - 1]
+    if one.metrics.keys() == other.metrics.keys():
+        differences = [one.metrics[seed] - other.metrics[seed] for seed in one.metrics]
+        error = statistics.stdev(differences) / math.sqrt(len(differences))
+    else:
+        error = math.hypot(one.standard_error, other.standard_error)
+    return abs(one.mean - other.mean) > quantile * error
+
+
+def describe_best(sweep: Sweep, configurations: Sequence[Configuration]) -> str:
+    """Return in plain words how sure it is that the best of one or more configurations is the best."""
+    best, others = configurations[0], configurations[1:]
+    if not others:
+        return "there is one configuration, so there is nothing to compare"
+    tests = [is_different(best, other) for other in others]
+    if None in tests:
+        return (
+            "whether the best configuration is better than others cannot be told, because a configuration has a single "
+            "run: sweep several seeds, for example --seed 1..3"
+        )
+    same = [number for number, test in enumerate(tests, start=2) if not test]
+    if not same:
+        return "the best configuration is better than each of the others (t-test over seeds, 5 % level)"
+    which = (
+        "the next one"
+        if same == [2]
+        else f"the {counted(len(same), 'configuration')} with the numbers " + ", ".join(map(str, same))
+    )
+    return f"the best configuration is not distinguishable from {which} (t-test over seeds, 5 % level)"
+
+
+def format_sweep(sweep: Sweep) -> str:
+    """Return the results of a sweep as a table for a terminal, the best configuration first, with notes."""
+    configurations, notes = list_configurations(sweep), list[str]()
+    names = list(dict.fromkeys(name for one in configurations for name, _ in one.values))
+    rows = [
+        [
+            str(number),
+            *(dict(one.values).get(name, "-") for name in names),
+            f"{one.mean:.4f}",
+            "-" if math.isnan(one.standard_error) else f"{one.standard_error:.4f}",
+            str(len(one.metrics)),
+            f"{one.seconds / 60:.1f}",
+            find_folder(sweep, one.best_run),
+        ]
+        for number, one in enumerate(configurations, start=1)
+    ]
+    if configurations:
+        notes.append(f"{describe_best(sweep, configurations)}.")
+    for run in sweep.list_with_status(FAILED):
+        end = sweep.find_end(run)
+        assert end is not None
+        notes.append(f"failed: run {run} ({describe_values(sweep.header.runs[run - 1])}): {end.reason}")
+    done, total = len(sweep.list_with_status(DONE)), len(sweep.header.runs)
+    cost = f", {sweep.host_hours * sweep.header.price:.2f} dollars" if sweep.header.price else ""
+    notes.append(f"{done} of {counted(total, 'run')} done, {sweep.host_hours:.2f} host-hours{cost}.")
+    arrow = "larger is better" if sweep.is_maximized else "less is better"
+    flags = [format_flag(name)[2:] for name in names]
+    columns = ["", *flags, f"mean {sweep.metric}", "+-", "runs", "minutes", "best run"]
+    return format_table(columns, rows, f"{sweep.metric or 'no run has reported a metric'}: {arrow}", notes)
+
+
+def find_folder(sweep: Sweep, run: int) -> str:
+    """Return the folder of a run's last attempt, relative to that of the sweep; empty if the run has not started."""
+    start = sweep.find_start(run)
+    return start.folder if start else ""
+
+
+def describe_values(values: Mapping[str, str]) -> str:
+    """Return the values of a run for people: "learning-rate 1e-5, seed 2"."""
+    return ", ".join(f"{format_flag(name)[2:]} {text}" for name, text in values.items()) or "the only configuration"
+
+
+def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
+    """Return the results of a sweep as a JSON object: metric, configurations with the best one first, and costs."""
+    return {
+        "metric": sweep.metric,
+        "maximized": sweep.is_maximized,
+        "configurations": [
+            {
+                "options": dict(one.values),
+                "mean": one.mean,
+                "standard_error": None if math.isnan(one.standard_error) else one.standard_error,
+                "metrics": dict(one.metrics),
+                "seconds": one.seconds,
+                "best_run": find_folder(sweep, one.best_run),
+            }
+            for one in list_configurations(sweep)
+        ],
+        "failed": [sweep.header.runs[run - 1] for run in sweep.list_with_status(FAILED)],
+        "host_hours": sweep.host_hours,
+        "price": sweep.host_hours * sweep.header.price,
+    }

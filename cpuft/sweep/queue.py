@@ -1,0 +1,455 @@
+"""The queue of a sweep: fills hosts with runs, the longest first, and survives lost hosts, failures and its own end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO
+
+from cpuft import execute
+from cpuft.argv import module_command
+from cpuft.config import LaunchConfig
+from cpuft.errors import CpuftError, counted
+from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
+from cpuft.hosts.hostfile import Host
+from cpuft.launch.supervise import TRAINING_STOP_SECONDS
+from cpuft.record import FILE_NAME as RECORD_NAME
+from cpuft.record import read_record
+from cpuft.report.sweep import (
+    DONE,
+    FAILED,
+    FILE_NAME,
+    LOST,
+    STOPPED,
+    AttemptEnd,
+    AttemptStart,
+    JournalLine,
+    Sweep,
+    SweepHeader,
+    describe_values,
+    find_folder,
+    format_journal_line,
+    list_configurations,
+    parse_journal,
+)
+
+_POLL_SECONDS = 0.2
+_STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
+"""How long launches have to end after a signal, before they are killed."""
+_ANSWER_SECONDS = 15.0
+"""How long a host has to answer after a run on it has failed. A host that does not is lost."""
+_LAST_BYTES = 1 << 16
+"""How much of the end of a log is searched for the reason of a failure."""
+_ERROR = "cpuft: error: "
+_BAD_INPUT = 2
+"""Exit code of a launch whose options or data are wrong."""
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one run at a time trains: one or more hosts, or some cores of this machine."""
+
+    name: str
+    options: tuple[str, ...] = ()
+    """Options of `cpuft launch` that choose these hosts."""
+    prefix: tuple[str, ...] = ()
+    """Command before that of the launch, which limits it to some cores."""
+    hosts: tuple[Host, ...] = ()
+    """Hosts that can be lost; empty for this machine."""
+
+
+def plan_places(config: LaunchConfig, hosts_per_run: int, parallel: int, cpus: Sequence[int]) -> list[Place]:
+    """Return the places of a sweep's runs: groups of hosts, or parts of this machine. Reads the hostfile.
+
+    Parameters
+    ----------
+    hosts_per_run: hosts of each group. Hosts that are left over stay idle.
+    parallel: number of places; 0 for as many as there are groups, or one on this machine.
+    cpus: this machine's CPUs, which are divided if it is the only host and `parallel` is more than 1.
+
+    Raises CpuftError: there are fewer hosts than a run needs, or fewer groups or CPUs than runs at a time.
+    """
+    hosts = read_hosts(config)
+    if hosts == (LOCAL,):
+        if hosts_per_run > 1:
+            raise CpuftError(
+                f"--hosts-per-run {hosts_per_run} needs more hosts than this machine: name them with --hostfile or "
+                "--cluster"
+            )
+        return _divide_machine(max(1, parallel), cpus)
+    groups = [hosts[i : i + hosts_per_run] for i in range(0, len(hosts) - hosts_per_run + 1, hosts_per_run)]
+    if not groups:
+        raise CpuftError(
+            f"--hosts-per-run {hosts_per_run} is more than the {counted(len(hosts), 'host')} that there are: give a "
+            "smaller number, or more hosts"
+        )
+    if parallel > len(groups):
+        raise CpuftError(
+            f"--parallel {parallel} is more than the {counted(len(groups), 'group')} of {hosts_per_run} that the hosts "
+            "make: give a smaller number (several runs at a time on one host are only possible on this machine)"
+        )
+    names = [",".join(host.name for host in group) for group in groups]
+    is_remote = [() if find_access(config).transport.is_here(group[0]) else group for group in groups]
+    made = [
+        Place(name, (f"--only-hosts={name}",), hosts=tuple(far)) for name, far in zip(names, is_remote, strict=True)
+    ]
+    return made[: parallel or len(made)]
+
+
+def _divide_machine(parallel: int, cpus: Sequence[int]) -> list[Place]:
+    if parallel == 1:
+        return [Place("this machine")]
+    if parallel > len(cpus):
+        raise CpuftError(
+            f"--parallel {parallel} is more than the {counted(len(cpus), 'CPU')} of this machine: give a smaller number"
+        )
+    parts = [cpus[number * len(cpus) // parallel : (number + 1) * len(cpus) // parallel] for number in range(parallel)]
+    names = [",".join(map(str, part)) for part in parts]
+    return [Place(f"CPUs {name}", prefix=("taskset", "--cpu-list", name)) for name in names]
+
+
+@contextmanager
+def open_journal(folder: str, header: SweepHeader) -> Iterator[Journal]:
+    """Create the journal of a new sweep, and its folder; inside the `with` block, lines can be added.
+
+    Raises OSError: the folder or the file cannot be made.
+    """
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with open(Path(folder, FILE_NAME), "x", encoding="utf-8") as file:
+        journal = Journal(file, Sweep(folder, header))
+        journal.write(header)
+        yield journal
+
+
+@contextmanager
+def continue_journal(folder: str) -> Iterator[Journal]:
+    """Open the journal of a sweep that was stopped; inside the `with` block, lines can be added.
+
+    A last line that was cut off is removed. Raises CpuftError: there is no sweep in the folder, or it is broken.
+    """
+    path = Path(folder, FILE_NAME)
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    sweep = parse_journal(text, folder)
+    with open(path, "r+", encoding="utf-8") as file:
+        whole = text[: text.rfind("\n") + 1]
+        file.truncate(len(whole.encode()))
+        file.seek(0, os.SEEK_END)
+        yield Journal(file, sweep)
+
+
+class Journal:
+    """The journal of a sweep while it runs: each line is on the disk before the next step."""
+
+    def __init__(self, file: IO[str], sweep: Sweep) -> None:
+        self._file, self.sweep = file, sweep
+
+    def write(self, line: JournalLine) -> None:
+        """Add a line. Raises OSError: the disk does not store it."""
+        self._file.write(format_journal_line(line) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        if isinstance(line, AttemptStart):
+            self.sweep = replace(self.sweep, starts=(*self.sweep.starts, line))
+        elif isinstance(line, AttemptEnd):
+            self.sweep = replace(self.sweep, ends=(*self.sweep.ends, line))
+
+
+@dataclass(frozen=True)
+class _ActiveRun:
+    """An attempt at a run, and its process."""
+
+    start: AttemptStart
+    place: Place
+    process: subprocess.Popen[bytes]
+    begun: float
+    """time.monotonic() at its start."""
+    is_resumed: bool
+
+
+class SweepQueue:
+    """Carries out the runs of a sweep: each is a `cpuft launch` in a process of its own.
+
+    Parameters
+    ----------
+    journal: says what is done already, and gets what happens.
+    options: options of all launches that say how they reach their hosts, such as "--cluster=office".
+    places: where runs train at the same time.
+    stop_after: number of failed runs after which no further run is started; 0 for any number.
+    say: called with a line for the user.
+    """
+
+    def __init__(
+        self, journal: Journal, options: Sequence[str], places: Sequence[Place], stop_after: int, say: Say
+    ) -> None:
+        self._journal, self._options, self._places, self._stop_after = journal, options, list(places), stop_after
+        self._say, self._active = say, list[_ActiveRun]()
+        self._checked = set[str]()
+        """Names of places on whose hosts a launch has been: the short check of the doctor runs there once."""
+
+    @property
+    def sweep(self) -> Sweep:
+        """What has happened until now."""
+        return self._journal.sweep
+
+    def run(self, watch: Callable[[], None] = lambda: None) -> int:
+        """Start runs until all have ended; return the number of those that failed.
+
+        If this raises, for example because a signal has come, all active runs are ended first, so that they can be
+        resumed.
+
+        Parameters
+        ----------
+        watch: called several times per second.
+
+        Raises CpuftError: all hosts are lost, too many runs have failed, or the runs do not report the metric.
+        """
+        with execute.signals_raise(lambda signal_number: False):
+            try:
+                while self._list_open() or self._active:
+                    if not self._places and not self._active:
+                        raise _make_failure(
+                            "all hosts of the sweep are lost: repair them, and continue it with cpuft sweep --resume "
+                            f"{self.sweep.folder}"
+                        )
+                    self._fill()
+                    for active in [one for one in self._active if one.process.poll() is not None]:
+                        self._finish(active)
+                    watch()
+                    time.sleep(_POLL_SECONDS)
+            except BaseException:
+                self._stop()
+                raise
+        return len(self.sweep.list_with_status(FAILED))
+
+    def _list_open(self) -> list[int]:
+        """Return the runs that still have to be started, the longest first."""
+        ended = {*self.sweep.list_with_status(DONE, FAILED), *(one.start.run for one in self._active)}
+        waiting = [run for run in self.sweep.numbers if run not in ended]
+        lengths = self.sweep.header.expected_seconds or [1.0] * len(self.sweep.header.runs)
+        return sorted(waiting, key=lambda run: -lengths[run - 1])
+
+    def _fill(self) -> None:
+        used = {one.place.name for one in self._active}
+        for place in [place for place in self._places if place.name not in used]:
+            if waiting := self._list_open():
+                self._start(waiting[0], place)
+
+    def _start(self, run: int, place: Place) -> None:
+        """Start a run, or resume the last attempt at it if that was stopped and has begun to train."""
+        earlier, end = self.sweep.find_start(run), self.sweep.find_end(run)
+        number = earlier.attempt + 1 if earlier else 1
+        is_stopped = end is None or end.status == STOPPED
+        resumes = earlier is not None and is_stopped and self._has_record(earlier)
+        if resumes and earlier and (metrics := self._read_metrics(earlier.folder)):
+            # It has finished, and the sweep was killed before it could note this.
+            seconds = max(0.0, Path(self.sweep.folder, earlier.folder, RECORD_NAME).stat().st_mtime - earlier.time)
+            self._journal.write(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, metrics))
+            return
+        folder = name_folder(run, len(self.sweep.header.runs), number)
+        folder = earlier.folder if resumes and earlier else folder
+        values = self.sweep.header.runs[run - 1]
+        command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
+        path = str(Path(self.sweep.folder, folder))
+        if resumes:
+            command += ["--resume", path]
+        else:
+            command += [*self.sweep.header.options, *(f"--{n.replace('_', '-')}={v}" for n, v in values.items())]
+            command += ["--run-dir", path]
+        if place.name in self._checked and "--no-check" not in command:
+            command.append("--no-check")
+        start = AttemptStart(run, number, place.name, folder, time.time())
+        self._journal.write(start)
+        log = Path(self.sweep.folder, "logs", f"{folder}.log")
+        log.parent.mkdir(exist_ok=True)
+        process = execute.start_with_log(command, os.environ, str(log))
+        self._active.append(_ActiveRun(start, place, process, time.monotonic(), resumes))
+        verb = "continues" if resumes else "starts"
+        self._say(f"run {run} of {len(self.sweep.header.runs)} {verb} on {place.name}: {describe_values(values)}")
+
+    def _has_record(self, start: AttemptStart) -> bool:
+        return Path(self.sweep.folder, start.folder, RECORD_NAME).exists()
+
+    def _read_metrics(self, folder: str) -> dict[str, float]:
+        """Return the metrics of a run that has finished; empty if it has not."""
+        try:
+            record = read_record(str(Path(self.sweep.folder, folder)))
+        except CpuftError:
+            return {}
+        return dict(record.metrics) if record.footer else {}
+
+    def _finish(self, active: _ActiveRun) -> None:
+        """Note how a run has ended."""
+        self._active.remove(active)
+        start, code = active.start, execute.exit_code_of(active.process)
+        metrics = {} if code else self._read_metrics(start.folder)
+        status, reason = (DONE, "") if metrics else (FAILED, self._find_reason(start.folder))
+        if status == FAILED and active.is_resumed and code == _BAD_INPUT:
+            status = LOST  # what could not be resumed is started anew
+        elif status == FAILED and (gone := find_lost_hosts(active.place, self._options)):
+            status = LOST
+            self._places = [place for place in self._places if place.name != active.place.name]
+            self._say(f"{gone} does not answer: the other hosts continue without {active.place.name}")
+        else:
+            self._checked.add(active.place.name)
+        seconds = time.monotonic() - active.begun
+        end = AttemptEnd(start.run, start.attempt, status, code, seconds, metrics, reason)
+        self._journal.write(end)
+        self._say(self._describe_end(end))
+        self._check_progress(end)
+
+    def _describe_end(self, end: AttemptEnd) -> str:
+        sweep, which = self.sweep, f"run {end.run} of {len(self.sweep.header.runs)}"
+        if end.status == LOST:
+            return f"{which} is started again on another host"
+        if end.status == FAILED:
+            return f"{which} failed after {end.seconds:.0f} s: {end.reason}"
+        told = f"{which} ended after {end.seconds:.0f} s"
+        if sweep.metric not in end.metrics:
+            return told
+        best = list_configurations(sweep)[0]
+        where = "the best until now" if best.best_run == end.run else f"the best until now is run {best.best_run}"
+        return f"{told}: {sweep.metric} {end.metrics[sweep.metric]:.4f} ({where})"
+
+    def _check_progress(self, end: AttemptEnd) -> None:
+        sweep = self.sweep
+        if end.status == DONE and sweep.header.metric and sweep.header.metric not in end.metrics:
+            raise CpuftError(
+                f"the runs do not report --metric {sweep.header.metric}: start a new sweep with one of "
+                f"{', '.join(end.metrics)}"
+            )
+        failed = len(sweep.list_with_status(FAILED))
+        if self._stop_after and failed >= self._stop_after:
+            raise _make_failure(
+                f"{counted(failed, 'run')} failed, and --stop-after-failures is {self._stop_after}: correct the reason "
+                f"({end.reason}), and start a new sweep"
+            )
+
+    def _find_reason(self, folder: str) -> str:
+        """Return the last error in the log of a run, or its last line."""
+        path = Path(self.sweep.folder, "logs", f"{folder}.log")
+        try:
+            with path.open("rb") as file:
+                file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+                lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+        except OSError:
+            lines = []
+        errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+        return (errors or lines or ["without a message"])[-1]
+
+    def _stop(self) -> None:
+        """Let all active runs save a checkpoint and end, and note that they can be resumed."""
+        for active in self._active:
+            if active.process.poll() is None:
+                active.process.send_signal(signal.SIGINT)
+        end = time.monotonic() + _STOP_SECONDS
+        for active in self._active:
+            execute.wait_for_exit(active.process, max(0.0, end - time.monotonic()))
+        execute.stop_processes([active.process for active in self._active])
+        for active in self._active:
+            start, code = active.start, execute.exit_code_of(active.process)
+            metrics = {} if code else self._read_metrics(start.folder)
+            seconds = time.monotonic() - active.begun
+            status = DONE if metrics else STOPPED
+            self._journal.write(AttemptEnd(start.run, start.attempt, status, code, seconds, metrics))
+        self._active.clear()
+
+
+def name_folder(run: int, runs: int, attempt: int) -> str:
+    """Return the name of the folder of a run in that of the sweep: run-07, or run-07-attempt-2.
+
+    Parameters
+    ----------
+    runs: number of all runs, which says how many digits there are.
+    """
+    return f"run-{run:0{len(str(runs))}}" + (f"-attempt-{attempt}" if attempt > 1 else "")
+
+
+def _make_failure(message: str) -> CpuftError:
+    """Return an error that ends the command with exit code 1, because no option was wrong."""
+    error = CpuftError(message)
+    error.exit_code = 1
+    return error
+
+
+def find_lost_hosts(place: Place, options: Sequence[str]) -> str:
+    """Return the names of those hosts of a place that do not answer within 15 s; empty if all do.
+
+    Parameters
+    ----------
+    options: of the launch, which say how the hosts are reached.
+    """
+    if not place.hosts:
+        return ""
+    access = find_access(parse_places(options))
+    gone = []
+    for host in place.hosts:
+        try:
+            answer = access.transport.run(host, ("true",), seconds=_ANSWER_SECONDS)
+        except CpuftError:
+            gone.append(host.name)
+        else:
+            gone += [host.name] if answer.exit_code else []
+    return ", ".join(gone)
+
+
+def parse_places(options: Sequence[str]) -> LaunchConfig:
+    """Return the configuration of which the options of a launch say where its hosts are."""
+    from cpuft.config import parse_arguments
+
+    return parse_arguments(LaunchConfig, [option for option in options if option.startswith("--") and "=" in option])
+
+
+def format_status(sweep: Sweep, places: int, now: float) -> str:
+    """Return what a sweep is doing as a few lines: runs by status, the best until now, the time left, active runs.
+
+    Parameters
+    ----------
+    places: number of runs that train at the same time; 0 if that is not known.
+    now: seconds since 1970.
+    """
+    done, failed = sweep.list_with_status(DONE), sweep.list_with_status(FAILED)
+    active = [start for run in sweep.numbers if (start := sweep.find_start(run)) and sweep.find_end(run) is None]
+    queued = len(sweep.header.runs) - len(done) - len(failed) - len(active)
+    counts = f"{len(done)} done, {len(active)} running, {queued} queued, {len(failed)} failed"
+    lines = [f"{counted(len(sweep.header.runs), 'run')}: {counts}"]
+    if places > len(active):
+        lines[0] += f", {counted(places - len(active), 'place')} idle"
+    if configurations := list_configurations(sweep):
+        best = configurations[0]
+        values = ", ".join(f"{name.replace('_', '-')} {text}" for name, text in best.values)
+        lines.append(f"best {sweep.metric} until now: {best.mean:.4f} ({values or find_folder(sweep, best.best_run)})")
+    seconds = estimate_seconds_left(sweep, [now - start.time for start in active], places or max(1, len(active)))
+    if seconds is not None and (active or queued):
+        lines.append(f"about {max(1, round(seconds / 60))} min left")
+    for start in active:
+        values = describe_values(sweep.header.runs[start.run - 1])
+        lines.append(f"  run {start.run} on {start.place} for {max(0.0, now - start.time) / 60:.1f} min: {values}")
+    return "\n".join(lines)
+
+
+def estimate_seconds_left(sweep: Sweep, active_seconds: Sequence[float], places: int) -> float | None:
+    """Return the seconds until all runs have ended, from the relative lengths of the runs; None before the first end.
+
+    Parameters
+    ----------
+    active_seconds: of the runs that are training now, since their start.
+    """
+    lengths = sweep.header.expected_seconds or [1.0] * len(sweep.header.runs)
+    done = sweep.list_with_status(DONE)
+    spent = sum(end.seconds for run in done if (end := sweep.find_end(run)))
+    if not done or not spent:
+        return None
+    scale = spent / sum(lengths[run - 1] for run in done)
+    left = sum(
+        lengths[run - 1] for run in sweep.numbers if run not in done and run not in sweep.list_with_status(FAILED)
+    )
+    return max(0.0, left * scale - sum(active_seconds)) / places

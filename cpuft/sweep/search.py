@@ -1,0 +1,222 @@
+"""Which runs a sweep makes: lists and ranges of option values, their combinations, and random draws from them."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from cpuft.config import TrainConfig, format_flag, option_names, parse_value, refuse_conflicts
+from cpuft.errors import CpuftError, suggest_names
+from cpuft.report.sweep import SEED, describe_values
+from cpuft.serialization import load, parse_yaml
+
+_RANGE = ".."
+_TEXTS = ("task", "model", "from_config")
+"""Options without numbers or choices that may vary. Others may hold commas themselves, or only say where files are."""
+_MOST_DIGITS = 4
+"""Significant digits of numbers that are drawn from a range, so that the options of a run can be read."""
+LOGARITHMIC_RATIO = 10.0
+"""A range of positive numbers whose end is so many times its beginning is drawn evenly by its logarithm."""
+
+
+@dataclass(frozen=True)
+class Values:
+    """What one option may be: some texts, or any number of a range."""
+
+    texts: tuple[str, ...] = ()
+    """In the order in which they were given; empty for a range of numbers with fractions."""
+    low: float = 0.0
+    high: float = 0.0
+
+
+Space = dict[str, Values]
+"""Option -> what it may be."""
+Assignment = dict[str, str]
+"""Option -> its value as the command line takes it, of all options that a sweep varies."""
+
+
+def list_variable_options() -> tuple[str, ...]:
+    """Return the training options that a sweep may vary: numbers, options with choices, task and model."""
+    types = get_type_hints(TrainConfig)
+    return tuple(
+        field.name
+        for field in dataclasses.fields(TrainConfig)
+        if types[field.name] in (int, float) or field.metadata["choices"] or field.name in _TEXTS
+    )
+
+
+def parse_values(name: str, text: str) -> Values:
+    """Return what an option may be, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3".
+
+    A range of whole numbers has all numbers from its beginning to its end. Spaces around commas are allowed.
+
+    Parameters
+    ----------
+    name: of a training option, such as "learning_rate".
+
+    Raises
+    ------
+    CpuftError: the option may not vary and the text has a comma or a range, a value is not one of the option's, a value
+        is there twice, or a range is empty or not one of numbers.
+    """
+    flag = format_flag(name)
+    if name not in list_variable_options():
+        raise CpuftError(f"{flag} cannot have several values in a sweep: give it one value, and sweep other options")
+    field = next(field for field in dataclasses.fields(TrainConfig) if field.name == name)
+    kind = get_type_hints(TrainConfig)[name]
+    if kind in (int, float) and _RANGE in text:
+        return _parse_range(flag, field, kind, text)
+    texts = tuple(part.strip() for part in text.split(","))
+    for place, part in enumerate(texts):
+        if not part:
+            raise CpuftError(f"{flag} {text[:60]!r} has an empty value: write values with commas between them")
+        parse_value(field, kind, part)
+        if part in texts[:place]:
+            raise CpuftError(f"{flag} {text[:60]!r} has {part!r:.60} twice: leave out one of them")
+    return Values(texts)
+
+
+def _parse_range(flag: str, field: dataclasses.Field[Any], kind: type, text: str) -> Values:
+    begin, _, end = (part.strip() for part in text.partition(_RANGE))
+    if not begin or not end:
+        raise CpuftError(f"{flag} {text[:60]!r} is not a range: write its first and its last number, such as 1..5")
+    low, high = parse_value(field, kind, begin), parse_value(field, kind, end)
+    if low >= high:
+        raise CpuftError(f"{flag} {text[:60]!r} is an empty range: write the smaller number first")
+    if kind is int:
+        if high - low >= 10**6:
+            raise CpuftError(f"{flag} {text[:60]!r} has more than a million numbers: give a shorter range")
+        return Values(tuple(map(str, range(low, high + 1))))
+    return Values(low=low, high=high)
+
+
+def read_conditions(path: str) -> list[Space]:
+    """Return the alternatives of a YAML file: a list of mappings of options to values, lists or ranges.
+
+    A sweep combines each alternative with the options of the command line, so that options can depend on each other:
+
+        - lora-rank: 0
+          learning-rate: 2e-5,5e-5
+        - lora-rank: 8,16
+          learning-rate: 1e-4,3e-4
+
+    Raises CpuftError: the file cannot be read or is something else, names an unknown option, or `parse_values` refuses
+    a value.
+    """
+    where = f"--conditions {path}"
+    try:
+        alternatives = parse_yaml(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise CpuftError(f"{where} cannot be read ({error}): give a YAML file") from None
+    except ValueError as error:
+        raise CpuftError(f"{where} is not YAML ({error}): write a list of mappings of options") from None
+    if not isinstance(alternatives, list) or not alternatives or not all(isinstance(one, dict) for one in alternatives):
+        raise CpuftError(f"{where} is not a list of mappings: begin each alternative with a dash, as in `- seed: 1..3`")
+    known, spaces = option_names(TrainConfig), list[Space]()
+    for alternative in alternatives:
+        space: Space = {}
+        for key, value in alternative.items():
+            name = str(key).replace("-", "_")
+            if name not in known:
+                raise CpuftError(f"{where}: there is no training option {key!r:.60}: {suggest_names(name, known)}")
+            try:
+                text = ",".join(load(list[str], value if isinstance(value, list) else [value], name))
+            except ValueError as error:
+                raise CpuftError(f"{where}: {error}: write what the option takes, or a list of that") from None
+            space[name] = parse_values(name, text)
+        spaces.append(space)
+    return spaces
+
+
+def plan_grid(spaces: Sequence[Space]) -> list[Assignment]:
+    """Return all combinations of the values of each space, without repetitions. The last option changes fastest.
+
+    Raises CpuftError: an option is a range of numbers with fractions, which has no grid.
+    """
+    found: dict[tuple[tuple[str, str], ...], None] = {}
+    for space in spaces:
+        for name, values in space.items():
+            if not values.texts:
+                raise CpuftError(
+                    f"{format_flag(name)} {values.low:g}{_RANGE}{values.high:g} is a range of numbers with fractions, "
+                    "which has no grid: give a list, or --search random with --trials"
+                )
+        for texts in itertools.product(*(values.texts for values in space.values())):
+            found[tuple(zip(space, texts, strict=True))] = None
+    return [dict(one) for one in found]
+
+
+def count_grid(spaces: Sequence[Space]) -> int:
+    """Return the number of combinations of all spaces, with repetitions, without making them."""
+    return sum(math.prod(len(values.texts) for values in space.values()) for space in spaces)
+
+
+def draw_random(spaces: Sequence[Space], trials: int, seed: int) -> list[Assignment]:
+    """Return `trials` configurations that are drawn at random, each with every value of --seed.
+
+    Configurations may repeat only if there are no others. A range of positive numbers that spans a factor of 10 or more
+    is drawn evenly by its logarithm, others evenly.
+
+    Parameters
+    ----------
+    seed: of the draws. With the same seed, the first configurations of a larger number of trials are the same.
+    """
+    generator, found = random.Random(seed), list[Assignment]()
+    seen = set[tuple[tuple[str, str], ...]]()
+    for _ in range(trials):
+        for _ in range(100):
+            space = generator.choice(spaces)
+            drawn = {name: _draw(values, generator) for name, values in space.items() if name != SEED}
+            if (key := tuple(sorted(drawn.items()))) not in seen:
+                break
+        seen.add(key)
+        seeds = space[SEED].texts if SEED in space else ()
+        found += [drawn | {SEED: one} for one in seeds] or [drawn]
+    return found
+
+
+def _draw(values: Values, generator: random.Random) -> str:
+    if values.texts:
+        return generator.choice(values.texts)
+    if values.low > 0 and values.high >= LOGARITHMIC_RATIO * values.low:
+        number = math.exp(generator.uniform(math.log(values.low), math.log(values.high)))
+    else:
+        number = generator.uniform(values.low, values.high)
+    return f"{number:.{_MOST_DIGITS}g}"
+
+
+def check_assignments(base: TrainConfig, assignments: Sequence[Assignment]) -> None:
+    """Raise CpuftError if the options of a run exclude each other; the message names the run's values."""
+    for assignment in assignments:
+        try:
+            refuse_conflicts(apply_assignment(base, assignment))
+        except CpuftError as error:
+            raise CpuftError(f"{describe_values(assignment)}: {error}") from None
+
+
+def apply_assignment(base: TrainConfig, assignment: Mapping[str, str]) -> TrainConfig:
+    """Return the training options of a run: those of the sweep, with the run's own values."""
+    types, fields = get_type_hints(TrainConfig), {field.name: field for field in dataclasses.fields(TrainConfig)}
+    values = {name: parse_value(fields[name], types[name], text) for name, text in assignment.items()}
+    return dataclasses.replace(base, **values)
+
+
+def format_assignment(assignment: Mapping[str, str]) -> list[str]:
+    """Return the values of a run as arguments: ["--learning-rate=1e-5", "--seed=2"]."""
+    return [f"{format_flag(name)}={text}" for name, text in assignment.items()]
+
+
+def estimate_length(config: TrainConfig) -> float:
+    """Return about how long a run takes, relative to other runs of a sweep: the number of examples that it trains on.
+
+    All examples of the data count as a million; only comparisons between runs with the same data make sense.
+    """
+    if config.max_steps:
+        return float(config.max_steps * config.batch_size * config.gradient_accumulation)
+    return config.epochs * (config.max_train_samples or 10**6)
