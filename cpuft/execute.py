@@ -52,6 +52,10 @@ class Answer:
         return self.output + self.errors
 
 
+Process = subprocess.Popen[bytes]
+"""A process that one of the functions below has started."""
+
+
 def find_program(name: str) -> str:
     """Return the path of a program, found in PATH or in the system's sbin folders; empty if it is not installed."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin") or ""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -169,7 +168,7 @@ class _ActiveRun:
 
     start: AttemptStart
     place: Place
-    process: subprocess.Popen[bytes]
+    process: execute.Process
     begun: float
     """time.monotonic() at its start."""
     is_resumed: bool

@@ -59,8 +59,10 @@ from cpuft.record import (
 )
 from cpuft.report.estimate import INSTANCE_COLUMNS, Estimate, parse_instances
 from cpuft.report.page import read_estimates
+from cpuft.report.sweep import parse_journal, read_sweep
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
+from cpuft.sweep.search import parse_values, read_conditions
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
@@ -362,6 +364,17 @@ _KEPT = values.damaged([f"there\nbroke off\nsteps 3\n{format_line(make_record(2)
 _REPORTS = values.damaged_json(json.loads(str(found()["report"]))).map(lambda text: values.dump(found(report=text)))
 """Of a rank whose own words are damaged, in what its host says of it."""
 
+_JOURNAL = [
+    '{"kind": "sweep", "version": 1, "options": [], "runs": [{"seed": "1"}], "metric": "", "direction": "auto", '
+    '"hosts_per_run": 1, "price": 0.0, "expected_seconds": [1.0]}',
+    '{"kind": "start", "run": 1, "attempt": 1, "place": "a", "folder": "run-1", "time": 1.0}',
+    '{"kind": "end", "run": 1, "attempt": 1, "status": "done", "exit_code": 0, "seconds": 1.0, '
+    '"metrics": {"accuracy": 0.5}, "reason": ""}',
+]
+JOURNALS = values.damaged(["\n".join(_JOURNAL) + "\n"]) | st.tuples(
+    *(st.just(line) | values.damaged_json(json.loads(line)) for line in _JOURNAL)
+).map(lambda kept: "\n".join(kept) + "\n")
+
 PARSERS: dict[str, Parser] = {
     "parse_hostfile": Parser(parse_hostfile, HOSTFILES | values.lines(values.TEXTS, values.TEXTS)),
     "read_hostfile": Parser(_from_file("hf", lambda path: read_hostfile(str(path))), HOSTFILES),
@@ -404,6 +417,16 @@ PARSERS: dict[str, Parser] = {
     "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
     "read_estimates": Parser(
         _from_file("p.json", lambda path: read_estimates(str(path))), values.damaged_json(_PREDICTIONS)
+    ),
+    "parse_journal": Parser(partial(parse_journal, folder="x"), JOURNALS),
+    "read_sweep": Parser(_from_file("s/sweep.jsonl", lambda path: read_sweep(str(path.parent))), JOURNALS),
+    "parse_values": Parser(
+        lambda text: [parse_values(name, text) for name in ("seed", "learning_rate", "task", "train_file")],
+        values.damaged(["1..5", "1e-5,3e-5", "1e-5..1e-3", "mrpc,rte"]),
+    ),
+    "read_conditions": Parser(
+        _from_file("c.yaml", lambda path: read_conditions(str(path))),
+        values.damaged(["- seed: 1..3\n  lora-rank: [4, 8]\n- learning-rate: 1e-5\n"]) | CONFIGS,
     ),
     "parse_hosts": Parser(parse_hosts, values.damaged(["1,2,4,8", "64"])),
     "parse_instances": Parser(partial(parse_instances, path="x"), values.damaged([_INSTANCES])),

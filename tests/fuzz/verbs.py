@@ -37,6 +37,7 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("submit", "batch"): [["--dry-run", "--image=i", "--queue=q", "--secret=s", "--role=r"]],
     ("submit", "kubernetes"): [["--dry-run", "--image=i"]],
     ("submit", "slurm"): [["--dry-run"]],
+    ("sweep",): [["--dry-run"]],
     ("provision", "local"): [
         *(["--dry-run"], ["--dry-run", "--without-root"]),
         *(["--name=one", word, "2"] for word in ("kill", "pause", "resume", "cut", "join")),
@@ -88,6 +89,11 @@ GOOD = {
     "operations": ["broadcast"],
     "job": ["slurm:1", "kubernetes:a/b", "batch:us-east-1/c"],
     "array": ["0-3"],
+    "learning_rate": ["1e-5", "1e-5,1e-4"],
+    "seed": ["1", "1..3"],
+    "action": ["status", "run"],
+    "conditions": ["c.yaml"],
+    "only_hosts": ["localhost", "127.0.0.1"],
     "extra": ["--mem=0", "'--qos=high' --mem=0"],
 }
 

@@ -1,0 +1,107 @@
+"""`cpuft sweep` from the command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cpuft.report.sweep import DONE, read_sweep
+from tests.conftest import Golden, run_cpuft
+from tests.provision.simulated import simulate
+
+SHORT = ("--task", "demo", "--max-steps", "2", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
+
+
+def test_a_dry_run_prints_the_launch_of_each_run(tmp_path: Path, golden: Golden) -> None:
+    (tmp_path / "hosts").write_text("a1\na2\n")
+    (tmp_path / "conditions.yaml").write_text("- lora-rank: 0\n- lora-rank: 8,16\n  learning-rate: 3e-4\n")
+    done = run_cpuft(
+        *("sweep", "--hostfile", str(tmp_path / "hosts"), "--no-check", "--task", "mrpc", "--seed", "1..2"),
+        *("--conditions", str(tmp_path / "conditions.yaml"), "--run-dir", str(tmp_path / "s"), "--dry-run"),
+        *("--text-columns", "a,b", "--no-fast-path", "--ranks-per-host", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    golden("sweep.sh", done.stdout.replace(str(tmp_path), "/work"))
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--train-file", "a,b", "--learning-rate", "1e-5,x"), "--learning-rate"),
+        (("--seed", "3..1"), "--seed '3..1' is an empty range"),
+        (("--learning-rate", "1e-5..1e-3"), "is a range of numbers with fractions, which has no grid"),
+        (("--seed", "1..20000"), "this sweep has 20,000 runs: give fewer values"),
+        (("--search", "random"), "--search random needs --trials"),
+        (("--trials", "3"), "--trials is for --search random"),
+        (("--task", "mrpc,nothing"), "--task"),
+        (("--conditions", "none.yaml"), "--conditions none.yaml cannot be read"),
+        (("--hosts-per-run", "2"), "--hosts-per-run 2 needs more hosts than this machine"),
+        (("--resume", "none"), "there is no sweep in"),
+        (("--resume", "none", "--seed", "1"), "--seed is not for --resume, which takes it from the sweep"),
+        (("status",), "cpuft sweep takes no arguments but `status FOLDER`"),
+        (("status", "none"), "there is no sweep in none"),
+        (("--warmup-ratio", "0.1", "--lr-schedule", "cosine,constant"), "lr-schedule constant: --lr-schedule constant"),
+    ],
+)
+def test_bad_input_gets_one_line(words: tuple[str, ...], problem: str) -> None:
+    done = run_cpuft("sweep", *words)
+    assert done.returncode == 2
+    assert problem in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.real
+def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
+    """Two runs at a time, each on one CPU; the loss of one of them becomes NaN."""
+    folder = tmp_path / "sweep"
+    done = run_cpuft(
+        *("sweep", *SHORT, "--learning-rate", "1e-4,1e30", "--run-dir", str(folder), "--parallel", "2"), seconds=300
+    )
+    assert done.returncode == 1, done.stderr
+    assert re.search(r"run 1 of 2 ended after \d+ s: accuracy 0\.\d+ \(the best until now\)", done.stderr), done.stderr
+    assert read_sweep(str(folder)).list_with_status(DONE) == [1]
+    assert "failed: run 2 (learning-rate 1e30): the loss is " in " ".join(done.stdout.split())
+    assert run_cpuft("sweep", "status", str(folder)).stdout.startswith("2 runs: 1 done, 0 running, 0 queued, 1 failed")
+    told = json.loads(run_cpuft("report", str(folder), "--json").stdout)
+    assert [one["options"] for one in told["configurations"]] == [{"learning_rate": "1e-4"}]
+    assert told["failed"] == [{"learning_rate": "1e30"}]
+    refused = run_cpuft("report", str(folder), "--markdown")
+    assert (refused.returncode, "is a sweep, which is shown alone" in refused.stderr) == (2, True)
+
+
+@pytest.mark.real
+@pytest.mark.clusters
+@pytest.mark.proof
+def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:
+    """Three hosts, six runs; one host is killed while it trains, and nothing is left of its run."""
+    with simulate(tmp_path, "--nodes", "3", "--cores-per-node", "0.5") as cluster:
+        words = ("--cluster", cluster.name, "--task", "demo", "--max-steps", "6", "--precision", "fp32")
+        command = [sys.executable, "-m", "cpuft", "sweep", *words, "--learning-rate", "1e-4,3e-4,1e-3", "--seed", "1,2"]
+        environ = dict(os.environ) | {"CPUFT_STATE": str(tmp_path / "state")}
+        process = subprocess.Popen(
+            [*command, "--run-dir", "s"],
+            cwd=tmp_path,
+            env=environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        while not (tmp_path / "s" / "run-2" / "plan.sh").exists():
+            assert process.poll() is None
+            time.sleep(0.1)
+        assert cluster.cpuft("provision", "local", "kill", "2", "--name", cluster.name).returncode == 0
+        output, errors = process.communicate(timeout=900)
+        assert process.returncode == 0, errors
+        assert "is started again on another host" in errors
+        sweep = read_sweep(str(tmp_path / "s"))
+        assert sweep.list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
+        assert "6 of 6 runs done" in output

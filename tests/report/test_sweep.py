@@ -1,0 +1,150 @@
+"""The journal of a sweep, and what is said about its results."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.report.sweep import (
+    DONE,
+    FAILED,
+    VERSION,
+    AttemptEnd,
+    AttemptStart,
+    Configuration,
+    JournalLine,
+    Sweep,
+    SweepHeader,
+    describe_best,
+    format_journal_line,
+    format_sweep,
+    is_different,
+    list_configurations,
+    parse_journal,
+    read_sweep,
+    sweep_to_json,
+)
+from tests.conftest import Golden
+
+RUNS = [{"learning_rate": rate, "seed": seed} for rate in ("1e-5", "3e-5", "1e-4") for seed in ("1", "2", "3")]
+HEADER = SweepHeader(VERSION, ["--task=mrpc"], RUNS, "", "auto", 1, 2.0, [1.0] * 9)
+METRICS = (0.80, 0.81, 0.82, 0.85, 0.85, 0.87, 0.851, 0.849, 0.868)
+
+
+def make_lines(metrics: tuple[float, ...] = METRICS) -> list[JournalLine]:
+    """A journal in which all runs have ended, one after another."""
+    lines: list[JournalLine] = [HEADER]
+    for run, metric in enumerate(metrics, start=1):
+        lines.append(AttemptStart(run, 1, "node1", f"run-{run}", 1000.0 * run))
+        lines.append(AttemptEnd(run, 1, DONE, 0, 600.0, {"accuracy": metric, "f1": metric + 0.1}))
+    return lines
+
+
+def make_sweep(lines: list[JournalLine] | None = None) -> Sweep:
+    return parse_journal("".join(format_journal_line(line) + "\n" for line in lines or make_lines()), "sweeps/a")
+
+
+def test_a_journal_is_read_back_also_with_a_last_line_that_was_cut_off() -> None:
+    lines = make_lines()
+    text = "".join(format_journal_line(line) + "\n" for line in lines)
+    sweep = parse_journal(text, "sweeps/a")
+    assert (sweep.header, len(sweep.starts), len(sweep.ends)) == (HEADER, 9, 9)
+    cut = parse_journal(text[:-20], "sweeps/a")
+    assert (len(cut.starts), len(cut.ends)) == (9, 8)
+    assert cut.find_end(9) is None
+    assert cut.list_with_status(DONE) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "has no header of this version"),
+        (format_journal_line(make_lines()[1]) + "\n", "has no header of this version"),
+        (format_journal_line(replace(HEADER, version=99)) + "\n", "has no header of this version"),
+        (format_journal_line(HEADER) + '\n{"kind": "start"}\n', "line 2 is not a line of a sweep"),
+        (format_journal_line(HEADER) + '\n{"kind": "x"}\n', "line 2 is not a line of a sweep"),
+    ],
+)
+def test_a_broken_journal_is_refused(text: str, problem: str) -> None:
+    with pytest.raises(CpuftError, match=problem):
+        parse_journal(text, "sweeps/a")
+
+
+def test_a_folder_without_a_sweep(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match=r"there is no sweep in .*, because it has no file sweep.jsonl"):
+        read_sweep(str(tmp_path))
+
+
+def test_runs_that_differ_in_the_seed_only_are_one_configuration() -> None:
+    sweep = make_sweep()
+    found = list_configurations(sweep)
+    assert [dict(one.values) for one in found] == [{"learning_rate": rate} for rate in ("3e-5", "1e-4", "1e-5")]
+    assert found[0].metrics == {"1": 0.85, "2": 0.85, "3": 0.87}
+    assert found[0].standard_error == pytest.approx(0.02 / 3)
+    assert [one.best_run for one in found] == [6, 9, 3]
+    assert (sweep.metric, sweep.is_maximized) == ("accuracy", True)
+    assert sweep.host_hours == pytest.approx(1.5)
+
+
+def test_a_smaller_perplexity_is_better() -> None:
+    lines = [
+        replace(line, metrics={"perplexity": 9.0 - line.run}) if isinstance(line, AttemptEnd) else line
+        for line in make_lines()
+    ]
+    sweep = make_sweep(lines)
+    assert [one.best_run for one in list_configurations(sweep)] == [9, 6, 3]
+    other = make_sweep([replace(HEADER, direction="maximize"), *lines[1:]])
+    assert list_configurations(other)[0].best_run == 1
+
+
+def make_configuration(**metrics: float) -> Configuration:
+    return Configuration((), metrics, 1, 1.0)
+
+
+def test_means_differ_if_a_t_test_over_seeds_says_so() -> None:
+    one = make_configuration(a=0.80, b=0.82, c=0.81)
+    # Paired: the differences are 0.02, 0.03 and 0.02, although the ranges overlap.
+    assert is_different(one, make_configuration(a=0.82, b=0.85, c=0.83))
+    assert not is_different(one, make_configuration(a=0.85, b=0.79, c=0.83))
+    # With other seeds the same means are too close, but not means that are far away.
+    assert not is_different(one, make_configuration(d=0.82, e=0.85, f=0.83))
+    assert is_different(one, make_configuration(d=0.92, e=0.95, f=0.93))
+    assert is_different(one, make_configuration(a=0.9)) is None
+
+
+def test_what_is_said_about_the_best() -> None:
+    sweep = make_sweep()
+    found = list_configurations(sweep)
+    assert describe_best(sweep, found).startswith("the best configuration is not distinguishable from the next one (")
+    assert describe_best(sweep, found[:1]) == "there is one configuration, so there is nothing to compare"
+    assert describe_best(sweep, [found[0], found[2]]).startswith("the best configuration is better than each of")
+    single = make_sweep(make_lines((0.8,))[:3] + make_lines()[7:9])
+    assert "cannot be told, because a configuration has a single run" in describe_best(
+        single, list_configurations(single)
+    )
+
+
+def test_the_table_of_a_sweep(golden: Golden) -> None:
+    lines = make_lines()
+    failed = AttemptEnd(9, 1, FAILED, 1, 20.0, {}, "the loss is nan at update 3: lower --learning-rate")
+    golden("sweep.txt", format_sweep(make_sweep([*lines[:-1], failed])))
+
+
+def test_the_json_of_a_sweep_is_complete() -> None:
+    told = json.loads(json.dumps(sweep_to_json(make_sweep())))
+    assert (told["metric"], told["maximized"], told["failed"], told["price"]) == ("accuracy", True, [], 3.0)
+    first = told["configurations"][0]
+    assert first["options"] == {"learning_rate": "3e-5"}
+    assert (first["best_run"], first["metrics"]["3"]) == ("run-6", 0.87)
+    lone = sweep_to_json(make_sweep(make_lines((0.8,))))
+    assert lone["configurations"][0]["standard_error"] is None
+    assert not math.isnan(lone["configurations"][0]["mean"])
+
+
+def test_a_sweep_that_has_only_begun() -> None:
+    assert "no run has reported a metric" in format_sweep(make_sweep([HEADER]))

@@ -1,0 +1,269 @@
+"""The queue of a sweep, with programs in place of launches: what is started where, and what survives."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cpuft.config import LaunchConfig
+from cpuft.errors import CpuftError, Interrupted
+from cpuft.hosts.hostfile import Host
+from cpuft.record import Line, format_line
+from cpuft.report.sweep import (
+    DONE,
+    FAILED,
+    FILE_NAME,
+    LOST,
+    STOPPED,
+    VERSION,
+    AttemptEnd,
+    AttemptStart,
+    SweepHeader,
+    read_sweep,
+)
+from cpuft.sweep import queue
+from cpuft.sweep.queue import (
+    Place,
+    SweepQueue,
+    continue_journal,
+    estimate_seconds_left,
+    find_lost_hosts,
+    format_status,
+    open_journal,
+    plan_places,
+)
+from tests.records import make_record
+
+PLACES = [Place("node1", ("--only-hosts=node1",)), Place("node2", ("--only-hosts=node2",))]
+PROGRAM = """
+import os, pathlib, signal, sys, time
+words = sys.argv[1:]
+options = dict(word[2:].split("=", 1) for word in words if "=" in word)
+folder = pathlib.Path(words[words.index("--run-dir" if "--run-dir" in words else "--resume") + 1])
+with open(folder.parent / "calls", "a") as calls:
+    calls.write(" ".join(words) + "\\n")
+folder.mkdir(exist_ok=True)
+record = folder / "record.jsonl"
+lines = pathlib.Path(__file__).with_name("record").read_text().splitlines(keepends=True)
+if not record.exists():
+    record.write_text("".join(lines[:-1]))
+seed = int(options.get("seed", "1"))
+if seed == 3 and "--resume" not in words:
+    time.sleep(600)
+if seed == 2:
+    sys.exit("some lines\\ncpuft: error: the loss is nan: lower --learning-rate")
+with record.open("a") as file:
+    file.write(lines[-1])
+"""
+
+
+@dataclass
+class Launches:
+    """Programs in place of launches. With seed 2 they fail, and with seed 3 they wait until a signal comes."""
+
+    folder: Path
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def calls(self) -> list[str]:
+        """The arguments of all launches, in their order."""
+        path = self.folder / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    def header(self, *seeds: int, **changes: Any) -> SweepHeader:
+        """A sweep over seeds."""
+        runs = [{"seed": str(seed)} for seed in seeds]
+        return replace(SweepHeader(VERSION, ["--task=demo"], runs, "", "auto", 1, 0.0), **changes)
+
+    def run(self, header: SweepHeader | None, places: list[Place] | None = None, stop_after: int = 0) -> int:
+        """Carry out a new sweep, or continue the one that is there."""
+        folder = str(self.folder)
+        with open_journal(folder, header) if header else continue_journal(folder) as journal:
+            return SweepQueue(journal, ("--no-check",), places or PLACES, stop_after, self.said.append).run()
+
+
+@pytest.fixture
+def launches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Launches:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    record = make_record()
+    assert record.footer
+    lines: list[Line] = [record.header, *record.steps, *record.evaluations, record.footer]
+    (tmp_path / "record").write_text("".join(format_line(line) + "\n" for line in lines))
+    monkeypatch.setattr(queue, "module_command", lambda python, module: (sys.executable, str(program)))
+    return Launches(tmp_path / "sweep")
+
+
+def test_all_runs_end_and_each_has_its_options(launches: Launches) -> None:
+    assert launches.run(launches.header(1, 4, 5, 6)) == 0
+    sweep = read_sweep(str(launches.folder))
+    assert sweep.list_with_status(DONE) == [1, 2, 3, 4]
+    assert sorted(call.partition("--task")[2] for call in launches.calls) == [
+        f"=demo --seed={seed} --run-dir {launches.folder}/run-{run}" for run, seed in enumerate((1, 4, 5, 6), start=1)
+    ]
+    assert {start.place for start in sweep.starts} == {"node1", "node2"}
+    assert all(call.startswith("launch --no-check --only-hosts=node") for call in launches.calls)
+    assert sweep.find_end(1) is not None
+    assert launches.said[-1].startswith("run ")
+
+
+def test_a_run_that_fails_is_noted_and_the_others_go_on(launches: Launches) -> None:
+    assert launches.run(launches.header(2, 1, 4)) == 1
+    sweep = read_sweep(str(launches.folder))
+    assert (sweep.list_with_status(FAILED), sweep.list_with_status(DONE)) == ([1], [2, 3])
+    end = sweep.find_end(1)
+    assert end is not None
+    assert (end.exit_code, end.reason) == (1, "the loss is nan: lower --learning-rate")
+    assert "failed after 0 s: the loss is nan: lower --learning-rate" in "".join(launches.said)
+
+
+def test_too_many_failures_end_the_sweep(launches: Launches) -> None:
+    with pytest.raises(CpuftError, match=r"1 run failed, and --stop-after-failures is 1: correct the reason") as told:
+        launches.run(launches.header(2, 3, 3, 3), stop_after=1)
+    assert told.value.exit_code == 1
+    sweep = read_sweep(str(launches.folder))
+    assert sweep.list_with_status(FAILED) == [1]
+    assert sweep.list_with_status(STOPPED) == [2]
+
+
+def test_a_metric_that_no_run_reports_ends_the_sweep(launches: Launches) -> None:
+    with pytest.raises(
+        CpuftError, match=r"the runs do not report --metric bleu: start a new sweep with one of accuracy"
+    ):
+        launches.run(launches.header(1, 3, metric="bleu"))
+
+
+def interrupt_soon(condition: Callable[[], bool]) -> None:
+    """Send this process Ctrl-C as soon as a condition holds."""
+
+    def wait() -> None:
+        end = time.monotonic() + 20
+        while not condition() and time.monotonic() < end:
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def test_an_interrupted_sweep_continues_with_its_runs(launches: Launches) -> None:
+    interrupt_soon(lambda: len(launches.calls) == 3)
+    with pytest.raises(Interrupted):
+        launches.run(launches.header(1, 3, 3))
+    sweep = read_sweep(str(launches.folder))
+    assert (sweep.list_with_status(DONE), sweep.list_with_status(STOPPED)) == ([1], [2, 3])
+    # What was written last may have been cut off.
+    with (launches.folder / FILE_NAME).open("a") as file:
+        file.write('{"kind": "en')
+    assert launches.run(None) == 0
+    sweep = read_sweep(str(launches.folder))
+    assert sweep.list_with_status(DONE) == [1, 2, 3]
+    resumed = [call.partition("--only-hosts=")[2][6:] for call in launches.calls[3:]]
+    assert sorted(resumed) == [f"--resume {launches.folder}/run-{run}" for run in (2, 3)]
+
+
+def test_a_run_that_ended_while_its_sweep_was_killed_is_not_repeated(launches: Launches) -> None:
+    launches.run(launches.header(1, 4))
+    path = launches.folder / FILE_NAME
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(line for line in lines if '"end"' not in line))
+    assert launches.run(None) == 0
+    assert len(launches.calls) == 2
+    assert read_sweep(str(launches.folder)).list_with_status(DONE) == [1, 2]
+
+
+def test_the_run_of_a_lost_host_starts_again_elsewhere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: "node1" * (place.name == "node1"))
+    header = launches.header(2, 1)
+    with pytest.raises(CpuftError, match="all hosts of the sweep are lost: repair them, and continue it") as told:
+        launches.run(header, [PLACES[0]])
+    assert told.value.exit_code == 1
+    assert read_sweep(str(launches.folder)).list_with_status(LOST) == [1]
+    # The host is repaired, or another one is there.
+    assert launches.run(None, [PLACES[1]]) == 1
+    sweep = read_sweep(str(launches.folder))
+    assert (sweep.list_with_status(FAILED), sweep.list_with_status(DONE)) == ([1], [2])
+    assert [(start.run, start.attempt, start.folder) for start in sweep.starts] == [
+        (1, 1, "run-1"),
+        (1, 2, "run-1-attempt-2"),
+        (2, 1, "run-2"),
+    ]
+
+
+def test_the_longest_runs_start_first(launches: Launches) -> None:
+    launches.run(launches.header(4, 5, 6, expected_seconds=[1.0, 3.0, 2.0]), PLACES[:1])
+    assert [call.rpartition("run-")[2] for call in launches.calls] == ["2", "3", "1"]
+
+
+def test_a_host_that_answers_is_not_lost() -> None:
+    assert find_lost_hosts(Place("this machine"), ()) == ""
+    assert find_lost_hosts(Place("localhost", hosts=(Host("localhost"),)), ("--no-check",)) == ""
+
+
+def write_hosts(folder: Path, *names: str) -> LaunchConfig:
+    path = folder / "hosts"
+    path.write_text("".join(f"{name}\n" for name in names))
+    return LaunchConfig(hostfile=str(path))
+
+
+def test_hosts_are_grouped_and_this_machine_is_divided(tmp_path: Path) -> None:
+    config = write_hosts(tmp_path, "a1", "a2", "a3", "a4", "a5")
+    assert [place.name for place in plan_places(config, 2, 0, [0])] == ["a1,a2", "a3,a4"]
+    first = plan_places(config, 1, 3, [0])
+    assert [place.options for place in first] == [(f"--only-hosts=a{number}",) for number in (1, 2, 3)]
+    assert first[0].hosts == (Host("a1"),)
+    assert plan_places(LaunchConfig(), 1, 0, [0, 1, 2, 3]) == [Place("this machine")]
+    assert [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 3, [0, 1, 2, 5])] == ["0", "1", "2,5"]
+
+
+@pytest.mark.parametrize(
+    ("names", "hosts_per_run", "parallel", "problem"),
+    [
+        ((), 2, 0, "--hosts-per-run 2 needs more hosts than this machine"),
+        ((), 1, 3, "--parallel 3 is more than the 2 CPUs of this machine"),
+        (("a1",), 2, 0, "--hosts-per-run 2 is more than the 1 host that there are"),
+        (("a1", "a2"), 1, 3, "--parallel 3 is more than the 2 groups of 1 that the hosts make"),
+    ],
+)
+def test_places_that_do_not_exist(
+    tmp_path: Path, names: tuple[str, ...], hosts_per_run: int, parallel: int, problem: str
+) -> None:
+    config = write_hosts(tmp_path, *names) if names else LaunchConfig()
+    with pytest.raises(CpuftError) as told:
+        plan_places(config, hosts_per_run, parallel, [0, 1])
+    assert problem in str(told.value)
+
+
+def test_the_status_of_a_sweep(launches: Launches) -> None:
+    header = launches.header(1, 2, 3, 4, expected_seconds=[2.0, 1.0, 1.0, 1.0])
+    with open_journal(str(launches.folder), header) as journal:
+        for line in (
+            AttemptStart(1, 1, "node1", "run-1", 0.0),
+            AttemptEnd(1, 1, DONE, 0, 240.0, {"accuracy": 0.8}),
+            AttemptStart(2, 1, "node1", "run-2", 240.0),
+        ):
+            journal.write(line)
+        assert format_status(journal.sweep, 2, 300.0).split("\n") == [
+            "4 runs: 1 done, 1 running, 2 queued, 0 failed, 1 place idle",
+            "best accuracy until now: 0.8000 (run-1)",
+            "about 2 min left",
+            "  run 2 on node1 for 1.0 min: seed 2",
+        ]
+        # Three runs of 120 s each are left, of which one has trained for 60 s, on two places.
+        assert estimate_seconds_left(journal.sweep, [60.0], 2) == 150.0
+
+
+def test_a_second_sweep_cannot_write_to_the_same_journal(launches: Launches) -> None:
+    launches.run(launches.header(1))
+    with pytest.raises(FileExistsError), open_journal(str(launches.folder), launches.header(1)):
+        pass
+    assert shlex.split(launches.calls[0])[0] == "launch"
