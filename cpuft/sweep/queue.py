@@ -14,7 +14,7 @@ from typing import IO
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config import LaunchConfig
+from cpuft.config import LaunchConfig, parse_arguments
 from cpuft.errors import CpuftError, counted
 from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
@@ -388,7 +388,7 @@ def find_lost_hosts(place: Place, options: Sequence[str]) -> str:
     """
     if not place.hosts:
         return ""
-    access = find_access(parse_places(options))
+    access = find_access(_make_launch_config(options))
     gone = []
     for host in place.hosts:
         try:
@@ -400,10 +400,8 @@ def find_lost_hosts(place: Place, options: Sequence[str]) -> str:
     return ", ".join(gone)
 
 
-def parse_places(options: Sequence[str]) -> LaunchConfig:
-    """Return the configuration of which the options of a launch say where its hosts are."""
-    from cpuft.config import parse_arguments
-
+def _make_launch_config(options: Sequence[str]) -> LaunchConfig:
+    """Return the configuration that the options of a launch say, without those that have no value, such as --no-check."""
     return parse_arguments(LaunchConfig, [option for option in options if option.startswith("--") and "=" in option])
 
 
