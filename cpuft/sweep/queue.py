@@ -401,7 +401,7 @@ def find_lost_hosts(place: Place, options: Sequence[str]) -> str:
 
 
 def _make_launch_config(options: Sequence[str]) -> LaunchConfig:
-    """Return the configuration that the options of a launch say, without those that have no value, such as --no-check."""
+    """Return the configuration of a launch's options, without those that have no value, such as --no-check."""
     return parse_arguments(LaunchConfig, [option for option in options if option.startswith("--") and "=" in option])
 
 
