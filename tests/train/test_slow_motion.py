@@ -80,6 +80,14 @@ def test_messages_hide_behind_the_backward_pass_unless_all_gradients_come_at_its
     assert not list(Path("/sys/class/net").glob("rank*")), "the simulated links have ended with their processes"
 
 
+def test_int8_is_sent_during_the_backward_pass_as_well(tmp_path: Path) -> None:
+    # An eighth of a quarter of the bytes at a quarter of the rate: each of two stages of the last bucket takes 0.006 s.
+    config = ReplayConfig(ranks=3, bits_per_second=56_000_000, grad_compression="int8", updates=3, slowdown=6.0)
+    spread = read_line(measure(tmp_path / "spread", make_times([0.02 * n for n in range(1, 9)]), config))
+    assert spread.bytes_per_step == pytest.approx(8 * 65536 * 260 / 256, rel=0.02)
+    assert spread.waiting < 0.12
+
+
 def test_a_slowdown_too_small_for_this_machine_is_refused_with_one_that_fits() -> None:
     config, replayed = make_replay(RECORD, ReplayConfig(grad_compression="bf16"))
     seconds = [0.4, 0.5]
