@@ -55,16 +55,20 @@ def report(
     from cpuft.report.comparison import compare
     from cpuft.report.page import find_runs, page_path, read_estimates, write_page
     from cpuft.report.sweep import FILE_NAME as SWEEP_FILE
-    from cpuft.report.sweep import format_sweep, read_sweep, sweep_to_json
+    from cpuft.report.sweep import format_sweep, read_sweep, sweep_to_json, write_sweep_page
     from cpuft.report.tables import format_markdown, format_text, to_json
     from cpuft.trackers import check_trackers, parse_trackers, send_record
 
     if sweeps := [run for run in runs if Path(run, SWEEP_FILE).is_file()]:
-        if len(runs) > 1 or html or markdown or to or estimate:
+        if len(runs) > 1 or markdown or to or estimate:
             raise CpuftError(
-                f"{sweeps[0]} is a sweep, which is shown alone, as a table or with --json: leave out what else you gave"
+                f"{sweeps[0]} is a sweep, which is shown alone, as a table, with --json or with --html: leave out what "
+                "else you gave"
             )
         found_sweep = read_sweep(runs[0])
+        if html:
+            click.echo(f"page: {write_sweep_page(found_sweep, Path(runs[0], 'report.html'))}")
+            return
         text = json.dumps(sweep_to_json(found_sweep), indent=2) + "\n" if as_json else format_sweep(found_sweep)
         click.echo(text, nl=False)
         return

@@ -13,6 +13,8 @@ from typing import Any
 
 from cpuft.config import format_flag
 from cpuft.errors import CpuftError, counted
+from cpuft.report.page import render_page
+from cpuft.report.plots import Line, draw_lines
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 
@@ -248,7 +250,7 @@ def is_different(one: Configuration, other: Configuration) -> bool | None:
     return abs(one.mean - other.mean) > quantile * error
 
 
-def describe_best(sweep: Sweep, configurations: Sequence[Configuration]) -> str:
+def describe_best(configurations: Sequence[Configuration]) -> str:
     """Return in plain words how sure it is that the best of one or more configurations is the best."""
     best, others = configurations[0], configurations[1:]
     if not others:
@@ -272,8 +274,17 @@ def describe_best(sweep: Sweep, configurations: Sequence[Configuration]) -> str:
 
 def format_sweep(sweep: Sweep) -> str:
     """Return the results of a sweep as a table for a terminal, the best configuration first, with notes."""
-    configurations, notes = list_configurations(sweep), list[str]()
-    names = list(dict.fromkeys(name for one in configurations for name, _ in one.values))
+    configurations = list_configurations(sweep)
+    notes = [f"{describe_best(configurations)}."] if configurations else []
+    arrow = "larger is better" if sweep.is_maximized else "less is better"
+    title = f"{sweep.metric or 'no run has reported a metric'}: {arrow}"
+    columns, rows = _make_table(sweep, configurations)
+    return format_table(columns, rows, title, [*notes, *_list_notes(sweep)])
+
+
+def _make_table(sweep: Sweep, configurations: Sequence[Configuration]) -> tuple[list[str], list[list[str]]]:
+    """Return the headings of the table of configurations, and its cells."""
+    names = _list_names(configurations)
     rows = [
         [
             str(number),
@@ -286,19 +297,141 @@ def format_sweep(sweep: Sweep) -> str:
         ]
         for number, one in enumerate(configurations, start=1)
     ]
-    if configurations:
-        notes.append(f"{describe_best(sweep, configurations)}.")
+    flags = [format_flag(name)[2:] for name in names]
+    return ["", *flags, f"mean {sweep.metric}", "+-", "runs", "minutes", "best run"], rows
+
+
+def _list_names(configurations: Sequence[Configuration]) -> list[str]:
+    """Return the options that vary, without the seed."""
+    return list(dict.fromkeys(name for one in configurations for name, _ in one.values))
+
+
+def _list_notes(sweep: Sweep) -> list[str]:
+    """Return a note for each run that failed, and one about progress and costs."""
+    notes = list[str]()
     for run in sweep.list_with_status(FAILED):
         end = sweep.find_end(run)
         assert end is not None
         notes.append(f"failed: run {run} ({describe_values(sweep.header.runs[run - 1])}): {end.reason}")
     done, total = len(sweep.list_with_status(DONE)), len(sweep.header.runs)
     cost = f", {sweep.host_hours * sweep.header.price:.2f} dollars" if sweep.header.price else ""
-    notes.append(f"{done} of {counted(total, 'run')} done, {sweep.host_hours:.2f} host-hours{cost}.")
-    arrow = "larger is better" if sweep.is_maximized else "less is better"
-    flags = [format_flag(name)[2:] for name in names]
-    columns = ["", *flags, f"mean {sweep.metric}", "+-", "runs", "minutes", "best run"]
-    return format_table(columns, rows, f"{sweep.metric or 'no run has reported a metric'}: {arrow}", notes)
+    return [*notes, f"{done} of {counted(total, 'run')} done, {sweep.host_hours:.2f} host-hours{cost}."]
+
+
+def write_sweep_page(sweep: Sweep, path: Path) -> Path:
+    """Write the results of a sweep as an HTML page to `path`, and return `path`. An older page there is replaced.
+
+    Raises
+    ------
+    CpuftError: matplotlib or Jinja2 is not installed, no run has ended with a metric, or something else than a page of
+        cpuft is at `path`.
+    OSError: the page cannot be written.
+    """
+    configurations = list_configurations(sweep)
+    if not configurations:
+        raise CpuftError(f"no run of {sweep.folder} has reported a metric: wait until one has ended")
+    return render_page(path, lambda: _describe_page(sweep, configurations))
+
+
+def _describe_page(sweep: Sweep, configurations: Sequence[Configuration]) -> dict[str, Any]:
+    columns, rows = _make_table(sweep, configurations)
+    best = configurations[0]
+    values = describe_values(dict(best.values))
+    sentence = describe_best(configurations)
+    return {
+        "title": f"sweep {Path(sweep.folder).name}",
+        "verdict": f"Best {sweep.metric}: {best.mean:.4f} with {values}. {sentence[0].upper()}{sentence[1:]}.",
+        "columns": columns,
+        "rows": rows,
+        "legend": [],
+        "figures": {
+            "The metric by option": _draw_options(sweep, configurations),
+            "All configurations": _draw_coordinates(sweep, configurations),
+        },
+        "links": [],
+        "hosts": [],
+        "settings": [("options of all runs", " ".join(sweep.header.options))],
+        "notes": _list_notes(sweep),
+    }
+
+
+def _draw_options(sweep: Sweep, configurations: Sequence[Configuration]) -> list[tuple[str, str]]:
+    """Return captions and SVGs: for each option with several numbers, the metric over them.
+
+    A line connects configurations that differ in nothing else.
+    """
+    found = list[tuple[str, str]]()
+    for name in _list_names(configurations):
+        numbers = [number for one in configurations if (number := _find_number(one, name)) is not None]
+        if len({*numbers}) < 2:
+            continue
+        is_logarithmic = min(numbers) > 0 and max(numbers) >= 10 * min(numbers)
+        groups: dict[tuple[tuple[str, str], ...], list[tuple[float, float, float]]] = {}
+        for one in configurations:
+            if (number := _find_number(one, name)) is not None:
+                others = tuple(value for value in one.values if value[0] != name)
+                error = 0.0 if math.isnan(one.standard_error) else one.standard_error
+                point = (math.log10(number) if is_logarithmic else number, one.mean, error)
+                groups.setdefault(others, []).append(point)
+        lines = [
+            Line(
+                describe_values(dict(others)),
+                [x for x, _, _ in sorted(points)],
+                [y for _, y, _ in sorted(points)],
+                [off for _, _, off in sorted(points)],
+                colour=number,
+            )
+            for number, (others, points) in enumerate(groups.items())
+        ]
+        flag = format_flag(name)[2:]
+        axes = (f"logarithm (base 10) of {flag}" if is_logarithmic else flag, sweep.metric)
+        caption = (
+            f"Mean {sweep.metric} over {flag}, with standard errors; a line connects what differs in nothing else."
+        )
+        found.append((caption, draw_lines(f"{sweep.metric} over {flag}", axes, lines, "o")))
+    return found
+
+
+def _find_number(configuration: Configuration, name: str) -> float | None:
+    """Return the value of an option as a number; None if it has none."""
+    try:
+        return float(dict(configuration.values)[name])
+    except (KeyError, ValueError):
+        return None
+
+
+def _draw_coordinates(sweep: Sweep, configurations: Sequence[Configuration]) -> list[tuple[str, str]]:
+    """Return the caption and the SVG of parallel coordinates, if two or more options vary."""
+    names = _list_names(configurations)
+    if len(names) < 2:
+        return []
+    ranks: list[list[float]] = []
+    for name in names:
+        texts = {dict(one.values).get(name, "-") for one in configurations}
+        order = sorted(texts, key=lambda text: (_as_number(text), text))
+        ranks.append([order.index(dict(one.values).get(name, "-")) / max(1, len(order) - 1) for one in configurations])
+    means = [one.mean for one in configurations]
+    width = max(means) - min(means) or 1.0
+    ranks.append([(mean - min(means)) / width for mean in means])
+    lines = [
+        Line(str(number + 1), [float(place) for place in range(1, len(ranks) + 1)], [axis[number] for axis in ranks])
+        for number in range(len(configurations))
+    ]
+    lines = [dataclasses.replace(line, colour=0 if number == 0 else 7) for number, line in enumerate(lines)]
+    flags = ", ".join(f"{place} {format_flag(name)[2:]}" for place, name in enumerate(names, start=1))
+    caption = (
+        f"A line for each configuration; the best one has a colour of its own. Places: {flags}, {len(ranks)} "
+        f"{sweep.metric}. Each option goes from its smallest value (0) to its largest (1)."
+    )
+    return [(caption, draw_lines("all configurations", ("place", "from smallest to largest"), lines[::-1], "o"))]
+
+
+def _as_number(text: str) -> float:
+    """Return the number that a text is, for sorting; infinity for other texts."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.inf
 
 
 def find_folder(sweep: Sweep, run: int) -> str:

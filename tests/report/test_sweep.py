@@ -28,6 +28,7 @@ from cpuft.report.sweep import (
     parse_journal,
     read_sweep,
     sweep_to_json,
+    write_sweep_page,
 )
 from tests.conftest import Golden
 
@@ -120,13 +121,11 @@ def test_means_differ_if_a_t_test_over_seeds_says_so() -> None:
 def test_what_is_said_about_the_best() -> None:
     sweep = make_sweep()
     found = list_configurations(sweep)
-    assert describe_best(sweep, found).startswith("the best configuration is not distinguishable from the next one (")
-    assert describe_best(sweep, found[:1]) == "there is one configuration, so there is nothing to compare"
-    assert describe_best(sweep, [found[0], found[2]]).startswith("the best configuration is better than each of")
+    assert describe_best(found).startswith("the best configuration is not distinguishable from the next one (")
+    assert describe_best(found[:1]) == "there is one configuration, so there is nothing to compare"
+    assert describe_best([found[0], found[2]]).startswith("the best configuration is better than each of")
     single = make_sweep(make_lines((0.8,))[:3] + make_lines()[7:9])
-    assert "cannot be told, because a configuration has a single run" in describe_best(
-        single, list_configurations(single)
-    )
+    assert "cannot be told, because a configuration has a single run" in describe_best(list_configurations(single))
 
 
 def test_the_table_of_a_sweep(golden: Golden) -> None:
@@ -148,3 +147,18 @@ def test_the_json_of_a_sweep_is_complete() -> None:
 
 def test_a_sweep_that_has_only_begun() -> None:
     assert "no run has reported a metric" in format_sweep(make_sweep([HEADER]))
+
+
+def test_the_page_of_a_sweep_has_a_plot_for_each_number(tmp_path: Path) -> None:
+    page = write_sweep_page(make_sweep(), tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 1
+    assert "Best accuracy: 0.8567 with learning-rate 3e-5. The best configuration is not distinguishable" in page
+    assert "logarithm (base 10) of learning-rate" in page
+    runs = [{"lora_rank": rank, "lr_schedule": kind} for rank in ("4", "8") for kind in ("linear", "cosine")]
+    lines = make_lines()[1:9]
+    two = make_sweep([replace(HEADER, runs=runs), *lines])
+    page = write_sweep_page(two, tmp_path / "report.html").read_text()
+    assert page.count("<svg") == 2
+    assert "1 lora-rank, 2 lr-schedule, 3 accuracy" in page
+    with pytest.raises(CpuftError, match="has reported a metric: wait until one has ended"):
+        write_sweep_page(make_sweep([HEADER]), tmp_path / "none.html")
