@@ -264,11 +264,12 @@ def describe_best(configurations: Sequence[Configuration]) -> str:
     same = [number for number, test in enumerate(tests, start=2) if not test]
     if not same:
         return "the best configuration is better than each of the others (t-test over seeds, 5 % level)"
-    which = (
-        "the next one"
-        if same == [2]
-        else f"the {counted(len(same), 'configuration')} with the numbers " + ", ".join(map(str, same))
-    )
+    if same == [2]:
+        which = "the next one"
+    elif len(same) == len(others):
+        which = "any of the others"
+    else:
+        which = f"{counted(len(same), 'other configuration')} (numbers {', '.join(map(str, same))})"
     return f"the best configuration is not distinguishable from {which} (t-test over seeds, 5 % level)"
 
 
