@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import mmap
 import multiprocessing
 import os
 import statistics
@@ -68,6 +69,8 @@ _LAST_MESSAGES = 3
 """Collectives of an update that no computing hides: the last bucket, embedding rows, and the sums for the record."""
 _MOST_LATE = 0.02
 """Share of a step that such delays may take: they are this machine's, and not those of a network."""
+_ALIGNMENT = 64
+"""Bytes of a cache line."""
 _BURST_BYTES = 256 * 1024
 _QUEUE_SECONDS = 0.05
 """Burst and queue of a link, those of simulated hosts (simulated_node.sh)."""
@@ -156,6 +159,30 @@ class _ReplayedGradient(torch.autograd.Function):
         return gradients[0], ctx.make(), None
 
 
+@dataclass(frozen=True)
+class SharedNumbers:
+    """Numbers in memory that all ranks on this machine share, so that it holds more of them."""
+
+    noise: torch.Tensor
+    """fp32, one-dimensional, at least as long as the largest gradient: the beginning of every gradient."""
+    zeros: torch.Tensor
+    """uint8, one-dimensional: the memory of all parameters. Ranks write nothing but zeros to it."""
+
+
+def share_numbers(gradients: Sequence[GradientTime], ranks: int) -> SharedNumbers:
+    """Return the numbers for ranks that are forked afterwards; the noise is longer than a gradient by their number."""
+    noise = max(torch.Size(one.shape).numel() for one in gradients) + ranks
+    memory = mmap.mmap(-1, sum(_count_weight_bytes(one) for one in gradients))
+    generator = torch.Generator().manual_seed(0)
+    return SharedNumbers(torch.randn(noise, generator=generator), torch.frombuffer(memory, dtype=torch.uint8))
+
+
+def _count_weight_bytes(gradient: GradientTime) -> int:
+    """Return the bytes of a parameter's weights, rounded up to whole cache lines."""
+    nbytes = torch.Size(gradient.shape).numel() * getattr(torch, gradient.dtype).itemsize
+    return -(-int(nbytes) // _ALIGNMENT) * _ALIGNMENT
+
+
 class ReplayedModel(nn.Module):
     """A model with the parameters of the recorded one, whose backward pass waits instead of computing.
 
@@ -163,18 +190,23 @@ class ReplayedModel(nn.Module):
     ----------
     gradients: in the order in which they become ready.
     timer: counts from the begin of the backward pass.
-    noise: fp32, one-dimensional, as long as the largest gradient: the numbers of every gradient.
+    numbers: of the parameters and their gradients.
     """
 
-    def __init__(self, gradients: Sequence[GradientTime], timer: Timer, noise: torch.Tensor) -> None:
+    def __init__(self, gradients: Sequence[GradientTime], timer: Timer, numbers: SharedNumbers) -> None:
         super().__init__()
         self._gradients, self._timer = gradients, timer
-        self._values = {dtype: noise.to(getattr(torch, dtype)) for dtype in {gradient.dtype for gradient in gradients}}
+        self._values = {
+            dtype: numbers.noise.to(getattr(torch, dtype)) for dtype in {gradient.dtype for gradient in gradients}
+        }
         self._embedding: nn.Embedding | None = None
         self._parameters_by_name = nn.ParameterDict()
         # A model lists its parameters from the first layer on, which is the last one to get its gradients.
+        begin = 0
         for number, one in reversed(list(enumerate(gradients))):
-            weight = nn.Parameter(torch.zeros(one.shape, dtype=getattr(torch, one.dtype)))
+            dtype, count = getattr(torch, one.dtype), torch.Size(one.shape).numel()
+            weight = nn.Parameter(numbers.zeros[begin : begin + count * dtype.itemsize].view(dtype).view(one.shape))
+            begin += _count_weight_bytes(one)
             if one.by_rows:
                 self._embedding = nn.Embedding(one.shape[0], one.shape[1], _weight=weight)
             else:
@@ -226,7 +258,7 @@ class RankTimes:
 
 
 def replay(
-    replayed: Replay, slowdown: float, updates: int, noise: torch.Tensor, limit_link: Callable[[], None]
+    replayed: Replay, slowdown: float, updates: int, numbers: SharedNumbers, limit_link: Callable[[], None]
 ) -> RankTimes:
     """Replay the updates of one rank, which belongs to torch's default group. Collective.
 
@@ -235,11 +267,11 @@ def replay(
 
     Parameters
     ----------
-    noise: see `ReplayedModel`.
+    numbers: see `ReplayedModel`.
     limit_link: limits the links of all ranks to their rates.
     """
     timer = Timer(slowdown)
-    model = ReplayedModel(replayed.times.gradients, timer, noise)
+    model = ReplayedModel(replayed.times.gradients, timer, numbers)
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
     exchange = choose_exchange(replayed.config, dist.get_world_size())(model, optimizer, replayed.config, "fp32")
     tokens = torch.arange(replayed.tokens)
@@ -422,14 +454,9 @@ def _run_rank(
     slowdown: float,
     config: ReplayConfig,
     replayed: Replay,
-    noise: torch.Tensor,
+    numbers: SharedNumbers,
 ) -> None:
-    """Run a rank in its own network namespace; the pipe gets a RankTimes, or the text of an error.
-
-    Parameters
-    ----------
-    noise: fp32, one-dimensional, longer than the largest gradient by the number of ranks.
-    """
+    """Run a rank in its own network namespace; the pipe gets a RankTimes, or the text of an error."""
     try:
         _call_libc("prctl", _PR_SET_PDEATHSIG, _SIGKILL)
         _call_libc("unshare", _CLONE_NEWNET)
@@ -450,8 +477,9 @@ def _run_rank(
             pipe.send("limited")
             pipe.recv()
 
-        # Each rank's numbers begin at another place, so that no two ranks have the same gradients.
-        found = replay(replayed, slowdown, config.updates, noise[rank:], limit_link)
+        # Each rank's gradients begin at another place, so that no two ranks have the same.
+        own = replace(numbers, noise=numbers.noise[rank:])
+        found = replay(replayed, slowdown, config.updates, own, limit_link)
         dist.barrier()
         pipe.send(found)
         # The store of rank 0 must not end before the others have.
@@ -475,12 +503,10 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
     rate = config.bits_per_second / 8
     pipes: list[Connection] = []
     processes = []
-    # Made before the ranks are forked, so that they share its memory.
-    numbers = max(torch.Size(one.shape).numel() for one in replayed.times.gradients) + size
-    noise = torch.randn(numbers, generator=torch.Generator().manual_seed(0))
+    numbers = share_numbers(replayed.times.gradients, size)
     for rank in range(size):
         own, other = context.Pipe()
-        given = (rank, size, other, slowdown, config, replayed, noise)
+        given = (rank, size, other, slowdown, config, replayed, numbers)
         process = context.Process(target=_run_rank, args=given, daemon=True)
         process.start()
         other.close()
