@@ -259,7 +259,7 @@ class Estimate:
 def read_job(record: Record, compression: str = "auto") -> Job:
     """Return the job of a record: the times of a step, and the sizes of its gradients.
 
-    The times are means of the steps without the first tenth, or what --record-layer-times has measured.
+    The times are means of the steps without the first tenth, or the medians that --record-layer-times has measured.
 
     Parameters
     ----------
@@ -545,8 +545,8 @@ def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
 def find_least_rate(job: Job, network: Network, hosts: Sequence[int]) -> float:
     """Return the least rate of the network, in bit/s, at which the most hosts of a list are still worth it.
 
-    It is infinite if they are not worth it at any rate, because of the CPU time that communication takes, and 0 if they
-    are worth it at every rate from 1 Mbit/s on. Found by bisection, to 1 %.
+    It is infinite if they are not worth it at any rate, because of the CPU time that communication takes or the latency
+    of the network, and 0 if they are worth it at every rate from 1 Mbit/s on. Found by bisection, to 1 %.
 
     Parameters
     ----------
@@ -571,7 +571,8 @@ def find_least_rate(job: Job, network: Network, hosts: Sequence[int]) -> float:
 def describe_least_rate(hosts: int, rate: float) -> str:
     """Return a sentence that says below which rate of the network hosts stop to be worth it (`find_least_rate`)."""
     if math.isinf(rate):
-        return f"{hosts} hosts are worth it on no network: communication takes too much CPU time from computing."
+        reason = "because of the latency, or of the CPU time that communication takes from computing"
+        return f"{hosts} hosts are not worth it on a network of any rate, {reason}."
     if not rate:
         return f"{hosts} hosts are worth it on every network of at least {_format_rate(_LEAST_RATE)} per host."
     return f"{hosts} hosts are worth it on a network of at least {_format_rate(rate)} per host."

@@ -177,7 +177,7 @@ def plan_averages(config: TrainConfig, updates: int) -> frozenset[int]:
     while last < updates:
         period = config.sync_every
         if config.sync_schedule == "quadratic":
-            factor = learning_rate_factor(max(last, warmup), updates, warmup, config.lr_schedule)
+            factor = 1.0 if last < warmup else learning_rate_factor(last, updates, warmup, config.lr_schedule)
             period = math.floor(period / factor**2) if factor * updates > 1 else updates
         last += period
         found.append(last)

@@ -176,7 +176,7 @@ def test_hosts_may_pay_at_every_rate_or_at_none() -> None:
     assert find_least_rate(tiny, GIGABIT, [1, 2]) == 0.0
     assert describe_least_rate(2, 0.0) == "2 hosts are worth it on every network of at least 1 Mbit/s per host."
     assert math.isinf(find_least_rate(JOB, costly, [1, 2]))
-    assert describe_least_rate(2, math.inf).startswith("2 hosts are worth it on no network: communication takes too")
+    assert describe_least_rate(2, math.inf).startswith("2 hosts are not worth it on a network of any rate, because of")
 
 
 def test_one_host_is_what_was_recorded() -> None:

@@ -75,6 +75,7 @@ def test_schedules_are_those_of_transformers(schedule: str, warmup: int) -> None
         # In the warm-up of six updates the rate is low, but the period is the shortest. 2 / (2/6)^2 = 18.
         ({"sync_every": 2, "sync_schedule": "quadratic", "warmup_steps": 6}, [2, 4, 6, 8, 12]),
         ({"sync_every": 5, "sync_schedule": "quadratic", "lr_schedule": "constant"}, [5, 10]),
+        ({"sync_every": 5, "sync_schedule": "quadratic", "warmup_steps": 12}, [5, 10]),
     ],
 )
 def test_parameters_are_averaged_less_often_when_the_rate_is_low(options: dict[str, Any], averages: list[int]) -> None:
