@@ -785,8 +785,8 @@ class SweepConfig:
     )
     resume: str = _output(
         "",
-        "Continue the sweep in this folder: runs that have ended stay, and the others are resumed or started. Options "
-        "that say where the hosts are may change; all others are those of the sweep",
+        "Continue the sweep in this folder: runs that have a metric stay, and the others are resumed or started. "
+        "Options of the launches, such as --cluster, are those of the sweep unless they are given again",
         takes="FOLDER",
     )
     yes: bool = _output(False, "Start even more than 10,000 runs")

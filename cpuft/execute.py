@@ -338,11 +338,17 @@ def start_process(
     )
 
 
-def start_with_log(command: Sequence[str], environ: Mapping[str, str], path: str) -> subprocess.Popen[bytes]:
+def start_with_log(
+    command: Sequence[str], environ: Mapping[str, str], path: str, folder: str | None = None
+) -> subprocess.Popen[bytes]:
     """Start a process that writes its output and its errors to a file, and return it without waiting.
 
     It runs in a new session, and reads nothing. Earlier content of the file stays. The kernel sends the process SIGTERM
     when the calling thread ends.
+
+    Parameters
+    ----------
+    folder: in which the process starts; None for that of this process.
 
     Raises
     ------
@@ -353,6 +359,7 @@ def start_with_log(command: Sequence[str], environ: Mapping[str, str], path: str
         return subprocess.Popen(
             command,
             env=environ,
+            cwd=folder,
             stdin=null,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -17,8 +18,8 @@ from cpuft.errors import CpuftError, Interrupted
 from cpuft.sweep.search import list_variable_options
 
 if TYPE_CHECKING:
-    from cpuft.report.sweep import SweepHeader
-    from cpuft.sweep.queue import Place, SweepQueue
+    from cpuft.report.sweep import Sweep, SweepHeader
+    from cpuft.sweep.queue import Journal, Place, SweepQueue
 
 MOST_RUNS = 10_000
 """A sweep of more runs needs --yes."""
@@ -54,7 +55,8 @@ def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     if action:
         if len(action) != 2 or action[0] != _STATUS:
             raise CpuftError("cpuft sweep takes no arguments but `status FOLDER`: write options with two dashes")
-        click.echo(format_status(read_sweep(action[1]), 0, time.time()))
+        found = read_sweep(action[1])
+        click.echo(format_status(found, 0, time.time(), _is_running(action[1])))
         return
     config = pick(SweepConfig, values)
     if config.resume:
@@ -63,46 +65,67 @@ def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
         _begin(config, values, dry_run)
 
 
+def _is_running(folder: str) -> bool:
+    """Return whether a `cpuft sweep` of this user works on the sweep in a folder, on this machine."""
+    from cpuft.launch.active_runs import lock_run
+
+    try:
+        with lock_run(os.path.abspath(folder)):
+            return False
+    except CpuftError:
+        return True
+
+
 def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     """Plan a new sweep and carry it out."""
     from cpuft.launch.active_runs import lock_run
     from cpuft.launch.plan import choose_run_dir
+    from cpuft.report.sweep import Sweep
     from cpuft.sweep.queue import open_journal
 
     launch = pick(LaunchConfig, values)
     header = _plan_header(config, values)
     places = _find_places(config, launch)
+    share = 1 / len(places) if places[0].prefix else 1.0
+    options = _list_launch_options()
+    header = replace(header, launch=options, working_folder=os.getcwd(), host_share=share)
     folder = choose_run_dir(launch.run_dir, "sweep")
     if dry_run:
-        _print_plan(header, places, folder)
+        _print_plan(Sweep(folder, header), options, places)
         return
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
         journal = stack.enter_context(open_journal(folder, header))
-        _carry_out(journal, config, places)
+        _carry_out(journal, config, options, places)
 
 
 def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     """Continue a sweep."""
     from cpuft.launch.active_runs import lock_run
     from cpuft.report.sweep import read_sweep
-    from cpuft.sweep.queue import continue_journal
+    from cpuft.sweep.queue import continue_journal, make_launch_config
 
     fixed = {*option_names(TrainConfig), *option_names(SweepConfig)} - {"resume", "parallel", "stop_after_failures"}
     for name in given_options():
         if name in fixed or name == "run_dir":
             raise CpuftError(f"{format_flag(name)} is not for --resume, which takes it from the sweep: leave it out")
     folder = os.path.abspath(config.resume)
-    header = read_sweep(folder).header
-    launch = pick(LaunchConfig, values)
-    places = _find_places(SweepConfig(hosts_per_run=header.hosts_per_run, parallel=config.parallel), launch)
+    sweep = read_sweep(folder)
+    header, given = sweep.header, _list_launch_options()
+    names = {option.partition("=")[0] for option in given}
+    # Hosts that are given now replace those of the sweep.
+    names |= {"--cluster", "--hostfile"} if names & {"--cluster", "--hostfile"} else set()
+    options = [option for option in header.launch if option.partition("=")[0] not in names] + given
+    parallel = config.parallel or (round(1 / header.host_share) if header.host_share < 1 else 0)
+    where = SweepConfig(hosts_per_run=header.hosts_per_run, parallel=parallel)
+    places = _find_places(where, make_launch_config(options))
     if dry_run:
-        _print_plan(header, places, folder)
+        _print_plan(sweep, options, places)
         return
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
         journal = stack.enter_context(continue_journal(folder))
-        _carry_out(journal, config, places)
+        _carry_out(journal, config, options, places)
 
 
 def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
@@ -156,7 +179,7 @@ def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
             "mean it"
         )
     runs = plan_grid(spaces) if config.search == "grid" else draw_random(spaces, config.trials, config.search_seed)
-    check_assignments(base, runs)
+    check_assignments(base, runs, fixed)
     ranks = config.hosts_per_run * config.ranks_per_host
     common += [f"--np={ranks}", f"--ppn={config.ranks_per_host}"] if ranks > 1 else []
     lengths = [estimate_length(apply_assignment(base, run)) for run in runs]
@@ -177,9 +200,11 @@ def _parse_one(name: str, text: str) -> Any:
 
 
 def _find_places(config: SweepConfig, launch: LaunchConfig) -> list[Place]:
+    from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.sweep.queue import plan_places
 
-    return plan_places(launch, config.hosts_per_run, config.parallel, sorted(os.sched_getaffinity(0)))
+    cores = gather_facts((LOCAL,), Access())[0].cores
+    return plan_places(launch, config.hosts_per_run, config.parallel, [core.threads for core in cores])
 
 
 def _list_launch_options() -> list[str]:
@@ -193,33 +218,43 @@ def _list_launch_options() -> list[str]:
     ]
 
 
-def _print_plan(header: SweepHeader, places: list[Place], folder: str) -> None:
-    """Print the command of each run, as a shell script that carries them out one after another."""
+def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
+    """Print the command of each run that is still to be made, as a shell script that makes one after another."""
     import shlex
 
+    from cpuft.report.sweep import DONE, STOPPED, describe_values
     from cpuft.sweep.queue import name_folder
+    from cpuft.sweep.search import format_assignment
 
+    header, total = sweep.header, len(sweep.header.runs)
     click.echo("#!/usr/bin/env bash\nset -eu")
-    click.echo(f"# {len(header.runs)} runs; at the same time on: {'; '.join(place.name for place in places)}")
+    click.echo(f"# {total} runs; at the same time on: {'; '.join(place.name for place in places)}")
     for number, values in enumerate(header.runs, start=1):
-        words = [f"{format_flag(name)}={text}" for name, text in values.items()]
-        path = f"{folder}/{name_folder(number, len(header.runs), 1)}"
-        click.echo(shlex.join(["cpuft", "launch", *_list_launch_options(), *header.options, *words, "--run-dir", path]))
+        start, end = sweep.find_start(number), sweep.find_end(number)
+        if end and end.status == DONE:
+            click.echo(f"# run {number} has ended: {describe_values(values)}")
+            continue
+        if start and (end is None or end.status == STOPPED):
+            rest = ["--resume", f"{sweep.folder}/{start.folder}"]
+        else:
+            path = f"{sweep.folder}/{name_folder(number, total, start.attempt + 1 if start else 1)}"
+            rest = [*header.options, *format_assignment(values), "--run-dir", path]
+        click.echo(shlex.join(["cpuft", "launch", *options, *rest]))
 
 
-def _carry_out(journal: Any, config: SweepConfig, places: list[Place]) -> None:
-    """Run the queue, print the results, and exit with 1 if a run failed."""
+def _carry_out(journal: Journal, config: SweepConfig, options: list[str], places: list[Place]) -> None:
+    """Run the queue, print the results, and exit with 1 if a run failed, with 128 + N if signal N ended the sweep."""
     from cpuft.report.sweep import format_sweep
     from cpuft.sweep.queue import SweepQueue
 
     folder = journal.sweep.folder
     live = LiveStatus(len(places)) if sys.stderr.isatty() else None
-    queue = SweepQueue(journal, _list_launch_options(), places, config.stop_after_failures, live.say if live else say)
+    queue = SweepQueue(journal, options, places, config.stop_after_failures, live.say if live else say)
     try:
         failed = queue.run((lambda: live.show(queue)) if live else (lambda: None))
-    except Interrupted:
-        say(f"the sweep is stopped: continue it with cpuft sweep --resume {folder}")
-        raise
+    except Interrupted as stopped:
+        say(f"cpuft: the sweep was stopped by {stopped}: continue it with cpuft sweep --resume {folder}")
+        sys.exit(stopped.exit_code)
     finally:
         if live:
             live.clear()

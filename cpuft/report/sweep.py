@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,14 @@ class SweepHeader:
     hosts_per_run: int
     price: float
     """Price of one host for one hour; 0 if it is not known."""
-    expected_seconds: list[float] = field(default_factory=list)
-    """Relative lengths of the runs, by which they were ordered."""
+    lengths: list[float]
+    """Relative length of each run, by which they are ordered."""
+    launch: list[str] = field(default_factory=list)
+    """Arguments of all launches that say where and how they run, such as "--cluster=office"."""
+    working_folder: str = ""
+    """Folder in which the launches start, because options may have relative paths."""
+    host_share: float = 1.0
+    """Share of a host that a run has, if this machine is divided among several runs."""
 
 
 @dataclass(frozen=True)
@@ -101,19 +108,32 @@ class Sweep:
     starts: tuple[AttemptStart, ...] = ()
     ends: tuple[AttemptEnd, ...] = ()
 
+    @cached_property
+    def _last_starts(self) -> dict[int, AttemptStart]:
+        return {one.run: one for one in self.starts}
+
+    @cached_property
+    def _last_ends(self) -> dict[int, AttemptEnd]:
+        starts = self._last_starts
+        return {one.run: one for one in self.ends if one.run in starts and one.attempt == starts[one.run].attempt}
+
     def find_end(self, run: int) -> AttemptEnd | None:
         """Return how the last attempt at a run ended; None if there was none, or it has not ended."""
-        attempts = [one for one in self.starts if one.run == run]
-        ends = [one for one in self.ends if one.run == run and attempts and one.attempt == attempts[-1].attempt]
-        return ends[-1] if ends else None
+        return self._last_ends.get(run)
 
     def find_start(self, run: int) -> AttemptStart | None:
         """Return the last attempt at a run; None if there was none."""
-        return next((one for one in reversed(self.starts) if one.run == run), None)
+        return self._last_starts.get(run)
 
     def list_with_status(self, *statuses: str) -> list[int]:
-        """Return the numbers of the runs whose last attempt ended in one of these ways."""
-        return [run for run in self.numbers if (end := self.find_end(run)) and end.status in statuses]
+        """Return the numbers of the runs whose last attempt ended in one of these ways, ascending."""
+        return sorted(run for run, end in self._last_ends.items() if end.status in statuses)
+
+    def count_seconds(self, run: int) -> float:
+        """Return the seconds of all attempts at a run that have ended and trained in the folder of its last one."""
+        folder = start.folder if (start := self.find_start(run)) else ""
+        same = {one.attempt for one in self.starts if one.run == run and one.folder == folder}
+        return sum(end.seconds for end in self.ends if end.run == run and end.attempt in same)
 
     @property
     def numbers(self) -> range:
@@ -136,7 +156,7 @@ class Sweep:
     @property
     def host_hours(self) -> float:
         """Hours of all hosts in all attempts that have ended."""
-        return sum(one.seconds for one in self.ends) * self.header.hosts_per_run / 3600
+        return sum(one.seconds for one in self.ends) * self.header.hosts_per_run * self.header.host_share / 3600
 
 
 def parse_journal(text: str, folder: str) -> Sweep:
@@ -163,7 +183,8 @@ def parse_journal(text: str, folder: str) -> Sweep:
                 "that this version of cpuft has made"
             ) from None
     header = parsed[0] if parsed else None
-    if not isinstance(header, SweepHeader) or header.version != VERSION:
+    is_whole = isinstance(header, SweepHeader) and header.version == VERSION
+    if not isinstance(header, SweepHeader) or not is_whole or len(header.lengths) != len(header.runs):
         raise CpuftError(f"{folder}/{FILE_NAME} has no header of this version of cpuft: start the sweep anew")
     starts = tuple(line for line in parsed if isinstance(line, AttemptStart))
     return Sweep(folder, header, starts, tuple(line for line in parsed if isinstance(line, AttemptEnd)))
@@ -225,7 +246,7 @@ def list_configurations(sweep: Sweep) -> list[Configuration]:
             key,
             {seed: end.metrics[sweep.metric] for _, seed, end in runs},
             max(runs, key=value_of)[0],
-            statistics.fmean(end.seconds for _, _, end in runs),
+            statistics.fmean(sweep.count_seconds(run) for run, _, _ in runs),
         )
         for key, runs in found.items()
     ]
@@ -236,7 +257,7 @@ def is_different(one: Configuration, other: Configuration) -> bool | None:
     """Return whether the means of two configurations differ at the 5 % level of a two-sided t-test.
 
     The test is paired if both have the same seeds; otherwise it is Welch's with the fewer runs' degrees of freedom.
-    None if that cannot be told, because one has a single run.
+    None if that cannot be told, because one has a single run, or all differences are the same.
     """
     if min(len(one.metrics), len(other.metrics)) < 2:
         return None
@@ -247,7 +268,7 @@ def is_different(one: Configuration, other: Configuration) -> bool | None:
         error = statistics.stdev(differences) / math.sqrt(len(differences))
     else:
         error = math.hypot(one.standard_error, other.standard_error)
-    return abs(one.mean - other.mean) > quantile * error
+    return abs(one.mean - other.mean) > quantile * error if error else None
 
 
 def describe_best(configurations: Sequence[Configuration]) -> str:
@@ -258,8 +279,8 @@ def describe_best(configurations: Sequence[Configuration]) -> str:
     tests = [is_different(best, other) for other in others]
     if None in tests:
         return (
-            "whether the best configuration is better than others cannot be told, because a configuration has a single "
-            "run: sweep several seeds, for example --seed 1..3"
+            "whether the best configuration is better than others cannot be told, because a configuration has too few "
+            "runs that have ended: sweep several seeds, for example --seed 1..5"
         )
     same = [number for number, test in enumerate(tests, start=2) if not test]
     if not same:
@@ -310,10 +331,12 @@ def _list_names(configurations: Sequence[Configuration]) -> list[str]:
 def _list_notes(sweep: Sweep) -> list[str]:
     """Return a note for each run that failed, and one about progress and costs."""
     notes = list[str]()
-    for run in sweep.list_with_status(FAILED):
-        end = sweep.find_end(run)
-        assert end is not None
-        notes.append(f"failed: run {run} ({describe_values(sweep.header.runs[run - 1])}): {end.reason}")
+    for run in sweep.list_with_status(DONE, FAILED):
+        end, values = sweep.find_end(run), describe_values(sweep.header.runs[run - 1])
+        if end and end.status == FAILED:
+            notes.append(f"failed: run {run} ({values}): {end.reason}")
+        elif end and sweep.metric not in end.metrics:
+            notes.append(f"run {run} ({values}) reports no {sweep.metric}, but {', '.join(end.metrics)}")
     done, total = len(sweep.list_with_status(DONE)), len(sweep.header.runs)
     cost = f", {sweep.host_hours * sweep.header.price:.2f} dollars" if sweep.header.price else ""
     return [*notes, f"{done} of {counted(total, 'run')} done, {sweep.host_hours:.2f} host-hours{cost}."]

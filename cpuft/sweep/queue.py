@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import IO
 
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.config import LaunchConfig, parse_arguments
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import RESUMABLE, CpuftError, Interrupted, counted
 from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
+from cpuft.launch.active_runs import lock_run
 from cpuft.launch.supervise import TRAINING_STOP_SECONDS
 from cpuft.record import FILE_NAME as RECORD_NAME
 from cpuft.record import read_record
@@ -38,6 +41,7 @@ from cpuft.report.sweep import (
     list_configurations,
     parse_journal,
 )
+from cpuft.sweep.search import format_assignment
 
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
@@ -47,8 +51,13 @@ _ANSWER_SECONDS = 15.0
 _LAST_BYTES = 1 << 16
 """How much of the end of a log is searched for the reason of a failure."""
 _ERROR = "cpuft: error: "
-_BAD_INPUT = 2
-"""Exit code of a launch whose options or data are wrong."""
+_FAILED_RANK = re.compile(r"cpuft: rank \d+ on .* failed \(")
+_MOST_ATTEMPTS = 6
+"""Most attempts at a run that has been interrupted, or has ended without an update."""
+_MOST_FAILURES = 2
+"""A place on which so many launches in a row have ended without an update gets no more runs."""
+_UNLOCK_SECONDS = 300.0
+"""How long a continued sweep waits for launches that still end, because the sweep was killed."""
 
 Say = Callable[[str], None]
 
@@ -66,16 +75,19 @@ class Place:
     """Hosts that can be lost; empty for this machine."""
 
 
-def plan_places(config: LaunchConfig, hosts_per_run: int, parallel: int, cpus: Sequence[int]) -> list[Place]:
+def plan_places(
+    config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]]
+) -> list[Place]:
     """Return the places of a sweep's runs: groups of hosts, or parts of this machine. Reads the hostfile.
 
     Parameters
     ----------
     hosts_per_run: hosts of each group. Hosts that are left over stay idle.
     parallel: number of places; 0 for as many as there are groups, or one on this machine.
-    cpus: this machine's CPUs, which are divided if it is the only host and `parallel` is more than 1.
+    cores: hardware threads of each core of this machine. The cores are divided if it is the only host and `parallel` is
+        more than 1.
 
-    Raises CpuftError: there are fewer hosts than a run needs, or fewer groups or CPUs than runs at a time.
+    Raises CpuftError: there are fewer hosts than a run needs, or fewer groups or cores than runs at a time.
     """
     hosts = read_hosts(config)
     if hosts == (LOCAL,):
@@ -84,7 +96,7 @@ def plan_places(config: LaunchConfig, hosts_per_run: int, parallel: int, cpus: S
                 f"--hosts-per-run {hosts_per_run} needs more hosts than this machine: name them with --hostfile or "
                 "--cluster"
             )
-        return _divide_machine(max(1, parallel), cpus)
+        return _divide_machine(max(1, parallel), cores)
     groups = [hosts[i : i + hosts_per_run] for i in range(0, len(hosts) - hosts_per_run + 1, hosts_per_run)]
     if not groups:
         raise CpuftError(
@@ -96,22 +108,24 @@ def plan_places(config: LaunchConfig, hosts_per_run: int, parallel: int, cpus: S
             f"--parallel {parallel} is more than the {counted(len(groups), 'group')} of {hosts_per_run} that the hosts "
             "make: give a smaller number (several runs at a time on one host are only possible on this machine)"
         )
-    names = [",".join(host.name for host in group) for group in groups]
-    is_remote = [() if find_access(config).transport.is_here(group[0]) else group for group in groups]
-    made = [
-        Place(name, (f"--only-hosts={name}",), hosts=tuple(far)) for name, far in zip(names, is_remote, strict=True)
-    ]
+    transport, made = find_access(config).transport, list[Place]()
+    for group in groups:
+        name = ",".join(host.name for host in group)
+        far = tuple(host for host in group if not transport.is_here(host))
+        made.append(Place(name, (f"--only-hosts={name}",), hosts=far))
     return made[: parallel or len(made)]
 
 
-def _divide_machine(parallel: int, cpus: Sequence[int]) -> list[Place]:
+def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]]) -> list[Place]:
     if parallel == 1:
         return [Place("this machine")]
-    if parallel > len(cpus):
+    if parallel > len(cores):
         raise CpuftError(
-            f"--parallel {parallel} is more than the {counted(len(cpus), 'CPU')} of this machine: give a smaller number"
+            f"--parallel {parallel} is more than the {counted(len(cores), 'core')} of this machine: give a smaller "
+            "number"
         )
-    parts = [cpus[number * len(cpus) // parallel : (number + 1) * len(cpus) // parallel] for number in range(parallel)]
+    ends = [number * len(cores) // parallel for number in range(parallel + 1)]
+    parts = [sorted(cpu for core in cores[begin:end] for cpu in core) for begin, end in pairwise(ends)]
     names = [",".join(map(str, part)) for part in parts]
     return [Place(f"CPUs {name}", prefix=("taskset", "--cpu-list", name)) for name in names]
 
@@ -172,10 +186,14 @@ class _ActiveRun:
     begun: float
     """time.monotonic() at its start."""
     is_resumed: bool
+    log_bytes: int
+    """Size of its log when it started."""
 
 
 class SweepQueue:
     """Carries out the runs of a sweep: each is a `cpuft launch` in a process of its own.
+
+    Runs that failed in an earlier session of the sweep are tried again.
 
     Parameters
     ----------
@@ -191,8 +209,14 @@ class SweepQueue:
     ) -> None:
         self._journal, self._options, self._places, self._stop_after = journal, options, list(places), stop_after
         self._say, self._active = say, list[_ActiveRun]()
+        self._failed_before = {*self.sweep.list_with_status(FAILED)}
+        """Runs that failed in an earlier session, and have not been started in this one."""
         self._checked = set[str]()
-        """Names of places on whose hosts a launch has been: the short check of the doctor runs there once."""
+        """Names of places on whose hosts a run has trained: the short check of the doctor runs there once."""
+        self._failures = dict[str, int]()
+        """Name of a place -> number of launches there that ended without an update, since the last one with one."""
+        self._waits_until = time.monotonic() + _UNLOCK_SECONDS
+        """Until when runs are waited for whose launches still end after an earlier session was killed."""
 
     @property
     def sweep(self) -> Sweep:
@@ -209,15 +233,15 @@ class SweepQueue:
         ----------
         watch: called several times per second.
 
-        Raises CpuftError: all hosts are lost, too many runs have failed, or the runs do not report the metric.
+        Raises CpuftError: no place is left, too many runs have failed, or the runs do not report the metric.
         """
         with execute.signals_raise(lambda signal_number: False):
             try:
                 while self._list_open() or self._active:
                     if not self._places and not self._active:
                         raise _make_failure(
-                            "all hosts of the sweep are lost: repair them, and continue it with cpuft sweep --resume "
-                            f"{self.sweep.folder}"
+                            "no host of the sweep can be used any more: repair them, and continue with cpuft sweep "
+                            f"--resume {self.sweep.folder}"
                         )
                     self._fill()
                     for active in [one for one in self._active if one.process.poll() is not None]:
@@ -231,28 +255,60 @@ class SweepQueue:
 
     def _list_open(self) -> list[int]:
         """Return the runs that still have to be started, the longest first."""
-        ended = {*self.sweep.list_with_status(DONE, FAILED), *(one.start.run for one in self._active)}
-        waiting = [run for run in self.sweep.numbers if run not in ended]
-        lengths = self.sweep.header.expected_seconds or [1.0] * len(self.sweep.header.runs)
-        return sorted(waiting, key=lambda run: -lengths[run - 1])
+        ended = {*self.sweep.list_with_status(DONE, FAILED)} - self._failed_before
+        ended |= {one.start.run for one in self._active}
+        lengths = self.sweep.header.lengths
+        return sorted((run for run in self.sweep.numbers if run not in ended), key=lambda run: -lengths[run - 1])
 
     def _fill(self) -> None:
+        """Start a run on each free place: one that can be resumed there, else the longest one."""
         used = {one.place.name for one in self._active}
         for place in [place for place in self._places if place.name not in used]:
-            if waiting := self._list_open():
-                self._start(waiting[0], place)
+            waiting = [run for run in self._list_open() if not self._is_still_ending(run)]
+            names = {other.name for other in self._places}
+            # The checkpoint of a run may be on the disk of its host.
+            here = [run for run in waiting if self._find_stopped_place(run) == place.name]
+            others = [run for run in waiting if self._find_stopped_place(run) not in names]
+            if len(names) > 1:
+                # A run that ended without an update is tried on another host.
+                others = [run for run in others if self._find_lost_place(run) != place.name]
+            if chosen := (here or others)[:1]:
+                self._start(chosen[0], place)
+
+    def _find_stopped_place(self, run: int) -> str:
+        """Return the name of the place where a run has been stopped; empty if it cannot be resumed."""
+        start, end = self.sweep.find_start(run), self.sweep.find_end(run)
+        return start.place if start and (end is None or end.status == STOPPED) else ""
+
+    def _find_lost_place(self, run: int) -> str:
+        """Return the name of the place where the last attempt at a run ended without an update, or empty."""
+        start, end = self.sweep.find_start(run), self.sweep.find_end(run)
+        return start.place if start and end and end.status == LOST else ""
+
+    def _is_still_ending(self, run: int) -> bool:
+        """Return whether a launch of an earlier session still works in the folder of a run."""
+        start = self.sweep.find_start(run)
+        if start is None or self.sweep.find_end(run) or time.monotonic() > self._waits_until:
+            return False
+        try:
+            with lock_run(str(Path(self.sweep.folder, start.folder))):
+                return False
+        except CpuftError:
+            return True
 
     def _start(self, run: int, place: Place) -> None:
         """Start a run, or resume the last attempt at it if that was stopped and has begun to train."""
-        earlier, end = self.sweep.find_start(run), self.sweep.find_end(run)
+        earlier = self.sweep.find_start(run)
         number = earlier.attempt + 1 if earlier else 1
-        is_stopped = end is None or end.status == STOPPED
-        resumes = earlier is not None and is_stopped and self._has_record(earlier)
-        if resumes and earlier and (metrics := self._read_metrics(earlier.folder)):
+        is_stopped = earlier is not None and bool(self._find_stopped_place(run))
+        if is_stopped and earlier and not self.sweep.find_end(run) and (found := self._read_metrics(earlier.folder)):
             # It has finished, and the sweep was killed before it could note this.
             seconds = max(0.0, Path(self.sweep.folder, earlier.folder, RECORD_NAME).stat().st_mtime - earlier.time)
-            self._journal.write(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, metrics))
+            self._journal.write(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, found))
             return
+        resumes = earlier is not None and is_stopped and Path(self.sweep.folder, earlier.folder).is_dir()
+        resumes = resumes and number <= _MOST_ATTEMPTS
+        self._failed_before.discard(run)
         folder = name_folder(run, len(self.sweep.header.runs), number)
         folder = earlier.folder if resumes and earlier else folder
         values = self.sweep.header.runs[run - 1]
@@ -261,21 +317,27 @@ class SweepQueue:
         if resumes:
             command += ["--resume", path]
         else:
-            command += [*self.sweep.header.options, *(f"--{n.replace('_', '-')}={v}" for n, v in values.items())]
-            command += ["--run-dir", path]
+            command += [*self.sweep.header.options, *format_assignment(values), "--run-dir", path]
         if place.name in self._checked and "--no-check" not in command:
             command.append("--no-check")
         start = AttemptStart(run, number, place.name, folder, time.time())
         self._journal.write(start)
         log = Path(self.sweep.folder, "logs", f"{folder}.log")
         log.parent.mkdir(exist_ok=True)
-        process = execute.start_with_log(command, os.environ, str(log))
-        self._active.append(_ActiveRun(start, place, process, time.monotonic(), resumes))
+        log_bytes = log.stat().st_size if log.exists() else 0
+        process = execute.start_with_log(command, os.environ, str(log), self.sweep.header.working_folder or None)
+        self._active.append(_ActiveRun(start, place, process, time.monotonic(), resumes, log_bytes))
         verb = "continues" if resumes else "starts"
         self._say(f"run {run} of {len(self.sweep.header.runs)} {verb} on {place.name}: {describe_values(values)}")
 
-    def _has_record(self, start: AttemptStart) -> bool:
-        return Path(self.sweep.folder, start.folder, RECORD_NAME).exists()
+    def _has_trained(self, active: _ActiveRun) -> bool:
+        """Return whether an attempt has made an update, as its log says: the record may be on another host."""
+        try:
+            with Path(self.sweep.folder, "logs", f"{active.start.folder}.log").open("rb") as file:
+                file.seek(active.log_bytes)
+                return any(line.startswith(b"step ") for line in file)
+        except OSError:
+            return False
 
     def _read_metrics(self, folder: str) -> dict[str, float]:
         """Return the metrics of a run that has finished; empty if it has not."""
@@ -288,29 +350,50 @@ class SweepQueue:
     def _finish(self, active: _ActiveRun) -> None:
         """Note how a run has ended."""
         self._active.remove(active)
-        start, code = active.start, execute.exit_code_of(active.process)
+        start, place, code = active.start, active.place, execute.exit_code_of(active.process)
         metrics = {} if code else self._read_metrics(start.folder)
-        status, reason = (DONE, "") if metrics else (FAILED, self._find_reason(start.folder))
-        if status == FAILED and active.is_resumed and code == _BAD_INPUT:
-            status = LOST  # what could not be resumed is started anew
-        elif status == FAILED and (gone := find_lost_hosts(active.place, self._options)):
-            status = LOST
-            self._places = [place for place in self._places if place.name != active.place.name]
-            self._say(f"{gone} does not answer: the other hosts continue without {active.place.name}")
+        has_trained = self._has_trained(active)
+        status, reason, told = DONE, "", ""
+        if not metrics:
+            status, reason = FAILED, self._find_reason(start.folder)
+            gone = find_lost_hosts(place, self._options)
+            if gone:
+                status, told = LOST, "it starts again on another host"
+                self._retire(place, f"{gone} does not answer")
+            elif code == RESUMABLE and start.attempt < _MOST_ATTEMPTS:
+                status, told = STOPPED, f"it will continue ({reason})"
+                self._note_failure(place, has_trained)
+            elif not has_trained and start.attempt < _MOST_ATTEMPTS and (active.is_resumed or start.attempt == 1):
+                # A host with a fault of its own would take one run after another, and each would fail.
+                status, told = LOST, f"it starts again, because it ended without an update ({reason})"
+                self._note_failure(place, has_trained)
+            else:
+                self._note_failure(place, has_trained)
         else:
-            self._checked.add(active.place.name)
+            self._failures.pop(place.name, None)
+            self._checked.add(place.name)
         seconds = time.monotonic() - active.begun
         end = AttemptEnd(start.run, start.attempt, status, code, seconds, metrics, reason)
         self._journal.write(end)
-        self._say(self._describe_end(end))
+        self._say(self._describe_end(end, told))
         self._check_progress(end)
 
-    def _describe_end(self, end: AttemptEnd) -> str:
+    def _note_failure(self, place: Place, has_trained: bool) -> None:
+        """Retire a place on which several launches in a row have ended without an update."""
+        self._failures[place.name] = 0 if has_trained else self._failures.get(place.name, 0) + 1
+        if self._failures[place.name] >= _MOST_FAILURES:
+            self._retire(place, f"{_MOST_FAILURES} launches in a row have ended there without an update")
+
+    def _retire(self, place: Place, reason: str) -> None:
+        self._places = [other for other in self._places if other.name != place.name]
+        self._say(f"{place.name} gets no more runs, because {reason}")
+
+    def _describe_end(self, end: AttemptEnd, told: str) -> str:
         sweep, which = self.sweep, f"run {end.run} of {len(self.sweep.header.runs)}"
-        if end.status == LOST:
-            return f"{which} is started again on another host"
         if end.status == FAILED:
             return f"{which} failed after {end.seconds:.0f} s: {end.reason}"
+        if told:
+            return f"{which} was interrupted after {end.seconds:.0f} s: {told}"
         told = f"{which} ended after {end.seconds:.0f} s"
         if sweep.metric not in end.metrics:
             return told
@@ -319,21 +402,22 @@ class SweepQueue:
         return f"{told}: {sweep.metric} {end.metrics[sweep.metric]:.4f} ({where})"
 
     def _check_progress(self, end: AttemptEnd) -> None:
+        """Raise CpuftError if this end of a run is a reason to end the sweep."""
         sweep = self.sweep
-        if end.status == DONE and sweep.header.metric and sweep.header.metric not in end.metrics:
+        if end.status == DONE and not any(sweep.metric in one.metrics for one in sweep.ends):
             raise CpuftError(
-                f"the runs do not report --metric {sweep.header.metric}: start a new sweep with one of "
+                f"the runs do not report --metric {sweep.metric}: start a new sweep with one of "
                 f"{', '.join(end.metrics)}"
             )
-        failed = len(sweep.list_with_status(FAILED))
-        if self._stop_after and failed >= self._stop_after:
+        failed = len({*sweep.list_with_status(FAILED)} - self._failed_before)
+        if end.status == FAILED and self._stop_after and failed >= self._stop_after:
             raise _make_failure(
                 f"{counted(failed, 'run')} failed, and --stop-after-failures is {self._stop_after}: correct the reason "
-                f"({end.reason}), and start a new sweep"
+                f"({end.reason}), and continue with cpuft sweep --resume {sweep.folder}, or start a new sweep"
             )
 
     def _find_reason(self, folder: str) -> str:
-        """Return the last error in the log of a run, or its last line."""
+        """Return the line of a run's log that says why it failed: its last error, a rank that failed, or its end."""
         path = Path(self.sweep.folder, "logs", f"{folder}.log")
         try:
             with path.open("rb") as file:
@@ -342,21 +426,31 @@ class SweepQueue:
         except OSError:
             lines = []
         errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
-        return (errors or lines or ["without a message"])[-1]
+        ranks = [line.removeprefix("cpuft: ") for line in lines if _FAILED_RANK.match(line)]
+        return (errors or ranks or lines or ["without a message"])[-1]
 
     def _stop(self) -> None:
-        """Let all active runs save a checkpoint and end, and note that they can be resumed."""
-        for active in self._active:
-            if active.process.poll() is None:
-                active.process.send_signal(signal.SIGINT)
-        end = time.monotonic() + _STOP_SECONDS
-        for active in self._active:
-            execute.wait_for_exit(active.process, max(0.0, end - time.monotonic()))
-        execute.stop_processes([active.process for active in self._active])
-        for active in self._active:
-            start, code = active.start, execute.exit_code_of(active.process)
+        """Let all active runs save a checkpoint and end, and note that they can be resumed.
+
+        Another signal ends them at once.
+        """
+        active = [one for one in self._active if one.process.poll() is None]
+        if active:
+            self._say(
+                f"waiting up to {_STOP_SECONDS:.0f} s for the checkpoints of {counted(len(active), 'run')}; press "
+                "Ctrl-C again to end at once"
+            )
+        with suppress(Interrupted), execute.signals_raise(lambda signal_number: False):
+            for one in active:
+                one.process.send_signal(signal.SIGINT)
+            end = time.monotonic() + _STOP_SECONDS
+            for one in active:
+                execute.wait_for_exit(one.process, max(0.0, end - time.monotonic()))
+        execute.stop_processes([one.process for one in self._active])
+        for one in self._active:
+            start, code = one.start, execute.exit_code_of(one.process)
             metrics = {} if code else self._read_metrics(start.folder)
-            seconds = time.monotonic() - active.begun
+            seconds = time.monotonic() - one.begun
             status = DONE if metrics else STOPPED
             self._journal.write(AttemptEnd(start.run, start.attempt, status, code, seconds, metrics))
         self._active.clear()
@@ -388,7 +482,7 @@ def find_lost_hosts(place: Place, options: Sequence[str]) -> str:
     """
     if not place.hosts:
         return ""
-    access = find_access(_make_launch_config(options))
+    access = find_access(make_launch_config(options))
     gone = []
     for host in place.hosts:
         try:
@@ -400,31 +494,36 @@ def find_lost_hosts(place: Place, options: Sequence[str]) -> str:
     return ", ".join(gone)
 
 
-def _make_launch_config(options: Sequence[str]) -> LaunchConfig:
+def make_launch_config(options: Sequence[str]) -> LaunchConfig:
     """Return the configuration of a launch's options, without those that have no value, such as --no-check."""
     return parse_arguments(LaunchConfig, [option for option in options if option.startswith("--") and "=" in option])
 
 
-def format_status(sweep: Sweep, places: int, now: float) -> str:
+def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True) -> str:
     """Return what a sweep is doing as a few lines: runs by status, the best until now, the time left, active runs.
 
     Parameters
     ----------
     places: number of runs that train at the same time; 0 if that is not known.
     now: seconds since 1970.
+    is_running: whether a `cpuft sweep` works on it now. Otherwise runs that have not ended are queued.
     """
     done, failed = sweep.list_with_status(DONE), sweep.list_with_status(FAILED)
-    active = [start for run in sweep.numbers if (start := sweep.find_start(run)) and sweep.find_end(run) is None]
+    begun = [start for run in sweep.numbers if (start := sweep.find_start(run)) and sweep.find_end(run) is None]
+    active = begun if is_running else []
     queued = len(sweep.header.runs) - len(done) - len(failed) - len(active)
     counts = f"{len(done)} done, {len(active)} running, {queued} queued, {len(failed)} failed"
     lines = [f"{counted(len(sweep.header.runs), 'run')}: {counts}"]
+    if not is_running and queued:
+        lines.append(f"nobody works on it: continue with cpuft sweep --resume {sweep.folder}")
     if places > len(active):
         lines[0] += f", {counted(places - len(active), 'place')} idle"
     if configurations := list_configurations(sweep):
         best = configurations[0]
         values = ", ".join(f"{name.replace('_', '-')} {text}" for name, text in best.values)
         lines.append(f"best {sweep.metric} until now: {best.mean:.4f} ({values or find_folder(sweep, best.best_run)})")
-    seconds = estimate_seconds_left(sweep, [now - start.time for start in active], places or max(1, len(active)))
+    passed = {start.run: now - start.time for start in active}
+    seconds = estimate_seconds_left(sweep, passed, places or max(1, len(active)))
     if seconds is not None and (active or queued):
         lines.append(f"about {max(1, round(seconds / 60))} min left")
     for start in active:
@@ -433,20 +532,20 @@ def format_status(sweep: Sweep, places: int, now: float) -> str:
     return "\n".join(lines)
 
 
-def estimate_seconds_left(sweep: Sweep, active_seconds: Sequence[float], places: int) -> float | None:
+def estimate_seconds_left(sweep: Sweep, active_seconds: Mapping[int, float], places: int) -> float | None:
     """Return the seconds until all runs have ended, from the relative lengths of the runs; None before the first end.
 
     Parameters
     ----------
-    active_seconds: of the runs that are training now, since their start.
+    active_seconds: of each run that is training now, since its start.
     """
-    lengths = sweep.header.expected_seconds or [1.0] * len(sweep.header.runs)
-    done = sweep.list_with_status(DONE)
-    spent = sum(end.seconds for run in done if (end := sweep.find_end(run)))
+    lengths, done = sweep.header.lengths, sweep.list_with_status(DONE)
+    spent = sum(sweep.count_seconds(run) for run in done)
     if not done or not spent:
         return None
     scale = spent / sum(lengths[run - 1] for run in done)
-    left = sum(
-        lengths[run - 1] for run in sweep.numbers if run not in done and run not in sweep.list_with_status(FAILED)
-    )
-    return max(0.0, left * scale - sum(active_seconds)) / places
+    ended = {*done, *sweep.list_with_status(FAILED)}
+    left = [
+        max(0.0, scale * lengths[run - 1] - active_seconds.get(run, 0.0)) for run in sweep.numbers if run not in ended
+    ]
+    return max(sum(left) / places, *left, 0.0)

@@ -6,12 +6,12 @@ import dataclasses
 import itertools
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
-from cpuft.config import TrainConfig, format_flag, option_names, parse_value, refuse_conflicts
+from cpuft.config import ALTERNATIVES, TrainConfig, format_flag, option_names, parse_value, refuse_conflicts
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.report.sweep import SEED, describe_values
 from cpuft.serialization import load, parse_yaml
@@ -21,6 +21,8 @@ _TEXTS = ("task", "model", "from_config")
 """Options without numbers or choices that may vary. Others may hold commas themselves, or only say where files are."""
 _MOST_DIGITS = 4
 """Significant digits of numbers that are drawn from a range, so that the options of a run can be read."""
+_MOST_DRAWS = 1000
+"""How often a configuration is drawn until it is a new one."""
 LOGARITHMIC_RATIO = 10.0
 """A range of positive numbers whose end is so many times its beginning is drawn evenly by its logarithm."""
 
@@ -66,19 +68,23 @@ def parse_values(name: str, text: str) -> Values:
         is there twice, or a range is empty or not one of numbers.
     """
     flag = format_flag(name)
-    if name not in list_variable_options():
-        raise CpuftError(f"{flag} cannot have several values in a sweep: give it one value, and sweep other options")
     field = next(field for field in dataclasses.fields(TrainConfig) if field.name == name)
     kind = get_type_hints(TrainConfig)[name]
+    if name not in list_variable_options():
+        if "," in text or kind is bool:
+            raise CpuftError(f"{flag} cannot vary in a sweep: give it one value on the command line")
+        parse_value(field, kind, text)
+        return Values((text,))
     if kind in (int, float) and _RANGE in text:
         return _parse_range(flag, field, kind, text)
-    texts = tuple(part.strip() for part in text.split(","))
-    for place, part in enumerate(texts):
+    texts, values = tuple(part.strip() for part in text.split(",")), list[Any]()
+    for part in texts:
         if not part:
             raise CpuftError(f"{flag} {text[:60]!r} has an empty value: write values with commas between them")
-        parse_value(field, kind, part)
-        if part in texts[:place]:
+        value = parse_value(field, kind, part)
+        if value in values:
             raise CpuftError(f"{flag} {text[:60]!r} has {part!r:.60} twice: leave out one of them")
+        values.append(value)
     return Values(texts)
 
 
@@ -160,21 +166,28 @@ def count_grid(spaces: Sequence[Space]) -> int:
 def draw_random(spaces: Sequence[Space], trials: int, seed: int) -> list[Assignment]:
     """Return `trials` configurations that are drawn at random, each with every value of --seed.
 
-    Configurations may repeat only if there are no others. A range of positive numbers that spans a factor of 10 or more
-    is drawn evenly by its logarithm, others evenly.
+    No configuration is drawn twice. A range of positive numbers that spans a factor of 10 or more is drawn evenly by
+    its logarithm, others evenly.
 
     Parameters
     ----------
     seed: of the draws. With the same seed, the first configurations of a larger number of trials are the same.
+
+    Raises CpuftError: there are fewer configurations than trials.
     """
     generator, found = random.Random(seed), list[Assignment]()
     seen = set[tuple[tuple[str, str], ...]]()
     for _ in range(trials):
-        for _ in range(100):
+        for _ in range(_MOST_DRAWS):
             space = generator.choice(spaces)
             drawn = {name: _draw(values, generator) for name, values in space.items() if name != SEED}
             if (key := tuple(sorted(drawn.items()))) not in seen:
                 break
+        else:
+            raise CpuftError(
+                f"--trials {trials} is about all or more than all of the configurations that there are: give fewer "
+                "trials, or leave out --search random and --trials, to train all of them"
+            )
         seen.add(key)
         seeds = space[SEED].texts if SEED in space else ()
         found += [drawn | {SEED: one} for one in seeds] or [drawn]
@@ -188,14 +201,25 @@ def _draw(values: Values, generator: random.Random) -> str:
         number = math.exp(generator.uniform(math.log(values.low), math.log(values.high)))
     else:
         number = generator.uniform(values.low, values.high)
-    return f"{number:.{_MOST_DIGITS}g}"
+    text = f"{number:.{_MOST_DIGITS}g}"
+    return text if values.low <= float(text) <= values.high else repr(number)
 
 
-def check_assignments(base: TrainConfig, assignments: Sequence[Assignment]) -> None:
-    """Raise CpuftError if the options of a run exclude each other; the message names the run's values."""
+def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], given: Collection[str] = ()) -> None:
+    """Raise CpuftError if the options of a run exclude each other; the message names the run's values.
+
+    Parameters
+    ----------
+    given: names of the options that the command line gives to all runs.
+    """
     for assignment in assignments:
         try:
             refuse_conflicts(apply_assignment(base, assignment))
+            for one, other in ALTERNATIVES:
+                if {one, other} <= {*given, *assignment}:
+                    raise CpuftError(
+                        f"{format_flag(one)} and {format_flag(other)} exclude each other: leave out one of them"
+                    )
         except CpuftError as error:
             raise CpuftError(f"{describe_values(assignment)}: {error}") from None
 

@@ -366,7 +366,7 @@ _REPORTS = values.damaged_json(json.loads(str(found()["report"]))).map(lambda te
 
 _JOURNAL = [
     '{"kind": "sweep", "version": 1, "options": [], "runs": [{"seed": "1"}], "metric": "", "direction": "auto", '
-    '"hosts_per_run": 1, "price": 0.0, "expected_seconds": [1.0]}',
+    '"hosts_per_run": 1, "price": 0.0, "lengths": [1.0]}',
     '{"kind": "start", "run": 1, "attempt": 1, "place": "a", "folder": "run-1", "time": 1.0}',
     '{"kind": "end", "run": 1, "attempt": 1, "status": "done", "exit_code": 0, "seconds": 1.0, '
     '"metrics": {"accuracy": 0.5}, "reason": ""}',

@@ -125,7 +125,7 @@ def test_what_is_said_about_the_best() -> None:
     assert describe_best(found[:1]) == "there is one configuration, so there is nothing to compare"
     assert describe_best([found[0], found[2]]).startswith("the best configuration is better than each of")
     single = make_sweep(make_lines((0.8,))[:3] + make_lines()[7:9])
-    assert "cannot be told, because a configuration has a single run" in describe_best(list_configurations(single))
+    assert "cannot be told, because a configuration has too few runs" in describe_best(list_configurations(single))
 
 
 def test_the_table_of_a_sweep(golden: Golden) -> None:
@@ -156,7 +156,7 @@ def test_the_page_of_a_sweep_has_a_plot_for_each_number(tmp_path: Path) -> None:
     assert "logarithm (base 10) of learning-rate" in page
     runs = [{"lora_rank": rank, "lr_schedule": kind} for rank in ("4", "8") for kind in ("linear", "cosine")]
     lines = make_lines()[1:9]
-    two = make_sweep([replace(HEADER, runs=runs), *lines])
+    two = make_sweep([replace(HEADER, runs=runs, lengths=[1.0] * len(runs)), *lines])
     page = write_sweep_page(two, tmp_path / "report.html").read_text()
     assert page.count("<svg") == 2
     assert "1 lora-rank, 2 lr-schedule, 3 accuracy" in page

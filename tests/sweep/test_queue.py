@@ -61,7 +61,11 @@ seed = int(options.get("seed", "1"))
 if seed == 3 and "--resume" not in words:
     time.sleep(600)
 if seed == 2:
-    sys.exit("some lines\\ncpuft: error: the loss is nan: lower --learning-rate")
+    sys.exit("step 1/3  loss nan\\ncpuft: error: the loss is nan: lower --learning-rate")
+if seed == 7 and "--resume" not in words:
+    sys.exit(75)
+if any(folder.parent.glob("bad-" + options["only-hosts"])):
+    sys.exit("cpuft: error: the disk is full")
 with record.open("a") as file:
     file.write(lines[-1])
 """
@@ -83,7 +87,7 @@ class Launches:
     def header(self, *seeds: int, **changes: Any) -> SweepHeader:
         """A sweep over seeds."""
         runs = [{"seed": str(seed)} for seed in seeds]
-        return replace(SweepHeader(VERSION, ["--task=demo"], runs, "", "auto", 1, 0.0), **changes)
+        return replace(SweepHeader(VERSION, ["--task=demo"], runs, "", "auto", 1, 0.0, [1.0] * len(runs)), **changes)
 
     def run(self, header: SweepHeader | None, places: list[Place] | None = None, stop_after: int = 0) -> int:
         """Carry out a new sweep, or continue the one that is there."""
@@ -125,6 +129,39 @@ def test_a_run_that_fails_is_noted_and_the_others_go_on(launches: Launches) -> N
     assert end is not None
     assert (end.exit_code, end.reason) == (1, "the loss is nan: lower --learning-rate")
     assert "failed after 0 s: the loss is nan: lower --learning-rate" in "".join(launches.said)
+
+
+def test_a_failed_run_is_tried_again_when_the_sweep_is_continued(launches: Launches) -> None:
+    assert launches.run(launches.header(2, 1)) == 1
+    assert launches.run(None) == 1
+    starts = [start for start in read_sweep(str(launches.folder)).starts if start.run == 1]
+    assert [start.folder for start in starts] == ["run-1", "run-1-attempt-2"]
+
+
+def test_a_host_on_which_no_run_can_train_gets_no_more_runs(launches: Launches) -> None:
+    launches.folder.mkdir()
+    (launches.folder / "bad-node1").touch()
+    assert launches.run(launches.header(1, 4, 5, 6)) == 0
+    sweep = read_sweep(str(launches.folder))
+    assert sweep.list_with_status(DONE) == [1, 2, 3, 4]
+    assert sum(start.place == "node1" for start in sweep.starts) <= 2
+    assert "it starts again, because it ended without an update (the disk is full)" in "".join(launches.said)
+
+
+def test_an_interruption_notice_is_no_failure(launches: Launches) -> None:
+    assert launches.run(launches.header(7), PLACES[:1]) == 0
+    starts = read_sweep(str(launches.folder)).starts
+    assert [(start.attempt, start.folder) for start in starts] == [(1, "run-1"), (2, "run-1")]
+    assert "--resume" in launches.calls[1]
+
+
+def test_a_stopped_run_continues_where_its_checkpoint_is(launches: Launches) -> None:
+    interrupt_soon(lambda: len(launches.calls) == 2)
+    with pytest.raises(Interrupted):
+        launches.run(launches.header(3, 3))
+    before = {start.run: start.place for start in read_sweep(str(launches.folder)).starts}
+    assert launches.run(None, PLACES[::-1]) == 0
+    assert {start.run: start.place for start in read_sweep(str(launches.folder)).starts[2:]} == before
 
 
 def test_too_many_failures_end_the_sweep(launches: Launches) -> None:
@@ -184,7 +221,7 @@ def test_a_run_that_ended_while_its_sweep_was_killed_is_not_repeated(launches: L
 def test_the_run_of_a_lost_host_starts_again_elsewhere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: "node1" * (place.name == "node1"))
     header = launches.header(2, 1)
-    with pytest.raises(CpuftError, match="all hosts of the sweep are lost: repair them, and continue it") as told:
+    with pytest.raises(CpuftError, match="no host of the sweep can be used any more: repair them") as told:
         launches.run(header, [PLACES[0]])
     assert told.value.exit_code == 1
     assert read_sweep(str(launches.folder)).list_with_status(LOST) == [1]
@@ -200,7 +237,7 @@ def test_the_run_of_a_lost_host_starts_again_elsewhere(launches: Launches, monke
 
 
 def test_the_longest_runs_start_first(launches: Launches) -> None:
-    launches.run(launches.header(4, 5, 6, expected_seconds=[1.0, 3.0, 2.0]), PLACES[:1])
+    launches.run(launches.header(4, 5, 6, lengths=[1.0, 3.0, 2.0]), PLACES[:1])
     assert [call.rpartition("run-")[2] for call in launches.calls] == ["2", "3", "1"]
 
 
@@ -217,19 +254,23 @@ def write_hosts(folder: Path, *names: str) -> LaunchConfig:
 
 def test_hosts_are_grouped_and_this_machine_is_divided(tmp_path: Path) -> None:
     config = write_hosts(tmp_path, "a1", "a2", "a3", "a4", "a5")
-    assert [place.name for place in plan_places(config, 2, 0, [0])] == ["a1,a2", "a3,a4"]
-    first = plan_places(config, 1, 3, [0])
+    assert [place.name for place in plan_places(config, 2, 0, [(0,)])] == ["a1,a2", "a3,a4"]
+    first = plan_places(config, 1, 3, [(0,)])
     assert [place.options for place in first] == [(f"--only-hosts=a{number}",) for number in (1, 2, 3)]
     assert first[0].hosts == (Host("a1"),)
-    assert plan_places(LaunchConfig(), 1, 0, [0, 1, 2, 3]) == [Place("this machine")]
-    assert [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 3, [0, 1, 2, 5])] == ["0", "1", "2,5"]
+    cores = [(0, 4), (1, 5), (2, 6), (3, 7)]
+    assert plan_places(LaunchConfig(), 1, 0, cores) == [Place("this machine")]
+    # The threads of a core stay together.
+    halves = [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 2, cores)]
+    assert halves == ["0,1,4,5", "2,3,6,7"]
+    assert [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 3, cores)] == ["0,4", "1,5", "2,3,6,7"]
 
 
 @pytest.mark.parametrize(
     ("names", "hosts_per_run", "parallel", "problem"),
     [
         ((), 2, 0, "--hosts-per-run 2 needs more hosts than this machine"),
-        ((), 1, 3, "--parallel 3 is more than the 2 CPUs of this machine"),
+        ((), 1, 3, "--parallel 3 is more than the 2 cores of this machine"),
         (("a1",), 2, 0, "--hosts-per-run 2 is more than the 1 host that there are"),
         (("a1", "a2"), 1, 3, "--parallel 3 is more than the 2 groups of 1 that the hosts make"),
     ],
@@ -239,12 +280,12 @@ def test_places_that_do_not_exist(
 ) -> None:
     config = write_hosts(tmp_path, *names) if names else LaunchConfig()
     with pytest.raises(CpuftError) as told:
-        plan_places(config, hosts_per_run, parallel, [0, 1])
+        plan_places(config, hosts_per_run, parallel, [(0,), (1,)])
     assert problem in str(told.value)
 
 
 def test_the_status_of_a_sweep(launches: Launches) -> None:
-    header = launches.header(1, 2, 3, 4, expected_seconds=[2.0, 1.0, 1.0, 1.0])
+    header = launches.header(1, 2, 3, 4, lengths=[2.0, 1.0, 1.0, 1.0])
     with open_journal(str(launches.folder), header) as journal:
         for line in (
             AttemptStart(1, 1, "node1", "run-1", 0.0),
@@ -259,7 +300,10 @@ def test_the_status_of_a_sweep(launches: Launches) -> None:
             "  run 2 on node1 for 1.0 min: seed 2",
         ]
         # Three runs of 120 s each are left, of which one has trained for 60 s, on two places.
-        assert estimate_seconds_left(journal.sweep, [60.0], 2) == 150.0
+        assert estimate_seconds_left(journal.sweep, {2: 60.0}, 2) == 150.0
+        # On more places it is the longest of them.
+        assert estimate_seconds_left(journal.sweep, {2: 60.0}, 9) == 120.0
+        assert "nobody works on it: continue with cpuft sweep --resume" in format_status(journal.sweep, 0, 300.0, False)
 
 
 def test_a_second_sweep_cannot_write_to_the_same_journal(launches: Launches) -> None:
