@@ -20,6 +20,7 @@ from cpuft.cli import cli
 from cpuft.cli.aliases import TOOLS, read_aliases
 from cpuft.config import LaunchConfig
 from cpuft.launch.plan import choose_run_dir, plan_settings
+from cpuft.report.sweep import VERSION, SweepHeader, format_journal_line
 from scripts.benchmarks.figures import format_contestants, format_figures, read_figures
 from scripts.reference import format_reference
 from tests.conftest import run_cpuft
@@ -53,7 +54,7 @@ SERVERS = {command for command in COMMANDS if "--hosts" in command}
 """They need servers called so: scripts/check-clusters does the same to real ones."""
 RENTED = {command for command in COMMANDS if re.search(r"provision (aws|image|extend)", command)}
 """They need an account: tests/provision/aws/test_readme.py runs them against a simulated region."""
-DRY = {"launch", "compare", "bench", "predict", "data", "export", "mine"}
+DRY = {"launch", "compare", "bench", "predict", "data", "export", "mine", "sweep"}
 """Verbs that are not to do it."""
 
 
@@ -67,6 +68,10 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
         for ranks, place in places.items():
             made = replace(make_record(ranks), steps=make_steps(8, [0.3] * ranks), layer_times=LAYER_TIMES)
             write_record(made, tmp_path / place)
+    for run in RUNS:
+        if "sweep" in run:
+            header = SweepHeader(VERSION, ["--task=mrpc"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
+            (tmp_path / run / "sweep.jsonl").write_text(format_journal_line(header) + "\n")
     for run in tmp_path.glob("runs/*-np*"):
         (run / "model").mkdir()
         (run / "model/config.json").write_text("{}")
@@ -76,7 +81,8 @@ def test_every_command_works(command: str, tmp_path: Path) -> None:
     assert lab.returncode == 0, lab.stderr
     words = shlex.split(command.removeprefix('eval "$(').removesuffix(')"').partition(" > ")[0], comments=True)[1:]
     place = words.index("--") if "--" in words else len(words)
-    words[place:place] = ["--dry-run"] if words[0] in DRY or "down" in words else []
+    is_dry = words[0] in DRY and "status" not in words
+    words[place:place] = ["--dry-run"] if is_dry or "down" in words else []
     # That lab is this machine alone; hosts of the same name take the place of none.
     words, state = (
         ([*words, "--dry-run"], {"CPUFT_STATE": str(tmp_path / "none")})
