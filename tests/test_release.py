@@ -66,6 +66,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.real
+@pytest.mark.proof
 def test_the_wheel_has_every_file_of_the_package_and_kernels_for_every_cpu(wheel: Path) -> None:
     assert wheel.name == f"cpuft-{cpuft.__version__}-py3-none-linux_{platform.machine()}.whl"
     with zipfile.ZipFile(wheel) as archive:

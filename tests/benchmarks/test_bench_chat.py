@@ -31,6 +31,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.real
+@pytest.mark.proof
 def test_a_turn_of_cpuft_alone_has_a_speed_and_no_ratio() -> None:
     words = ["--model", "gemma-3-270m", "--layers", "1", "--max-length", "64", "--batch-size", "2", "--full-length"]
     words += ["--steps", "2", "--warm-up", "1", "--rounds", "1", "--contestants", "cpuft", "--gradient-checkpointing"]

@@ -85,6 +85,7 @@ def test_few_rows_have_batches_of_lengths_that_stand_for_all() -> None:
 
 
 @pytest.mark.real
+@pytest.mark.proof
 def test_a_turn_trains_some_of_a_pool_and_is_judged_by_few_rows(tmp_path: Path) -> None:
     write_mrpc(tmp_path, 64)
     workload = Workload(tmp_path, find_model("minilm"), "minilm", 16, 1, batch=8, pool=64, evaluated=8)
