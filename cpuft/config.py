@@ -455,7 +455,8 @@ class TrainConfig:
     sync_schedule: str = _communication(
         "constant",
         "With --sync-every N above 1: constant averages after every N updates; quadratic after N updates while the "
-        "learning rate is highest, and later less often, after N * (highest rate / rate)^2 updates (the method QSR)",
+        "learning rate is highest and in the warm-up, and later less often, after N * (highest rate / rate)^2 updates "
+        "(the method QSR). All ranks are averaged at the end",
         choices=SYNC_SCHEDULES,
     )
     outer_momentum: float = _communication(
@@ -755,8 +756,8 @@ class SweepConfig:
     ranks_per_host: int = _hosts(1, "Number of ranks on each host of a run", least=1)
     parallel: int = _hosts(
         0,
-        "Largest number of runs at the same time (default: as many as the hosts allow). On this machine alone, its "
-        "CPUs are divided among so many runs (default: 1)",
+        "Largest number of runs at the same time (default: one for each --hosts-per-run hosts, and one on this machine "
+        "alone). On this machine alone, each run gets an equal part of the cores",
         least=0,
     )
     price: float = _hosts(0.0, "Price of one host for one hour, in dollars, for the report", least=0.0, most=1e6)
