@@ -46,6 +46,8 @@ from cpuft.sweep.search import format_assignment
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
 """How long launches have to end after a signal, before they are killed."""
+_RETURN_SECONDS = 600.0
+"""How long lost hosts are waited for if no other hosts are left."""
 _ANSWER_SECONDS = 15.0
 """How long a host has to answer after a run on it has failed. A host that does not is lost."""
 _LAST_BYTES = 1 << 16
@@ -213,6 +215,8 @@ class SweepQueue:
         """Runs that failed in an earlier session, and have not been started in this one."""
         self._checked = set[str]()
         """Names of places on whose hosts a run has trained: the short check of the doctor runs there once."""
+        self._lost = list[Place]()
+        """Places that get no more runs because their hosts do not answer."""
         self._failures = dict[str, int]()
         """Name of a place -> number of launches there that ended without an update, since the last one with one."""
         self._waits_until = time.monotonic() + _UNLOCK_SECONDS
@@ -238,7 +242,7 @@ class SweepQueue:
         with execute.signals_raise(lambda signal_number: False):
             try:
                 while self._list_open() or self._active:
-                    if not self._places and not self._active:
+                    if not self._places and not self._active and not self._wait_for_hosts():
                         raise _make_failure(
                             "no host of the sweep can be used any more: repair them, and continue with cpuft sweep "
                             f"--resume {self.sweep.folder}"
@@ -252,6 +256,21 @@ class SweepQueue:
                 self._stop()
                 raise
         return len(self.sweep.list_with_status(FAILED))
+
+    def _wait_for_hosts(self) -> bool:
+        """Wait until a lost host answers again, for at most ten minutes; return whether one does.
+
+        If all hosts are lost at once, it is often the network of this machine that was interrupted.
+        """
+        end = time.monotonic() + _RETURN_SECONDS
+        if self._lost:
+            self._say(f"no host answers any more: waiting up to {_RETURN_SECONDS / 60:.0f} min for one")
+        while self._lost and time.monotonic() < end:
+            if back := [place for place in self._lost if not find_lost_hosts(place, self._options)]:
+                self._places, self._lost = back, [place for place in self._lost if place not in back]
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
 
     def _list_open(self) -> list[int]:
         """Return the runs that still have to be started, the longest first."""
@@ -359,6 +378,7 @@ class SweepQueue:
             gone = find_lost_hosts(place, self._options)
             if gone:
                 status, told = LOST, "it starts again on another host"
+                self._lost.append(place)
                 self._retire(place, f"{gone} does not answer")
             elif code == RESUMABLE and start.attempt < _MOST_ATTEMPTS:
                 status, told = STOPPED, f"it will continue ({reason})"

@@ -220,6 +220,7 @@ def test_a_run_that_ended_while_its_sweep_was_killed_is_not_repeated(launches: L
 
 def test_the_run_of_a_lost_host_starts_again_elsewhere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: "node1" * (place.name == "node1"))
+    monkeypatch.setattr(queue, "_RETURN_SECONDS", 0.5)
     header = launches.header(2, 1)
     with pytest.raises(CpuftError, match="no host of the sweep can be used any more: repair them") as told:
         launches.run(header, [PLACES[0]])
@@ -234,6 +235,17 @@ def test_the_run_of_a_lost_host_starts_again_elsewhere(launches: Launches, monke
         (1, 2, "run-1-attempt-2"),
         (2, 1, "run-2"),
     ]
+
+
+def test_hosts_that_were_all_lost_are_used_when_they_answer_again(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = iter(["node1", "node1", ""])
+    monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: next(answers, ""))
+    assert launches.run(launches.header(2, 1), PLACES[:1]) == 1
+    sweep = read_sweep(str(launches.folder))
+    assert (sweep.list_with_status(FAILED), sweep.list_with_status(DONE)) == ([1], [2])
+    assert "no host answers any more: waiting up to 10 min for one" in launches.said
 
 
 def test_the_longest_runs_start_first(launches: Launches) -> None:
