@@ -121,6 +121,9 @@ def plan_places(
 def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]]) -> list[Place]:
     if parallel == 1:
         return [Place("this machine")]
+    threads = [(cpu,) for core in cores for cpu in core]
+    if len(cores) < parallel <= len(threads):
+        cores = threads  # two runs then share a core, which is better than nothing where a core is all that there is
     if parallel > len(cores):
         raise CpuftError(
             f"--parallel {parallel} is more than the {counted(len(cores), 'core')} of this machine: give a smaller "

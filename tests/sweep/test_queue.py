@@ -275,6 +275,8 @@ def test_hosts_are_grouped_and_this_machine_is_divided(tmp_path: Path) -> None:
     # The threads of a core stay together.
     halves = [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 2, cores)]
     assert halves == ["0,1,4,5", "2,3,6,7"]
+    threads = [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 2, [(0, 1)])]
+    assert threads == ["0", "1"]
     assert [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 3, cores)] == ["0,4", "1,5", "2,3,6,7"]
 
 
