@@ -787,7 +787,8 @@ class SweepConfig:
     resume: str = _output(
         "",
         "Continue the sweep in this folder: runs that have a metric stay, and the others are resumed or started. "
-        "Options of the launches, such as --cluster, are those of the sweep unless they are given again",
+        "Options of the launches, such as --cluster, are those of the sweep unless they are given again; give --mpirun "
+        "and --ssh-config again",
         takes="FOLDER",
     )
     yes: bool = _output(False, "Start even more than 10,000 runs")

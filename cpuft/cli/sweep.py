@@ -80,7 +80,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     """Plan a new sweep and carry it out."""
     from cpuft.launch.active_runs import lock_run
     from cpuft.launch.plan import choose_run_dir
-    from cpuft.report.sweep import Sweep
+    from cpuft.report.sweep import NOT_STORED, Sweep
     from cpuft.sweep.queue import open_journal
 
     launch = pick(LaunchConfig, values)
@@ -88,7 +88,8 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     places = _find_places(config, launch)
     share = 1 / len(places) if places[0].prefix else 1.0
     options = _list_launch_options()
-    header = replace(header, launch=options, working_folder=os.getcwd(), host_share=share)
+    stored = [option for option in options if option.partition("=")[0] not in map(format_flag, NOT_STORED)]
+    header = replace(header, launch=stored, working_folder=os.getcwd(), host_share=share)
     folder = choose_run_dir(launch.run_dir, "sweep")
     if dry_run:
         _print_plan(Sweep(folder, header), options, places)
@@ -112,6 +113,11 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     folder = os.path.abspath(config.resume)
     sweep = read_sweep(folder)
     header, given = sweep.header, _list_launch_options()
+    if not os.path.isdir(header.working_folder or "."):
+        raise CpuftError(
+            f"the sweep was started in {header.working_folder}, where its relative paths begin, and this folder is "
+            "gone: make it again"
+        )
     names = {option.partition("=")[0] for option in given}
     # Hosts that are given now replace those of the sweep.
     names |= {"--cluster", "--hostfile"} if names & {"--cluster", "--hostfile"} else set()

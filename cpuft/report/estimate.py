@@ -112,7 +112,7 @@ TIE_RATIO = 1.02
 `cpuft.comm.selection`."""
 RING_EFFICIENCY = 0.87
 """Share of a link's rate that the messages of all-reduces use, because ranks wait for each other between them. In slow
-motion, int8 between 8 hosts with 20 Mbit/s used this share, and simulated hosts used 0.86 and 0.88."""
+motion, int8 between 8 hosts with 20 Mbit/s used this share; 2 and 4 simulated hosts used about 0.88."""
 LEAST_STEPS = 4
 """Fewest steps after the warm-up that an estimate is made from."""
 WORTH = 0.5
@@ -281,7 +281,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
             f"{record.path} does not hold the sizes of its gradients: run the job again with this version of cpuft"
         )
     seconds = [one.data_seconds + one.forward_seconds + one.backward_seconds + one.update_seconds for one in steady]
-    times = record.layer_times
+    times = record.layer_times if record.layer_times and record.layer_times.last_backward_seconds > 0 else None
     of_steps = [times] if times else steady
     return Job(
         statistics.mean(line.data_seconds + line.forward_seconds for line in of_steps),
@@ -297,7 +297,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         header.gradient_sizes.embedding_row,
         header.gradient_sizes.tokens,
         count_gathered_bytes(record),
-        times.last_backward_seconds / times.backward_seconds if times else 1.0,
+        min(1.0, times.last_backward_seconds / times.backward_seconds) if times and times.backward_seconds else 1.0,
         list_ready_shares(times.gradients, times.last_backward_seconds) if times else (),
     )
 
@@ -312,7 +312,7 @@ def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float
     """
     layers = [(math.prod(one.shape), one.ready_seconds) for one in gradients if not one.by_rows]
     found, count, total = list[tuple[float, float]](), 0, sum(numbers for numbers, _ in layers)
-    for numbers, ready in layers:
+    for numbers, ready in layers if total else ():
         count += numbers
         found.append((count / total, min(1.0, ready / backward_seconds)))
     return tuple(found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import format_flag
+from cpuft.config import LaunchConfig, TrainConfig, format_flag, option_names
 from cpuft.errors import CpuftError, counted
 from cpuft.report.page import render_page
 from cpuft.report.plots import Line, draw_lines
@@ -21,9 +22,13 @@ from cpuft.terminal import format_table
 
 FILE_NAME = "sweep.jsonl"
 VERSION = 1
+NOT_STORED = ("mpirun", "ssh_config", "run_dir", "only_hosts")
+"""Options of LaunchConfig that are not in a journal, so that no program is started because a file names it."""
+_FOLDER = re.compile(r"run-[0-9]{1,9}(-attempt-[0-9]{1,9})?")
 SEED = "seed"
 DONE, FAILED, LOST, STOPPED = "done", "failed", "lost", "stopped"
-"""How an attempt of a run ended: with a metric; by an error of its own; because a host was lost; with the sweep."""
+"""How an attempt at a run ended: with a metric; by an error of its own; because a host was lost, or before its first
+update, so that the run starts again; interrupted, so that the run can be resumed."""
 _MINIMIZED = ("perplexity", "loss", "eval_loss")
 """Beginnings of the names of metrics of which less is better."""
 _QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
@@ -50,7 +55,8 @@ class SweepHeader:
     lengths: list[float]
     """Relative length of each run, by which they are ordered."""
     launch: list[str] = field(default_factory=list)
-    """Arguments of all launches that say where and how they run, such as "--cluster=office"."""
+    """Arguments of all launches that say where and how they run, such as "--cluster=office". None names a program, or a
+    file that may name one (`NOT_STORED`)."""
     working_folder: str = ""
     """Folder in which the launches start, because options may have relative paths."""
     host_share: float = 1.0
@@ -187,7 +193,29 @@ def parse_journal(text: str, folder: str) -> Sweep:
     if not isinstance(header, SweepHeader) or not is_whole or len(header.lengths) != len(header.runs):
         raise CpuftError(f"{folder}/{FILE_NAME} has no header of this version of cpuft: start the sweep anew")
     starts = tuple(line for line in parsed if isinstance(line, AttemptStart))
+    _refuse_foreign(header, starts, f"{folder}/{FILE_NAME}")
     return Sweep(folder, header, starts, tuple(line for line in parsed if isinstance(line, AttemptEnd)))
+
+
+def _refuse_foreign(header: SweepHeader, starts: Sequence[AttemptStart], path: str) -> None:
+    """Raise CpuftError if a journal holds what no sweep writes: its arguments become those of `cpuft launch`."""
+    training = {*option_names(TrainConfig), "np", "ppn"}
+    launch = {*option_names(LaunchConfig)} - {*NOT_STORED}
+    found = [one for one in header.options if _name_of(one) not in training]
+    found += [one for one in header.launch if _name_of(one) not in launch]
+    found += [name for run in header.runs for name in run if name not in training]
+    found += [one.folder for one in starts if not _FOLDER.fullmatch(one.folder)]
+    if found:
+        raise CpuftError(
+            f"{path} holds {found[0]!r:.80}, which no sweep writes: give a folder that cpuft sweep has made"
+        )
+
+
+def _name_of(argument: str) -> str:
+    """Return the name of the option of an argument such as "--batch-size=8" or "--no-check"; empty for another text."""
+    flag = argument.partition("=")[0]
+    name = flag.removeprefix("--no-" if flag.startswith("--no-") else "--").replace("-", "_")
+    return name if flag in (format_flag(name), format_flag(name, False)) else ""
 
 
 def read_sweep(folder: str) -> Sweep:

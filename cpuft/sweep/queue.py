@@ -538,13 +538,13 @@ def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True
     counts = f"{len(done)} done, {len(active)} running, {queued} queued, {len(failed)} failed"
     lines = [f"{counted(len(sweep.header.runs), 'run')}: {counts}"]
     if not is_running and queued:
-        lines.append(f"nobody works on it: continue with cpuft sweep --resume {sweep.folder}")
+        lines.append(f"no cpuft sweep works on these runs now: continue with cpuft sweep --resume {sweep.folder}")
     if places > len(active):
         lines[0] += f", {counted(places - len(active), 'place')} idle"
     if configurations := list_configurations(sweep):
         best = configurations[0]
-        values = ", ".join(f"{name.replace('_', '-')} {text}" for name, text in best.values)
-        lines.append(f"best {sweep.metric} until now: {best.mean:.4f} ({values or find_folder(sweep, best.best_run)})")
+        values = describe_values(dict(best.values)) if best.values else find_folder(sweep, best.best_run)
+        lines.append(f"best {sweep.metric} until now: {best.mean:.4f} ({values})")
     passed = {start.run: now - start.time for start in active}
     seconds = estimate_seconds_left(sweep, passed, places or max(1, len(active)))
     if seconds is not None and (active or queued):

@@ -29,7 +29,7 @@ LOGARITHMIC_RATIO = 10.0
 
 @dataclass(frozen=True)
 class Values:
-    """What one option may be: some texts, or any number of a range."""
+    """The possible values of one option: some texts, or any number of a range."""
 
     texts: tuple[str, ...] = ()
     """In the order in which they were given; empty for a range of numbers with fractions."""
@@ -38,7 +38,7 @@ class Values:
 
 
 Space = dict[str, Values]
-"""Option -> what it may be."""
+"""Option -> its possible values."""
 Assignment = dict[str, str]
 """Option -> its value as the command line takes it, of all options that a sweep varies."""
 
@@ -54,7 +54,7 @@ def list_variable_options() -> tuple[str, ...]:
 
 
 def parse_values(name: str, text: str) -> Values:
-    """Return what an option may be, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3".
+    """Return the possible values of an option, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3".
 
     A range of whole numbers has all numbers from its beginning to its end. Spaces around commas are allowed.
 
@@ -185,8 +185,8 @@ def draw_random(spaces: Sequence[Space], trials: int, seed: int) -> list[Assignm
                 break
         else:
             raise CpuftError(
-                f"--trials {trials} is about all or more than all of the configurations that there are: give fewer "
-                "trials, or leave out --search random and --trials, to train all of them"
+                f"the values allow fewer than --trials {trials} configurations, or hardly more: give fewer trials, or "
+                "leave out --search random and --trials, to train all of them"
             )
         seen.add(key)
         seeds = space[SEED].texts if SEED in space else ()

@@ -160,6 +160,10 @@ def test_times_of_layers_are_the_times_of_a_step() -> None:
     assert (job.backward_seconds, job.update_seconds) == (times.backward_seconds, times.update_seconds)
     assert job.last_backward == times.last_backward_seconds / times.backward_seconds
     assert job.ready[-1][0] == pytest.approx(1.0)
+    # Times without a backward pass, or without gradients of layers, say nothing.
+    none = replace(LAYER_TIMES, last_backward_seconds=0.0)
+    assert read_job(replace(recorded(), layer_times=none)) == read_job(recorded())
+    assert read_job(replace(recorded(), layer_times=replace(LAYER_TIMES, gradients=[]))).ready == ()
 
 
 def test_the_least_rate_is_where_the_most_hosts_just_pay() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -74,6 +75,30 @@ def test_a_journal_is_read_back_also_with_a_last_line_that_was_cut_off() -> None
 def test_a_broken_journal_is_refused(text: str, problem: str) -> None:
     with pytest.raises(CpuftError, match=problem):
         parse_journal(text, "sweeps/a")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"options": ["--", "planted.py"]},
+        {"options": ["planted.py"]},
+        {"options": ["--mpirun=/tmp/planted"]},
+        {"launch": ["--mpirun=/tmp/planted"]},
+        {"launch": ["--ssh-config", "/tmp/planted"]},
+        {"launch": ["--ssh-config=/tmp/planted"]},
+        {"runs": [{"run_dir": "/tmp/planted"}], "lengths": [1.0]},
+    ],
+)
+def test_arguments_that_no_sweep_writes_are_not_passed_to_a_launch(changes: dict[str, Any]) -> None:
+    with pytest.raises(CpuftError, match="which no sweep writes"):
+        make_sweep([replace(HEADER, **changes)])
+    good = replace(HEADER, options=["--task=mrpc", "--no-fast-path", "--np=2"], launch=["--cluster=lab", "--no-check"])
+    assert make_sweep([good]).header == good
+
+
+def test_a_run_is_in_the_folder_of_its_sweep() -> None:
+    with pytest.raises(CpuftError, match="which no sweep writes"):
+        make_sweep([HEADER, AttemptStart(1, 1, "node1", "../other", 0.0)])
 
 
 def test_a_folder_without_a_sweep(tmp_path: Path) -> None:

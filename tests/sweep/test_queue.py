@@ -317,7 +317,7 @@ def test_the_status_of_a_sweep(launches: Launches) -> None:
         assert estimate_seconds_left(journal.sweep, {2: 60.0}, 2) == 150.0
         # On more places it is the longest of them.
         assert estimate_seconds_left(journal.sweep, {2: 60.0}, 9) == 120.0
-        assert "nobody works on it: continue with cpuft sweep --resume" in format_status(journal.sweep, 0, 300.0, False)
+        assert "no cpuft sweep works on these runs now: continue with" in format_status(journal.sweep, 0, 300.0, False)
 
 
 def test_a_second_sweep_cannot_write_to_the_same_journal(launches: Launches) -> None:

@@ -83,8 +83,8 @@ class LocalSGDExchange(Exchange):
         `--sync-every` updates after they were sent. It is waited for if it is not there yet.
         """
         self._updates_since_sent += 1
-        is_late = self._updates_since_sent == self.config.sync_every
-        if not (is_due or wait or is_late):
+        is_mean_due = self._updates_since_sent == self.config.sync_every
+        if not (is_due or wait or is_mean_due):
             return
         with fp32_weights(self.bare_model):
             if wait:
