@@ -742,8 +742,12 @@ class CompareConfig:
     )
 
 
-SWEEP_SEARCHES = ("grid", "random")
+SWEEP_SEARCHES = ("grid", "random", "optuna")
 """The values of --search."""
+SWEEP_SAMPLERS = ("tpe", "random")
+"""The values of --sampler."""
+SWEEP_PRUNERS = ("auto", "median", "none")
+"""The values of --pruner."""
 DIRECTIONS = ("auto", "maximize", "minimize")
 """The values of --direction."""
 
@@ -770,11 +774,32 @@ class SweepConfig:
     search: str = _recipe(
         "grid",
         "grid: all combinations of the values. random: --trials configurations that are drawn from them, each with all "
-        "values of --seed; only then may a range have fractions, such as 1e-5..1e-3",
+        "values of --seed. optuna: --trials configurations that Optuna chooses one after another, from the results of "
+        "those before, each with all values of --seed. Only random and optuna take ranges with fractions, such as "
+        "1e-5..1e-3",
         choices=SWEEP_SEARCHES,
     )
-    trials: int = _recipe(0, "With --search random, number of configurations", least=0)
-    search_seed: int = _recipe(0, "With --search random, seed of the draws", least=0)
+    trials: int = _recipe(0, "With --search random or optuna, number of configurations", least=0)
+    search_seed: int = _recipe(0, "With --search random or optuna, seed of the draws", least=0)
+    sampler: str = _recipe(
+        "tpe",
+        "With --search optuna, how configurations are chosen. tpe: near good ones (tree-structured Parzen estimator). "
+        "random: independently of the results",
+        choices=SWEEP_SAMPLERS,
+    )
+    pruner: str = _evaluation(
+        "auto",
+        "With --search optuna, which runs are ended early. median: those whose best evaluation while training (see "
+        "--eval-every) is worse than the median of the finished configurations at the same evaluation. auto: median "
+        "if runs evaluate while training, otherwise none",
+        choices=SWEEP_PRUNERS,
+    )
+    storage: str = _output(
+        "",
+        "With --search optuna, URL of an Optuna storage that gets the study as well, such as sqlite:///trials.db, for "
+        "example for Optuna's dashboard. It is not saved with the sweep: give it again with --resume",
+        takes="URL",
+    )
     metric: str = _evaluation(
         "", "Metric that is compared (default: the first one that the task reports)", takes="NAME"
     )

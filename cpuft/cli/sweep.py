@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import sys
 import time
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ from cpuft.errors import CpuftError, Interrupted
 from cpuft.sweep.search import list_variable_options
 
 if TYPE_CHECKING:
-    from cpuft.report.sweep import Sweep, SweepHeader
+    from cpuft.report.sweep import SearchSettings, Sweep, SweepHeader
     from cpuft.sweep.queue import Journal, Place, SweepQueue
+    from cpuft.sweep.search import Space
+    from cpuft.sweep.study import OptunaSearch
 
 MOST_RUNS = 10_000
 """A sweep of more runs needs --yes."""
@@ -82,6 +85,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.launch.plan import choose_run_dir
     from cpuft.report.sweep import NOT_STORED, Sweep
     from cpuft.sweep.queue import open_journal
+    from cpuft.sweep.study import OptunaSearch
 
     launch = pick(LaunchConfig, values)
     header = _plan_header(config, values)
@@ -91,13 +95,38 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     stored = [option for option in options if option.partition("=")[0] not in map(format_flag, NOT_STORED)]
     header = replace(header, launch=stored, working_folder=os.getcwd(), host_share=share)
     folder = choose_run_dir(launch.run_dir, "sweep")
+    if header.search.trials:
+        name, token = os.path.basename(os.path.abspath(folder)), os.urandom(8).hex()
+        header = replace(header, search=replace(header.search, study=name, token=token))
     if dry_run:
-        _print_plan(Sweep(folder, header), options, places)
+        sweep = Sweep(folder, header)
+        if header.search.trials:
+            sweep = sweep.add(OptunaSearch(header.search, sweep.is_maximized).propose(sweep))
+        _print_plan(sweep, options, places)
         return
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
+        search = stack.enter_context(_open_search(Sweep(folder, header), config.storage))
+        if header.search.pruner == "none" and config.pruner == "auto" and search:
+            say("cpuft: no run is pruned, because runs do not evaluate while training: add --eval-every to have that")
         journal = stack.enter_context(open_journal(folder, header))
-        _carry_out(journal, config, options, places)
+        _carry_out(journal, config, options, places, search)
+
+
+@contextmanager
+def _open_search(sweep: Sweep, storage: str) -> Iterator[OptunaSearch | None]:
+    """Open the Optuna study of a sweep, and keep other sweeps out of it; None for a sweep whose runs are all known.
+
+    Raises CpuftError: Optuna is not installed, the storage cannot be used, or another sweep has the study.
+    """
+    from cpuft.sweep.study import OptunaSearch, lock_study
+
+    settings = sweep.header.search
+    if not settings.trials:
+        yield None
+        return
+    with lock_study(storage, settings.study) if storage else nullcontext():
+        yield OptunaSearch(settings, sweep.is_maximized, storage, is_new=not sweep.trials)
 
 
 def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
@@ -106,13 +135,16 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.report.sweep import read_sweep
     from cpuft.sweep.queue import continue_journal, make_launch_config
 
-    fixed = {*option_names(TrainConfig), *option_names(SweepConfig)} - {"resume", "parallel", "stop_after_failures"}
+    fixed = {*option_names(TrainConfig), *option_names(SweepConfig)}
+    fixed -= {"resume", "parallel", "stop_after_failures", "storage"}
     for name in given_options():
         if name in fixed or name == "run_dir":
             raise CpuftError(f"{format_flag(name)} is not for --resume, which takes it from the sweep: leave it out")
     folder = os.path.abspath(config.resume)
     sweep = read_sweep(folder)
     header, given = sweep.header, _list_launch_options()
+    if config.storage and not header.search.trials:
+        raise CpuftError("--storage is for sweeps that were started with --search optuna: leave it out")
     if not os.path.isdir(header.working_folder or "."):
         raise CpuftError(
             f"the sweep was started in {header.working_folder}, where its relative paths begin, and this folder is "
@@ -130,8 +162,9 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         return
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
+        search = stack.enter_context(_open_search(sweep, config.storage))
         journal = stack.enter_context(continue_journal(folder))
-        _carry_out(journal, config, options, places)
+        _carry_out(journal, config, options, places, search)
 
 
 def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
@@ -139,7 +172,7 @@ def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
 
     Raises CpuftError: a value is wrong, options exclude each other, or there are too many runs.
     """
-    from cpuft.report.sweep import VERSION, SweepHeader
+    from cpuft.report.sweep import VERSION, SearchSettings, SweepHeader
     from cpuft.sweep.search import (
         Space,
         apply_assignment,
@@ -150,6 +183,7 @@ def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
         parse_values,
         plan_grid,
         read_conditions,
+        sample_configurations,
     )
 
     common, space = list[str](), Space()
@@ -171,27 +205,86 @@ def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
                     "one of them"
                 )
     spaces = [space | condition for condition in conditions]
+    if config.search != "optuna":
+        for name in ("sampler", "pruner", "storage"):
+            if getattr(config, name) != getattr(SweepConfig(), name):
+                raise CpuftError(f"{format_flag(name)} is for --search optuna: add that, or leave it out")
     if config.search == "grid":
         if config.trials:
-            raise CpuftError("--trials is for --search random: a grid has all combinations, so leave it out")
+            raise CpuftError(
+                "--trials is for --search random and --search optuna: a grid has all combinations, so leave it out"
+            )
         count = count_grid(spaces)
     else:
         if not config.trials:
-            raise CpuftError("--search random needs --trials, the number of configurations: add --trials 20")
+            raise CpuftError(f"--search {config.search} needs --trials, the number of configurations: add --trials 20")
         count = config.trials * max(len(one["seed"].texts) if "seed" in one else 1 for one in spaces)
     if count > MOST_RUNS and not config.yes:
         raise CpuftError(
             f"this sweep has {count:,} runs: give fewer values, --search random with --trials 50, or --yes if you "
             "mean it"
         )
-    runs = plan_grid(spaces) if config.search == "grid" else draw_random(spaces, config.trials, config.search_seed)
-    check_assignments(base, runs, fixed)
+    search, direction = SearchSettings(), config.direction
+    if config.search == "optuna":
+        found = sample_configurations(spaces)
+        check_assignments(base, found, fixed)
+        configs = [apply_assignment(base, one) for one in found]
+        search, direction = _plan_search(config, spaces, configs), _choose_direction(config, configs)
+        runs = []
+    else:
+        runs = plan_grid(spaces) if config.search == "grid" else draw_random(spaces, config.trials, config.search_seed)
+        check_assignments(base, runs, fixed)
     ranks = config.hosts_per_run * config.ranks_per_host
     common += [f"--np={ranks}", f"--ppn={config.ranks_per_host}"] if ranks > 1 else []
     lengths = [estimate_length(apply_assignment(base, run)) for run in runs]
     return SweepHeader(
-        VERSION, common, runs, config.metric, config.direction, config.hosts_per_run, config.price, lengths
+        VERSION, common, runs, config.metric, direction, config.hosts_per_run, config.price, lengths, search=search
     )
+
+
+def _plan_search(config: SweepConfig, spaces: Sequence[Space], configs: Sequence[TrainConfig]) -> SearchSettings:
+    """Return how Optuna searches, still without the name of the study and its token.
+
+    Parameters
+    ----------
+    spaces: the alternatives of the sweep.
+    configs: training options of a part of the configurations.
+
+    Raises CpuftError: there are fewer configurations than trials, or the pruner has no evaluations.
+    """
+    from cpuft.report.sweep import SEED, SearchSettings
+    from cpuft.sweep.search import count_configurations, format_values
+
+    if (count := count_configurations(spaces)) < config.trials:
+        raise CpuftError(
+            f"the values allow {count:.0f} configurations, fewer than --trials {config.trials}: give a range such as "
+            "--learning-rate 1e-5..1e-3, more values, or --search grid without --trials"
+        )
+    has_evaluations = all(one.eval_every != "none" for one in configs)
+    if config.pruner == "median" and not has_evaluations:
+        raise CpuftError(
+            "--pruner median compares evaluations while training, and there are none: add --eval-every epoch or "
+            "a number of updates, or leave out --pruner"
+        )
+    return SearchSettings(
+        trials=config.trials,
+        seeds=max(len(space[SEED].texts) if SEED in space else 1 for space in spaces),
+        sampler=config.sampler,
+        pruner="median" if config.pruner != "none" and has_evaluations else "none",
+        seed=config.search_seed,
+        spaces=[{name: format_values(name, values) for name, values in space.items()} for space in spaces],
+    )
+
+
+def _choose_direction(config: SweepConfig, configs: Sequence[TrainConfig]) -> str:
+    """Return maximize or minimize: Optuna has to know it before a run has reported its metrics."""
+    from cpuft.report.sweep import is_larger_better
+    from cpuft.tasks import find_task
+
+    if config.direction != "auto":
+        return config.direction
+    metric = config.metric or find_task(configs[0].task, configs[0].causal).metrics[0]
+    return "maximize" if is_larger_better(metric) else "minimize"
 
 
 def _is_several(name: str, text: str) -> bool:
@@ -228,16 +321,18 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
     """Print the command of each run that is still to be made, as a shell script that makes one after another."""
     import shlex
 
-    from cpuft.report.sweep import DONE, STOPPED, describe_values
+    from cpuft.report.sweep import DONE, PRUNED, STOPPED, describe_values
     from cpuft.sweep.queue import name_folder
     from cpuft.sweep.search import format_assignment
 
-    header, total = sweep.header, len(sweep.header.runs)
+    header, total = sweep.header, sweep.total
     click.echo("#!/usr/bin/env bash\nset -eu")
     click.echo(f"# {total} runs; at the same time on: {'; '.join(place.name for place in places)}")
+    if left := header.search.trials - len(sweep.trials):
+        click.echo(f"# Optuna chooses {left} configurations later, from the results of those below")
     for number, values in enumerate(header.runs, start=1):
         start, end = sweep.find_start(number), sweep.find_end(number)
-        if end and end.status == DONE:
+        if number in sweep.list_with_status(DONE, PRUNED):
             click.echo(f"# run {number} has ended: {describe_values(values)}")
             continue
         if start and (end is None or end.status == STOPPED):
@@ -248,14 +343,16 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
         click.echo(shlex.join(["cpuft", "launch", *options, *rest]))
 
 
-def _carry_out(journal: Journal, config: SweepConfig, options: list[str], places: list[Place]) -> None:
+def _carry_out(
+    journal: Journal, config: SweepConfig, options: list[str], places: list[Place], search: OptunaSearch | None
+) -> None:
     """Run the queue, print the results, and exit with 1 if a run failed, with 128 + N if signal N ended the sweep."""
     from cpuft.report.sweep import format_sweep
     from cpuft.sweep.queue import SweepQueue
 
     folder = journal.sweep.folder
     live = LiveStatus(len(places)) if sys.stderr.isatty() else None
-    queue = SweepQueue(journal, options, places, config.stop_after_failures, live.say if live else say)
+    queue = SweepQueue(journal, options, places, config.stop_after_failures, live.say if live else say, search)
     try:
         failed = queue.run((lambda: live.show(queue)) if live else (lambda: None))
     except Interrupted as stopped:

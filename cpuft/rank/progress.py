@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from cpuft.record import format_metrics
 from cpuft.serialization import load, parse_json
 
 PROGRESS_MARK = "cpuft-progress:"
 """Beginning of these lines. The launcher draws its progress bar from them and does not print them."""
+FINAL_EVALUATION_MARK = "evaluating on "
+"""Beginning of the line that rank 0 shows when all updates are made and the evaluation at the end begins."""
+_EVALUATION = re.compile(r"evaluation after update ([0-9]{1,18}): (\S+ \S+(?:  \S+ \S+)*)\s*")
 
 
 @dataclass(frozen=True)
@@ -42,5 +48,25 @@ def parse_event(line: str) -> ProgressEvent | None:
         return None
     try:
         return load(ProgressEvent, parse_json(line.removeprefix(PROGRESS_MARK)))
+    except ValueError:
+        return None
+
+
+def format_evaluation(update: int, metrics: Mapping[str, float]) -> str:
+    """Return the line that shows an evaluation while training: "evaluation after update 40: accuracy 0.8627"."""
+    return f"evaluation after update {update}: {format_metrics(metrics)}"
+
+
+def parse_evaluation(line: str) -> tuple[int, dict[str, float]] | None:
+    """Return (number of updates, metrics by name) of a line that `format_evaluation` made; None for any other line.
+
+    The metrics are rounded to four decimal places, as the line shows them.
+    """
+    found = _EVALUATION.fullmatch(line)
+    if found is None:
+        return None
+    try:
+        pairs = (pair.split(" ") for pair in found[2].split("  "))
+        return int(found[1]), {name: float(value) for name, value in pairs}
     except ValueError:
         return None

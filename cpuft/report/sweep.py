@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import json
 import math
 import re
@@ -13,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import LaunchConfig, TrainConfig, format_flag, option_names
+from cpuft.config import SWEEP_PRUNERS, SWEEP_SAMPLERS, LaunchConfig, TrainConfig, format_flag, option_names
 from cpuft.errors import CpuftError, counted
 from cpuft.report.page import render_page
 from cpuft.report.plots import Line, draw_lines
@@ -21,19 +23,41 @@ from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 
 FILE_NAME = "sweep.jsonl"
-VERSION = 1
+VERSION = 2
+_READABLE = (1, VERSION)
+"""Versions of a journal that can be read. In version 1, all runs are in the header."""
 NOT_STORED = ("mpirun", "ssh_config", "run_dir", "only_hosts")
 """Options of LaunchConfig that are not in a journal, so that no program is started because a file names it."""
 _FOLDER = re.compile(r"run-[0-9]{1,9}(-attempt-[0-9]{1,9})?")
 SEED = "seed"
-DONE, FAILED, LOST, STOPPED = "done", "failed", "lost", "stopped"
+DONE, FAILED, LOST, STOPPED, PRUNED = "done", "failed", "lost", "stopped", "pruned"
 """How an attempt at a run ended: with a metric; by an error of its own; because a host was lost, or before its first
-update, so that the run starts again; interrupted, so that the run can be resumed."""
+update, so that the run starts again; interrupted, so that the run can be resumed; by the pruner, for good."""
 _MINIMIZED = ("perplexity", "loss", "eval_loss")
 """Beginnings of the names of metrics of which less is better."""
 _QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 """97.5 % quantiles of Student's t distribution with 1 to 10 degrees of freedom. With more, the last one is used, which
 is too large by at most 0.27."""
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """How Optuna chooses the configurations of a sweep while it runs."""
+
+    trials: int = 0
+    """Number of configurations; 0 if all runs are in the header, and Optuna chooses none."""
+    seeds: int = 1
+    """Largest number of runs of a configuration, one for each value of --seed."""
+    sampler: str = "tpe"
+    pruner: str = "none"
+    seed: int = 0
+    """Seed of the sampler."""
+    spaces: list[dict[str, str]] = field(default_factory=list)
+    """Alternatives, each with the values of its options as the command line takes them, such as "1e-5..1e-3"."""
+    study: str = ""
+    """Name of the study in the storage."""
+    token: str = ""
+    """Random text that the study has, too, so that a study of another sweep is noticed."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +85,21 @@ class SweepHeader:
     """Folder in which the launches start, because options may have relative paths."""
     host_share: float = 1.0
     """Share of a host that a run has, if this machine is divided among several runs."""
+    search: SearchSettings = field(default_factory=SearchSettings)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Optuna has chosen a configuration. Its runs are numbered after those that the sweep has already."""
+
+    number: int
+    """Number of the configuration, from 1."""
+    params: dict[str, str]
+    """Parameters of the Optuna study, with all their digits."""
+    runs: list[dict[str, str]]
+    """The values of each run by option, one run for each value of --seed."""
+    lengths: list[float]
+    """Relative length of each run."""
 
 
 @dataclass(frozen=True)
@@ -86,17 +125,34 @@ class AttemptEnd:
     run: int
     attempt: int
     status: str
-    """DONE, FAILED, LOST or STOPPED."""
+    """DONE, FAILED, LOST, STOPPED or PRUNED."""
     exit_code: int
     seconds: float
     """From its start."""
     metrics: dict[str, float]
     reason: str = ""
-    """Why it failed: the last lines of its log."""
+    """Why it failed: the last lines of its log. Why it was pruned, if it was."""
 
 
-JournalLine = SweepHeader | AttemptStart | AttemptEnd
-_KINDS: dict[str, type[JournalLine]] = {"sweep": SweepHeader, "start": AttemptStart, "end": AttemptEnd}
+@dataclass(frozen=True)
+class Evaluation:
+    """A run that Optuna may prune has evaluated its model while training."""
+
+    run: int
+    attempt: int
+    update: int
+    """Number of updates that it had made."""
+    metrics: dict[str, float]
+
+
+JournalLine = SweepHeader | Trial | AttemptStart | Evaluation | AttemptEnd
+_KINDS: dict[str, type[JournalLine]] = {
+    "sweep": SweepHeader,
+    "trial": Trial,
+    "start": AttemptStart,
+    "evaluation": Evaluation,
+    "end": AttemptEnd,
+}
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 
 
@@ -113,6 +169,21 @@ class Sweep:
     header: SweepHeader
     starts: tuple[AttemptStart, ...] = ()
     ends: tuple[AttemptEnd, ...] = ()
+    trials: tuple[Trial, ...] = ()
+    """Configurations that Optuna has chosen until now. The header has their runs, too."""
+    evaluations: tuple[Evaluation, ...] = ()
+
+    def add(self, line: JournalLine) -> Sweep:
+        """Return the sweep with one more line of its journal, which is not a header."""
+        if isinstance(line, Trial):
+            header = extend_header(self.header, [line])
+            return dataclasses.replace(self, header=header, trials=(*self.trials, line))
+        if isinstance(line, AttemptStart):
+            return dataclasses.replace(self, starts=(*self.starts, line))
+        if isinstance(line, Evaluation):
+            return dataclasses.replace(self, evaluations=(*self.evaluations, line))
+        assert isinstance(line, AttemptEnd)
+        return dataclasses.replace(self, ends=(*self.ends, line))
 
     @cached_property
     def _last_starts(self) -> dict[int, AttemptStart]:
@@ -122,6 +193,57 @@ class Sweep:
     def _last_ends(self) -> dict[int, AttemptEnd]:
         starts = self._last_starts
         return {one.run: one for one in self.ends if one.run in starts and one.attempt == starts[one.run].attempt}
+
+    @cached_property
+    def _statuses(self) -> dict[int, str]:
+        """How each run has ended. If one run of a configuration was pruned, those that are not trained are, too."""
+        found = {run: end.status for run, end in self._last_ends.items()}
+        for trial in self.trials:
+            runs = self.list_runs(trial.number)
+            if any(found.get(run) == PRUNED for run in runs):
+                for run in runs:
+                    is_active = run in self._last_starts and run not in self._last_ends
+                    if not is_active and found.get(run) not in (DONE, FAILED):
+                        found[run] = PRUNED
+        return found
+
+    @cached_property
+    def _trial_ends(self) -> list[int]:
+        """Number of the last run of each configuration that Optuna has chosen."""
+        return list(itertools.accumulate(len(trial.runs) for trial in self.trials))
+
+    def list_runs(self, trial: int) -> range:
+        """Return the numbers of the runs of a configuration that Optuna has chosen; its own number counts from 1."""
+        end = self._trial_ends[trial - 1]
+        return range(end - len(self.trials[trial - 1].runs) + 1, end + 1)
+
+    def find_trial(self, run: int) -> int:
+        """Return the number of the configuration of a run; 0 if Optuna has not chosen it."""
+        return bisect.bisect_left(self._trial_ends, run) + 1 if self.trials else 0
+
+    @cached_property
+    def _curves(self) -> dict[int, dict[int, float]]:
+        """Run -> number of updates -> metric of the evaluation there, in the folder of the last attempt at the run."""
+        folders = {(start.run, start.attempt): start.folder for start in self.starts}
+        found: dict[int, dict[int, float]] = {}
+        for one in self.evaluations:
+            is_last = folders.get((one.run, one.attempt)) == find_folder(self, one.run)
+            if is_last and self.metric in one.metrics:
+                found.setdefault(one.run, {})[one.update] = one.metrics[self.metric]
+        return found
+
+    def average_curve(self, trial: int) -> list[float]:
+        """Return the metric at the first, second, ... evaluation while training, of a configuration of Optuna.
+
+        Each is the mean over those of its runs that have made so many evaluations.
+        """
+        curves = [[value for _, value in sorted(self._curves.get(run, {}).items())] for run in self.list_runs(trial)]
+        longest = max(map(len, curves))
+        return [statistics.fmean(curve[at] for curve in curves if len(curve) > at) for at in range(longest)]
+
+    def count_evaluations(self, run: int) -> int:
+        """Return how many evaluations while training a run has made, in the folder of its last attempt."""
+        return len(self._curves.get(run, {}))
 
     def find_end(self, run: int) -> AttemptEnd | None:
         """Return how the last attempt at a run ended; None if there was none, or it has not ended."""
@@ -133,7 +255,7 @@ class Sweep:
 
     def list_with_status(self, *statuses: str) -> list[int]:
         """Return the numbers of the runs whose last attempt ended in one of these ways, ascending."""
-        return sorted(run for run, end in self._last_ends.items() if end.status in statuses)
+        return sorted(run for run, status in self._statuses.items() if status in statuses)
 
     def count_seconds(self, run: int) -> float:
         """Return the seconds of all attempts at a run that have ended and trained in the folder of its last one."""
@@ -143,26 +265,45 @@ class Sweep:
 
     @property
     def numbers(self) -> range:
-        """Numbers of all runs."""
+        """Numbers of all runs that are known. Optuna chooses further ones while the sweep runs."""
         return range(1, len(self.header.runs) + 1)
+
+    @property
+    def total(self) -> int:
+        """Number of all runs, with those that Optuna has not chosen yet."""
+        search = self.header.search
+        return len(self.header.runs) + max(0, search.trials - len(self.trials)) * search.seeds
 
     @property
     def metric(self) -> str:
         """Name of the metric that is compared; empty if no run has reported one."""
-        done = (end for end in self.ends if end.status == DONE)
-        return self.header.metric or next((name for end in done for name in end.metrics), "")
+        done = [end.metrics for end in self.ends if end.status == DONE]
+        found = (name for metrics in [*done, *(one.metrics for one in self.evaluations)] for name in metrics)
+        return self.header.metric or next(found, "")
 
     @property
     def is_maximized(self) -> bool:
         """Whether a larger metric is better."""
         if self.header.direction != "auto":
             return self.header.direction == "maximize"
-        return not self.metric.startswith(_MINIMIZED)
+        return is_larger_better(self.metric)
 
     @property
     def host_hours(self) -> float:
         """Hours of all hosts in all attempts that have ended."""
         return sum(one.seconds for one in self.ends) * self.header.hosts_per_run * self.header.host_share / 3600
+
+
+def is_larger_better(metric: str) -> bool:
+    """Return whether a larger value of a metric of cpuft is better."""
+    return not metric.startswith(_MINIMIZED)
+
+
+def extend_header(header: SweepHeader, trials: Sequence[Trial]) -> SweepHeader:
+    """Return the header with the runs of configurations that Optuna has chosen after its own."""
+    runs = [run for trial in trials for run in trial.runs]
+    lengths = [length for trial in trials for length in trial.lengths]
+    return dataclasses.replace(header, runs=[*header.runs, *runs], lengths=[*header.lengths, *lengths])
 
 
 def parse_journal(text: str, folder: str) -> Sweep:
@@ -172,7 +313,7 @@ def parse_journal(text: str, folder: str) -> Sweep:
     ----------
     folder: of the sweep, which is stored in the result and named in messages.
 
-    Raises CpuftError: the first line is not a header of this version, or another line is broken.
+    Raises CpuftError: the first line is not a header of a version that can be read, or another line is broken.
     """
     lines, parsed = text.split("\n"), list[JournalLine]()
     for number, line in enumerate(lines, start=1):
@@ -189,12 +330,29 @@ def parse_journal(text: str, folder: str) -> Sweep:
                 "that this version of cpuft has made"
             ) from None
     header = parsed[0] if parsed else None
-    is_whole = isinstance(header, SweepHeader) and header.version == VERSION
+    is_whole = isinstance(header, SweepHeader) and header.version in _READABLE
     if not isinstance(header, SweepHeader) or not is_whole or len(header.lengths) != len(header.runs):
         raise CpuftError(f"{folder}/{FILE_NAME} has no header of this version of cpuft: start the sweep anew")
+    trials = tuple(line for line in parsed if isinstance(line, Trial))
+    _refuse_broken_trials(header, trials, f"{folder}/{FILE_NAME}")
+    header = extend_header(header, trials)
     starts = tuple(line for line in parsed if isinstance(line, AttemptStart))
     _refuse_foreign(header, starts, f"{folder}/{FILE_NAME}")
-    return Sweep(folder, header, starts, tuple(line for line in parsed if isinstance(line, AttemptEnd)))
+    ends = tuple(line for line in parsed if isinstance(line, AttemptEnd))
+    return Sweep(folder, header, starts, ends, trials, tuple(line for line in parsed if isinstance(line, Evaluation)))
+
+
+def _refuse_broken_trials(header: SweepHeader, trials: Sequence[Trial], path: str) -> None:
+    """Raise CpuftError if the configurations that Optuna has chosen do not fit each other, or the header."""
+    search = header.search
+    is_whole = [trial.number for trial in trials] == list(range(1, len(trials) + 1)) and all(
+        trial.runs and len(trial.runs) == len(trial.lengths) for trial in trials
+    )
+    is_known = search.sampler in SWEEP_SAMPLERS and search.pruner in SWEEP_PRUNERS and 0 <= search.trials <= 10**6
+    if not is_whole or not is_known or not 0 < search.seeds <= 10**6 or (header.runs and search.trials):
+        raise CpuftError(f"{path} has configurations that do not fit together: start the sweep anew")
+    if len(trials) > search.trials or bool(search.trials) != bool(search.spaces):
+        raise CpuftError(f"{path} has other configurations than its header says: start the sweep anew")
 
 
 def _refuse_foreign(header: SweepHeader, starts: Sequence[AttemptStart], path: str) -> None:
@@ -203,8 +361,9 @@ def _refuse_foreign(header: SweepHeader, starts: Sequence[AttemptStart], path: s
     launch = {*option_names(LaunchConfig)} - {*NOT_STORED}
     found = [one for one in header.options if _name_of(one) not in training]
     found += [one for one in header.launch if _name_of(one) not in launch]
-    found += [name for run in header.runs for name in run if name not in training]
+    found += [name for values in (*header.runs, *header.search.spaces) for name in values if name not in training]
     found += [one.folder for one in starts if not _FOLDER.fullmatch(one.folder)]
+    found += [f"run {one.run}" for one in starts if not 1 <= one.run <= len(header.runs)]
     if found:
         raise CpuftError(
             f"{path} holds {found[0]!r:.80}, which no sweep writes: give a folder that cpuft sweep has made"
@@ -357,7 +516,7 @@ def _list_names(configurations: Sequence[Configuration]) -> list[str]:
 
 
 def _list_notes(sweep: Sweep) -> list[str]:
-    """Return a note for each run that failed, and one about progress and costs."""
+    """Return a note for each run that failed, one about pruned runs, and one about progress and costs."""
     notes = list[str]()
     for run in sweep.list_with_status(DONE, FAILED):
         end, values = sweep.find_end(run), describe_values(sweep.header.runs[run - 1])
@@ -365,7 +524,10 @@ def _list_notes(sweep: Sweep) -> list[str]:
             notes.append(f"failed: run {run} ({values}): {end.reason}")
         elif end and sweep.metric not in end.metrics:
             notes.append(f"run {run} ({values}) reports no {sweep.metric}, but {', '.join(end.metrics)}")
-    done, total = len(sweep.list_with_status(DONE)), len(sweep.header.runs)
+    if pruned := sweep.list_with_status(PRUNED):
+        numbers = ", ".join(map(str, pruned))
+        notes.append(f"{counted(len(pruned), 'run')} pruned, because their evaluations were worse: {numbers}")
+    done, total = len(sweep.list_with_status(DONE)), sweep.total
     cost = f", {sweep.host_hours * sweep.header.price:.2f} dollars" if sweep.header.price else ""
     return [*notes, f"{done} of {counted(total, 'run')} done, {sweep.host_hours:.2f} host-hours{cost}."]
 
@@ -514,6 +676,7 @@ def sweep_to_json(sweep: Sweep) -> dict[str, Any]:
             for one in list_configurations(sweep)
         ],
         "failed": [sweep.header.runs[run - 1] for run in sweep.list_with_status(FAILED)],
+        "pruned": [sweep.header.runs[run - 1] for run in sweep.list_with_status(PRUNED)],
         "host_hours": sweep.host_hours,
         "price": sweep.host_hours * sweep.header.price,
     }

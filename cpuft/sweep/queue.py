@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import IO
@@ -22,6 +22,7 @@ from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.supervise import TRAINING_STOP_SECONDS
+from cpuft.rank.progress import FINAL_EVALUATION_MARK, parse_evaluation
 from cpuft.record import FILE_NAME as RECORD_NAME
 from cpuft.record import read_record
 from cpuft.report.sweep import (
@@ -29,9 +30,11 @@ from cpuft.report.sweep import (
     FAILED,
     FILE_NAME,
     LOST,
+    PRUNED,
     STOPPED,
     AttemptEnd,
     AttemptStart,
+    Evaluation,
     JournalLine,
     Sweep,
     SweepHeader,
@@ -42,6 +45,7 @@ from cpuft.report.sweep import (
     parse_journal,
 )
 from cpuft.sweep.search import format_assignment
+from cpuft.sweep.study import OptunaSearch
 
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
@@ -175,13 +179,11 @@ class Journal:
         self._file.write(format_journal_line(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        if isinstance(line, AttemptStart):
-            self.sweep = replace(self.sweep, starts=(*self.sweep.starts, line))
-        elif isinstance(line, AttemptEnd):
-            self.sweep = replace(self.sweep, ends=(*self.sweep.ends, line))
+        if not isinstance(line, SweepHeader):
+            self.sweep = self.sweep.add(line)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _ActiveRun:
     """An attempt at a run, and its process."""
 
@@ -193,6 +195,14 @@ class _ActiveRun:
     is_resumed: bool
     log_bytes: int
     """Size of its log when it started."""
+    read_bytes: int
+    """How much of its log has been read for evaluations."""
+    makes_updates: bool = True
+    """Whether its evaluations are those while training. The one at the end is none."""
+    pruned_because: str = ""
+    """Why it is pruned; empty if it is not."""
+    pruned_at: float = 0.0
+    """time.monotonic() when it was pruned."""
 
 
 class SweepQueue:
@@ -207,15 +217,26 @@ class SweepQueue:
     places: where runs train at the same time.
     stop_after: number of failed runs after which no further run is started; 0 for any number.
     say: called with a line for the user.
+    search: chooses further runs, and prunes them; None for a sweep whose runs are all known.
+
+    Raises CpuftError: the search cannot be brought to the state of the sweep.
     """
 
     def __init__(
-        self, journal: Journal, options: Sequence[str], places: Sequence[Place], stop_after: int, say: Say
+        self,
+        journal: Journal,
+        options: Sequence[str],
+        places: Sequence[Place],
+        stop_after: int,
+        say: Say,
+        search: OptunaSearch | None = None,
     ) -> None:
         self._journal, self._options, self._places, self._stop_after = journal, options, list(places), stop_after
-        self._say, self._active = say, list[_ActiveRun]()
+        self._say, self._active, self._search = say, list[_ActiveRun](), search
         self._failed_before = {*self.sweep.list_with_status(FAILED)}
         """Runs that failed in an earlier session, and have not been started in this one."""
+        if search:
+            search.restore(self.sweep, self._failed_before)
         self._checked = set[str]()
         """Names of places on whose hosts a run has trained: the short check of the doctor runs there once."""
         self._lost = list[Place]()
@@ -244,13 +265,14 @@ class SweepQueue:
         """
         with execute.signals_raise(lambda signal_number: False):
             try:
-                while self._list_open() or self._active:
+                while self._list_open() or self._active or self._has_more():
                     if not self._places and not self._active and not self._wait_for_hosts():
                         raise _make_failure(
                             "no host of the sweep can be used any more: repair them, and continue with cpuft sweep "
                             f"--resume {self.sweep.folder}"
                         )
                     self._fill()
+                    self._prune()
                     for active in [one for one in self._active if one.process.poll() is not None]:
                         self._finish(active)
                     watch()
@@ -277,13 +299,26 @@ class SweepQueue:
 
     def _list_open(self) -> list[int]:
         """Return the runs that still have to be started, the longest first."""
-        ended = {*self.sweep.list_with_status(DONE, FAILED)} - self._failed_before
+        ended = {*self.sweep.list_with_status(DONE, FAILED, PRUNED)} - self._failed_before
         ended |= {one.start.run for one in self._active}
-        lengths = self.sweep.header.lengths
-        return sorted((run for run in self.sweep.numbers if run not in ended), key=lambda run: -lengths[run - 1])
+        pruned = {*map(self.sweep.find_trial, self.sweep.list_with_status(PRUNED))}
+        runs = [run for run in self.sweep.numbers if run not in ended and self.sweep.find_trial(run) not in pruned]
+        return sorted(runs, key=lambda run: -self.sweep.header.lengths[run - 1])
+
+    def _has_more(self) -> bool:
+        """Return whether the search will choose further configurations."""
+        return self._search is not None and len(self.sweep.trials) < self.sweep.header.search.trials
+
+    def _choose_next(self) -> list[int]:
+        """Let the search choose another configuration, and return its first run; empty if it has chosen all."""
+        if self._search is None or not self._has_more():
+            return []
+        trial = self._search.propose(self.sweep)
+        self._journal.write(trial)
+        return [*self.sweep.list_runs(trial.number)[:1]]
 
     def _fill(self) -> None:
-        """Start a run on each free place: one that can be resumed there, else the longest one."""
+        """Start a run on each free place: one that can be resumed there, else the longest one, else a new one."""
         used = {one.place.name for one in self._active}
         for place in [place for place in self._places if place.name not in used]:
             waiting = [run for run in self._list_open() if not self._is_still_ending(run)]
@@ -294,7 +329,7 @@ class SweepQueue:
             if len(names) > 1:
                 # A run that ended without an update is tried on another host.
                 others = [run for run in others if self._find_lost_place(run) != place.name]
-            if chosen := (here or others)[:1]:
+            if chosen := (here or others)[:1] or self._choose_next():
                 self._start(chosen[0], place)
 
     def _find_stopped_place(self, run: int) -> str:
@@ -326,12 +361,12 @@ class SweepQueue:
         if is_stopped and earlier and not self.sweep.find_end(run) and (found := self._read_metrics(earlier.folder)):
             # It has finished, and the sweep was killed before it could note this.
             seconds = max(0.0, Path(self.sweep.folder, earlier.folder, RECORD_NAME).stat().st_mtime - earlier.time)
-            self._journal.write(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, found))
+            self._write_end(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, found))
             return
         resumes = earlier is not None and is_stopped and Path(self.sweep.folder, earlier.folder).is_dir()
         resumes = resumes and number <= _MOST_ATTEMPTS
         self._failed_before.discard(run)
-        folder = name_folder(run, len(self.sweep.header.runs), number)
+        folder = name_folder(run, self.sweep.total, number)
         folder = earlier.folder if resumes and earlier else folder
         values = self.sweep.header.runs[run - 1]
         command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
@@ -348,9 +383,63 @@ class SweepQueue:
         log.parent.mkdir(exist_ok=True)
         log_bytes = log.stat().st_size if log.exists() else 0
         process = execute.start_with_log(command, os.environ, str(log), self.sweep.header.working_folder or None)
-        self._active.append(_ActiveRun(start, place, process, time.monotonic(), resumes, log_bytes))
+        self._active.append(_ActiveRun(start, place, process, time.monotonic(), resumes, log_bytes, log_bytes))
         verb = "continues" if resumes else "starts"
-        self._say(f"run {run} of {len(self.sweep.header.runs)} {verb} on {place.name}: {describe_values(values)}")
+        self._say(f"run {run} of {self.sweep.total} {verb} on {place.name}: {describe_values(values)}")
+
+    def _write_end(self, end: AttemptEnd) -> None:
+        """Note the end of an attempt in the journal, and tell the search."""
+        self._journal.write(end)
+        if self._search and (trial := self.sweep.find_trial(end.run)):
+            self._search.finish(self.sweep, trial, self._failed_before)
+
+    def _prune(self) -> None:
+        """Note the new evaluations of active runs, and end runs that the pruner does not want to train any longer."""
+        for active in self._active:
+            if active.pruned_because:
+                if time.monotonic() - active.pruned_at > _STOP_SECONDS:
+                    execute.stop_processes([active.process])
+            elif (
+                self._read_evaluations(active) and self._search and self._search.is_pruned(self.sweep, active.start.run)
+            ):
+                self._end_pruned(active.start.run)
+
+    def _end_pruned(self, run: int) -> None:
+        """Ask all active runs of a run's configuration to end at once, because of the last evaluation of this run."""
+        number, last = self.sweep.find_trial(run), self.sweep.count_evaluations(run)
+        value = self.sweep.average_curve(number)[last - 1]
+        reason = (
+            f"{self.sweep.metric} {value:.4f} at evaluation {last}, and until there never as good as the median of the "
+            "finished configurations"
+        )
+        for active in self._active:
+            if active.start.run in self.sweep.list_runs(number):
+                active.pruned_because, active.pruned_at = reason, time.monotonic()
+                active.process.send_signal(signal.SIGTERM)
+
+    def _read_evaluations(self, active: _ActiveRun) -> bool:
+        """Write to the journal which evaluations an attempt has made while training since the last call.
+
+        They are read from its log, because its record may be on another host. Returns whether there were any. Without
+        a pruner, nothing is read.
+        """
+        if self._search is None or self.sweep.header.search.pruner == "none":
+            return False
+        try:
+            with Path(self.sweep.folder, "logs", f"{active.start.folder}.log").open("rb") as file:
+                file.seek(active.read_bytes)
+                new = file.read()
+        except OSError:
+            return False
+        whole = new[: new.rfind(b"\n") + 1]
+        active.read_bytes += len(whole)
+        found = False
+        for line in whole.decode(errors="replace").splitlines():
+            active.makes_updates = active.makes_updates and not line.startswith(FINAL_EVALUATION_MARK)
+            if active.makes_updates and (evaluation := parse_evaluation(line)):
+                self._journal.write(Evaluation(active.start.run, active.start.attempt, *evaluation))
+                found = True
+        return found
 
     def _has_trained(self, active: _ActiveRun) -> bool:
         """Return whether an attempt has made an update, as its log says: the record may be on another host."""
@@ -372,14 +461,18 @@ class SweepQueue:
     def _finish(self, active: _ActiveRun) -> None:
         """Note how a run has ended."""
         self._active.remove(active)
+        self._read_evaluations(active)
         start, place, code = active.start, active.place, execute.exit_code_of(active.process)
         metrics = {} if code else self._read_metrics(start.folder)
         has_trained = self._has_trained(active)
         status, reason, told = DONE, "", ""
         if not metrics:
             status, reason = FAILED, self._find_reason(start.folder)
-            gone = find_lost_hosts(place, self._options)
-            if gone:
+            gone = "" if active.pruned_because else find_lost_hosts(place, self._options)
+            if active.pruned_because:
+                status, reason = PRUNED, active.pruned_because
+                self._failures.pop(place.name, None)
+            elif gone:
                 status, told = LOST, "it starts again on another host"
                 self._lost.append(place)
                 self._retire(place, f"{gone} does not answer")
@@ -397,7 +490,7 @@ class SweepQueue:
             self._checked.add(place.name)
         seconds = time.monotonic() - active.begun
         end = AttemptEnd(start.run, start.attempt, status, code, seconds, metrics, reason)
-        self._journal.write(end)
+        self._write_end(end)
         self._say(self._describe_end(end, told))
         self._check_progress(end)
 
@@ -412,7 +505,9 @@ class SweepQueue:
         self._say(f"{place.name} gets no more runs, because {reason}")
 
     def _describe_end(self, end: AttemptEnd, told: str) -> str:
-        sweep, which = self.sweep, f"run {end.run} of {len(self.sweep.header.runs)}"
+        sweep, which = self.sweep, f"run {end.run} of {self.sweep.total}"
+        if end.status == PRUNED:
+            return f"{which} was pruned after {end.seconds:.0f} s: {end.reason}"
         if end.status == FAILED:
             return f"{which} failed after {end.seconds:.0f} s: {end.reason}"
         if told:
@@ -471,11 +566,13 @@ class SweepQueue:
                 execute.wait_for_exit(one.process, max(0.0, end - time.monotonic()))
         execute.stop_processes([one.process for one in self._active])
         for one in self._active:
+            self._read_evaluations(one)
             start, code = one.start, execute.exit_code_of(one.process)
             metrics = {} if code else self._read_metrics(start.folder)
             seconds = time.monotonic() - one.begun
-            status = DONE if metrics else STOPPED
-            self._journal.write(AttemptEnd(start.run, start.attempt, status, code, seconds, metrics))
+            status = DONE if metrics else PRUNED if one.pruned_because else STOPPED
+            reason = "" if metrics else one.pruned_because
+            self._journal.write(AttemptEnd(start.run, start.attempt, status, code, seconds, metrics, reason))
         self._active.clear()
 
 
@@ -525,6 +622,8 @@ def make_launch_config(options: Sequence[str]) -> LaunchConfig:
 def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True) -> str:
     """Return what a sweep is doing as a few lines: runs by status, the best until now, the time left, active runs.
 
+    Runs that Optuna has not chosen yet are queued.
+
     Parameters
     ----------
     places: number of runs that train at the same time; 0 if that is not known.
@@ -534,9 +633,11 @@ def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True
     done, failed = sweep.list_with_status(DONE), sweep.list_with_status(FAILED)
     begun = [start for run in sweep.numbers if (start := sweep.find_start(run)) and sweep.find_end(run) is None]
     active = begun if is_running else []
-    queued = len(sweep.header.runs) - len(done) - len(failed) - len(active)
+    pruned = sweep.list_with_status(PRUNED)
+    queued = sweep.total - len(done) - len(failed) - len(pruned) - len(active)
     counts = f"{len(done)} done, {len(active)} running, {queued} queued, {len(failed)} failed"
-    lines = [f"{counted(len(sweep.header.runs), 'run')}: {counts}"]
+    counts += f", {len(pruned)} pruned" if pruned else ""
+    lines = [f"{counted(sweep.total, 'run')}: {counts}"]
     if not is_running and queued:
         lines.append(f"no cpuft sweep works on these runs now: continue with cpuft sweep --resume {sweep.folder}")
     if places > len(active):
@@ -567,8 +668,9 @@ def estimate_seconds_left(sweep: Sweep, active_seconds: Mapping[int, float], pla
     if not done or not spent:
         return None
     scale = spent / sum(lengths[run - 1] for run in done)
-    ended = {*done, *sweep.list_with_status(FAILED)}
+    ended = {*done, *sweep.list_with_status(FAILED, PRUNED)}
     left = [
         max(0.0, scale * lengths[run - 1] - active_seconds.get(run, 0.0)) for run in sweep.numbers if run not in ended
     ]
+    left += [scale * sum(lengths) / len(lengths)] * (sweep.total - len(lengths))
     return max(sum(left) / places, *left, 0.0)

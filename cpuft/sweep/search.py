@@ -21,8 +21,10 @@ _TEXTS = ("task", "model", "from_config")
 """Options without numbers or choices that may vary. Others may hold commas themselves, or only say where files are."""
 _MOST_DIGITS = 4
 """Significant digits of numbers that are drawn from a range, so that the options of a run can be read."""
-_MOST_DRAWS = 1000
+MOST_DRAWS = 1000
 """How often a configuration is drawn until it is a new one."""
+_MOST_CHECKS = 1000
+"""How many configurations are checked before a search whose configurations are not known yet."""
 LOGARITHMIC_RATIO = 10.0
 """A range of positive numbers whose end is so many times its beginning is drawn evenly by its logarithm."""
 
@@ -178,9 +180,8 @@ def draw_random(spaces: Sequence[Space], trials: int, seed: int) -> list[Assignm
     generator, found = random.Random(seed), list[Assignment]()
     seen = set[tuple[tuple[str, str], ...]]()
     for _ in range(trials):
-        for _ in range(_MOST_DRAWS):
-            space = generator.choice(spaces)
-            drawn = {name: _draw(values, generator) for name, values in space.items() if name != SEED}
+        for _ in range(MOST_DRAWS):
+            number, drawn = draw_configuration(spaces, generator)
             if (key := tuple(sorted(drawn.items()))) not in seen:
                 break
         else:
@@ -189,20 +190,82 @@ def draw_random(spaces: Sequence[Space], trials: int, seed: int) -> list[Assignm
                 "leave out --search random and --trials, to train all of them"
             )
         seen.add(key)
-        seeds = space[SEED].texts if SEED in space else ()
-        found += [drawn | {SEED: one} for one in seeds] or [drawn]
+        found += repeat_seeds(spaces[number], drawn)
     return found
+
+
+def draw_configuration(spaces: Sequence[Space], generator: random.Random) -> tuple[int, Assignment]:
+    """Return (index of a space, values of its options without the seed), both drawn at random."""
+    number = generator.randrange(len(spaces))
+    return number, {name: _draw(values, generator) for name, values in spaces[number].items() if name != SEED}
+
+
+def repeat_seeds(space: Space, drawn: Assignment) -> list[Assignment]:
+    """Return the runs of a configuration: one for each value of --seed in its space, or one if there is none."""
+    return [drawn | {SEED: one} for one in space[SEED].texts] if SEED in space else [drawn]
 
 
 def _draw(values: Values, generator: random.Random) -> str:
     if values.texts:
         return generator.choice(values.texts)
-    if values.low > 0 and values.high >= LOGARITHMIC_RATIO * values.low:
+    if is_logarithmic(values):
         number = math.exp(generator.uniform(math.log(values.low), math.log(values.high)))
     else:
         number = generator.uniform(values.low, values.high)
+    return format_number(values, number)
+
+
+def is_logarithmic(values: Values) -> bool:
+    """Return whether numbers of a range are drawn evenly by their logarithm, and not evenly."""
+    return values.low > 0 and values.high >= LOGARITHMIC_RATIO * values.low
+
+
+def format_number(values: Values, number: float) -> str:
+    """Return a number of a range as a text with four digits, or with all digits if it leaves the range otherwise."""
     text = f"{number:.{_MOST_DIGITS}g}"
     return text if values.low <= float(text) <= values.high else repr(number)
+
+
+def is_whole_range(values: Values) -> bool:
+    """Return whether the values are whole numbers, each one more than the one before."""
+    texts = values.texts
+    if len(texts) < 2 or not texts[0].lstrip("-").isdecimal():
+        return False
+    return texts == tuple(str(int(texts[0]) + number) for number in range(len(texts)))
+
+
+def format_values(name: str, values: Values) -> str:
+    """Return the values of an option as the command line takes them, the inverse of `parse_values`."""
+    if not values.texts:
+        return f"{values.low!r}{_RANGE}{values.high!r}"
+    is_range = get_type_hints(TrainConfig)[name] is int and is_whole_range(values)
+    return f"{values.texts[0]}{_RANGE}{values.texts[-1]}" if is_range else ",".join(values.texts)
+
+
+def count_configurations(spaces: Sequence[Space]) -> float:
+    """Return the number of configurations of all spaces, without their seeds; infinity if there is a range."""
+    return sum(
+        math.prod(len(values.texts) or math.inf for name, values in space.items() if name != SEED) for space in spaces
+    )
+
+
+def sample_configurations(spaces: Sequence[Space]) -> list[Assignment]:
+    """Return configurations with the ends of ranges and all values of lists, by which conflicts can be found.
+
+    These are all combinations, or 1,000 of them that are drawn at random if there are more.
+    """
+    ends = [{name: Values(_list_ends(values)) for name, values in space.items()} for space in spaces]
+    if count_grid(ends) <= _MOST_CHECKS:
+        return plan_grid(ends)
+    generator = random.Random(0)
+    drawn = (draw_configuration(ends, generator) for _ in range(_MOST_CHECKS))
+    return [repeat_seeds(ends[number], one)[0] for number, one in drawn]
+
+
+def _list_ends(values: Values) -> tuple[str, ...]:
+    if not values.texts:
+        return repr(values.low), repr(values.high)
+    return (values.texts[0], values.texts[-1]) if is_whole_range(values) else values.texts
 
 
 def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], given: Collection[str] = ()) -> None:

@@ -15,7 +15,7 @@ from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.config import WorkerConfig
 from cpuft.errors import counted
 from cpuft.hardware import DECIDING_FLAGS, Cpu
-from cpuft.rank.progress import ProgressEvent, format_event
+from cpuft.rank.progress import FINAL_EVALUATION_MARK, ProgressEvent, format_evaluation, format_event
 from cpuft.record import (
     PHASES,
     EvaluationLine,
@@ -143,7 +143,7 @@ class Progress:
     def show_evaluation_start(self, examples: int) -> None:
         """Show that the evaluation after the training, on so many examples, begins; it may take a while."""
         self._end_bar()
-        self.show(f"evaluating on {counted(examples, 'example')}")
+        self.show(f"{FINAL_EVALUATION_MARK}{counted(examples, 'example')}")
 
     def show_evaluation(self, line: EvaluationLine, name: str) -> None:
         """Show the metrics of an evaluation while training, on standard error; the bar goes on with the metric `name`.
@@ -153,7 +153,7 @@ class Progress:
         self._metric = f"{name} {line.metrics[name]:.4f}"
         times = [(at + line.seconds, samples) for at, samples in self._recent]
         self._recent = deque(times, maxlen=self._recent.maxlen)
-        self.show(f"evaluation after update {line.step}: {format_metrics(line.metrics)}")
+        self.show(format_evaluation(line.step, line.metrics))
 
     def show_metrics(self, line: EvaluationLine) -> None:
         """Print the metrics of the trained model in one line on standard output."""
