@@ -106,7 +106,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         return
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
-        search = stack.enter_context(_open_search(Sweep(folder, header), config.storage))
+        search = stack.enter_context(_open_search(Sweep(folder, header), config.storage, is_new=True))
         if header.search.pruner == "none" and config.pruner == "auto" and search:
             say("cpuft: no run is pruned, because runs do not evaluate while training: add --eval-every to have that")
         journal = stack.enter_context(open_journal(folder, header))
@@ -114,7 +114,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
 
 
 @contextmanager
-def _open_search(sweep: Sweep, storage: str) -> Iterator[OptunaSearch | None]:
+def _open_search(sweep: Sweep, storage: str, is_new: bool) -> Iterator[OptunaSearch | None]:
     """Open the Optuna study of a sweep, and keep other sweeps out of it; None for a sweep whose runs are all known.
 
     Raises CpuftError: Optuna is not installed, the storage cannot be used, or another sweep has the study.
@@ -126,7 +126,7 @@ def _open_search(sweep: Sweep, storage: str) -> Iterator[OptunaSearch | None]:
         yield None
         return
     with lock_study(storage, settings.study) if storage else nullcontext():
-        yield OptunaSearch(settings, sweep.is_maximized, storage, is_new=not sweep.trials)
+        yield OptunaSearch(settings, sweep.is_maximized, storage, is_new)
 
 
 def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
@@ -162,7 +162,7 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         return
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
-        search = stack.enter_context(_open_search(sweep, config.storage))
+        search = stack.enter_context(_open_search(sweep, config.storage, is_new=False))
         journal = stack.enter_context(continue_journal(folder))
         _carry_out(journal, config, options, places, search)
 
@@ -329,7 +329,7 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
     click.echo("#!/usr/bin/env bash\nset -eu")
     click.echo(f"# {total} runs; at the same time on: {'; '.join(place.name for place in places)}")
     if left := header.search.trials - len(sweep.trials):
-        click.echo(f"# Optuna chooses {left} configurations later, from the results of those below")
+        click.echo(f"# {left} more of {header.search.trials} configurations are chosen by Optuna while the sweep runs")
     for number, values in enumerate(header.runs, start=1):
         start, end = sweep.find_start(number), sweep.find_end(number)
         if number in sweep.list_with_status(DONE, PRUNED):

@@ -5,17 +5,37 @@ from __future__ import annotations
 import json
 import os
 import re
+import sqlite3
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cpuft.report.sweep import DONE, read_sweep
+from cpuft.cli.sweep import sweep
+from cpuft.report.sweep import (
+    DONE,
+    FILE_NAME,
+    PRUNED,
+    VERSION,
+    AttemptEnd,
+    AttemptStart,
+    Evaluation,
+    JournalLine,
+    SearchSettings,
+    SweepHeader,
+    Trial,
+    format_journal_line,
+    read_sweep,
+)
+from cpuft.sweep.study import OptunaSearch, lock_study
 from tests.conftest import Golden, run_cpuft
 from tests.provision.simulated import simulate
 
+OPTUNA = ("--search", "optuna", "--trials", "3", "--learning-rate", "1e-5..1e-3")
 SHORT = ("--task", "demo", "--max-steps", "2", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
 
 
@@ -41,6 +61,16 @@ def test_a_dry_run_prints_the_launch_of_each_run(tmp_path: Path, golden: Golden)
         (("--seed", "1..20000"), "this sweep has 20,000 runs: give fewer values"),
         (("--search", "random"), "--search random needs --trials"),
         (("--trials", "3"), "--trials is for --search random"),
+        (("--search", "optuna", "--seed", "1,2"), "--search optuna needs --trials"),
+        (("--sampler", "random"), "--sampler is for --search optuna: add that, or leave it out"),
+        (("--search", "random", "--trials", "2", "--pruner", "none"), "--pruner is for --search optuna"),
+        (("--storage", "sqlite:///a.db"), "--storage is for --search optuna"),
+        ((*OPTUNA, "--pruner", "median"), "--pruner median compares evaluations while training, and there are none"),
+        ((*OPTUNA[:-1], "1e-5,1e-4"), "the values allow 2 configurations, fewer than --trials 3: give a range"),
+        ((*OPTUNA[:-1], "1e-3..1e-5"), "--learning-rate '1e-3..1e-5' is an empty range"),
+        ((*OPTUNA, "--warmup-ratio", "0.1..0.2", "--lr-schedule", "constant"), "--lr-schedule constant has no warm-up"),
+        ((*OPTUNA, "--storage", "nothing"), "--storage cannot be used (Could not parse SQLAlchemy URL"),
+        ((*OPTUNA, "--storage", "sqlite:///no/a.db"), "--storage cannot be used (unable to open database file)"),
         (("--task", "mrpc,nothing"), "--task"),
         (("--conditions", "none.yaml"), "--conditions none.yaml cannot be read"),
         (("--hosts-per-run", "2"), "--hosts-per-run 2 needs more hosts than this machine"),
@@ -56,6 +86,107 @@ def test_bad_input_gets_one_line(words: tuple[str, ...], problem: str) -> None:
     assert done.returncode == 2
     assert problem in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_dry_run_of_a_search_prints_its_first_configuration_and_makes_no_study(
+    tmp_path: Path, golden: Golden
+) -> None:
+    options = (
+        "--seed",
+        "1,2",
+        "--eval-every",
+        "10",
+        "--storage",
+        f"sqlite:///{tmp_path}/trials.db",
+        "--search-seed",
+        "3",
+    )
+    done = run_cpuft("sweep", "--task", "mrpc", *OPTUNA, *options, "--run-dir", str(tmp_path / "s"), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    golden("sweep-optuna.sh", done.stdout.replace(str(tmp_path), "/work"))
+    assert not [*tmp_path.iterdir()]
+
+
+def write_search(folder: Path, *lines: JournalLine, **changes: Any) -> SweepHeader:
+    """Write the journal of a search that was stopped, and return its header."""
+    search = SearchSettings(6, pruner="median", spaces=[{"learning_rate": "1e-5..1e-3"}], study="s", token="a")
+    header = SweepHeader(VERSION, ["--task=demo"], [], "", "maximize", 1, 0.0, [], search=replace(search, **changes))
+    folder.mkdir()
+    text = "".join(format_journal_line(line) + "\n" for line in (header, *lines))
+    (folder / FILE_NAME).write_text(text)
+    return header
+
+
+def test_a_search_is_not_continued_with_the_study_of_another_sweep(tmp_path: Path) -> None:
+    header, storage = write_search(tmp_path / "s"), f"sqlite:///{tmp_path}/trials.db"
+    OptunaSearch(replace(header.search, token="b"), True, storage)
+    done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--storage", storage)
+    assert done.returncode == 2
+    assert "the study s in --storage belongs to another sweep: give another storage, or leave out" in done.stderr
+    with lock_study(storage, "s"):
+        done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--storage", storage)
+    assert (done.returncode, "another cpuft sweep works on the study s in --storage" in done.stderr) == (2, True)
+    grid = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
+    (tmp_path / "s" / FILE_NAME).write_text(format_journal_line(grid) + "\n")
+    done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--storage", storage)
+    assert (done.returncode, "--storage is for sweeps that were started with" in done.stderr) == (2, True)
+    assert len((tmp_path / "s" / FILE_NAME).read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "direction", "pruner"),
+    [
+        (("--task", "mrpc", "--eval-every", "epoch"), "maximize", "median"),
+        (("--task", "mrpc", "--eval-every", "epoch", "--pruner", "none"), "maximize", "none"),
+        (("--task", "mrpc"), "maximize", "none"),
+        (("--task", "text", "--train-file", "a.txt"), "minimize", "none"),
+        (("--task", "mrpc", "--metric", "loss"), "minimize", "none"),
+        (("--task", "text", "--train-file", "a.txt", "--direction", "maximize"), "maximize", "none"),
+    ],
+)
+def test_optuna_knows_the_direction_before_the_first_run_has_ended(
+    words: tuple[str, ...], direction: str, pruner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = list[SweepHeader]()
+    monkeypatch.setattr("cpuft.cli.sweep._print_plan", lambda sweep, options, places: found.append(sweep.header))
+    sweep.main(["--dry-run", *OPTUNA, *words], standalone_mode=False)
+    assert [(one.direction, one.search.pruner) for one in found] == [(direction, pruner)]
+
+
+@pytest.mark.real
+def test_a_search_on_this_machine_prunes_a_run(tmp_path: Path) -> None:
+    """The first run trains to its end. Then the journal says that five runs were much better, so the next is pruned."""
+    folder, storage = tmp_path / "s", f"sqlite:///{tmp_path}/trials.db"
+    words = ("--eval-every", "1", "--search", "optuna", "--learning-rate", "1e-5..1e-3", "--trials", "1")
+    done = run_cpuft("sweep", *SHORT, *words, "--storage", storage, "--run-dir", str(folder), seconds=600)
+    assert done.returncode == 0, done.stderr
+    found = read_sweep(str(folder))
+    assert [(one.run, one.update) for one in found.evaluations] == [(1, 1)]
+    end = found.find_end(1)
+    assert end is not None
+    assert end.metrics.keys() == found.evaluations[0].metrics.keys()
+    connection = sqlite3.connect(tmp_path / "trials.db")
+    assert connection.execute("select state from trials").fetchall() == [("COMPLETE",)]
+    assert connection.execute("select value from trial_values").fetchall() == [(end.metrics["accuracy"],)]
+    connection.close()
+    lines: list[JournalLine] = []
+    for run in range(1, 6):
+        values = {"learning_rate": f"{run}e-05"}
+        lines += [Trial(run, values, [values], [1.0]), AttemptStart(run, 1, "this machine", f"run-{run}", 0.0)]
+        lines += [Evaluation(run, 1, 1, {"accuracy": 2.0}), AttemptEnd(run, 1, DONE, 0, 1.0, {"accuracy": 2.0})]
+    header = write_search(tmp_path / "t", *lines)
+    options = ["--task=demo", "--max-steps=300", "--batch-size=4", "--precision=fp32", "--no-save-model"]
+    header = replace(header, options=[*options, "--eval-every=1"])
+    (tmp_path / "t" / FILE_NAME).write_text("".join(format_journal_line(line) + "\n" for line in (header, *lines)))
+    done = run_cpuft("sweep", "--resume", str(tmp_path / "t"), seconds=600)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"run 6 of 6 was pruned after \d+ s: accuracy [0-9.]+ at evaluation 1, and until", done.stderr)
+    assert read_sweep(str(tmp_path / "t")).list_with_status(PRUNED) == [6]
+    assert (
+        "6 runs: 5 done, 0 running, 0 queued, 0 failed, 1 pruned"
+        in run_cpuft("sweep", "status", str(tmp_path / "t")).stdout
+    )
+    assert "1 run pruned, because their evaluations were worse: 6" in run_cpuft("report", str(tmp_path / "t")).stdout
 
 
 @pytest.mark.real
@@ -102,6 +233,5 @@ def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:
         output, errors = process.communicate(timeout=900)
         assert process.returncode == 0, errors
         assert "it starts again on another host" in errors
-        sweep = read_sweep(str(tmp_path / "s"))
-        assert sweep.list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
+        assert read_sweep(str(tmp_path / "s")).list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
         assert "6 of 6 runs done" in output

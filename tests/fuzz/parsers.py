@@ -44,7 +44,7 @@ from cpuft.provision.aws.plan import parse_ssh_from
 from cpuft.provision.servers import parse_lock, parse_survey
 from cpuft.provision.wheels import parse_pins
 from cpuft.rank.process import FAILED_MARK, parse_failure, parse_missing_ranks
-from cpuft.rank.progress import ProgressEvent, format_event, parse_event
+from cpuft.rank.progress import ProgressEvent, format_evaluation, format_event, parse_evaluation, parse_event
 from cpuft.rank.world import parse_world
 from cpuft.record import (
     Line,
@@ -59,10 +59,12 @@ from cpuft.record import (
 )
 from cpuft.report.estimate import INSTANCE_COLUMNS, Estimate, parse_instances
 from cpuft.report.page import read_estimates
-from cpuft.report.sweep import parse_journal, read_sweep
+from cpuft.report.sweep import format_sweep, parse_journal, read_sweep
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
+from cpuft.sweep.queue import format_status
 from cpuft.sweep.search import parse_values, read_conditions
+from cpuft.sweep.study import OptunaSearch
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
 from cpuft.train.data.archive import read_prepared
@@ -371,9 +373,41 @@ _JOURNAL = [
     '{"kind": "end", "run": 1, "attempt": 1, "status": "done", "exit_code": 0, "seconds": 1.0, '
     '"metrics": {"accuracy": 0.5}, "reason": ""}',
 ]
-JOURNALS = values.damaged(["\n".join(_JOURNAL) + "\n"]) | st.tuples(
-    *(st.just(line) | values.damaged_json(json.loads(line)) for line in _JOURNAL)
-).map(lambda kept: "\n".join(kept) + "\n")
+_SEARCH = [
+    '{"kind": "sweep", "version": 2, "options": [], "runs": [], "metric": "", "direction": "maximize", '
+    '"hosts_per_run": 1, "price": 0.0, "lengths": [], "search": {"trials": 2, "seeds": 1, "sampler": "tpe", '
+    '"pruner": "median", "seed": 0, '
+    '"spaces": [{"lora_rank": "4,8"}], "study": "a", "token": "b"}}',
+    '{"kind": "trial", "number": 1, "params": {"lora_rank": "4"}, "runs": [{"lora_rank": "4"}], "lengths": [1.0]}',
+    _JOURNAL[1],
+    '{"kind": "evaluation", "run": 1, "attempt": 1, "update": 10, "metrics": {"accuracy": 0.5}}',
+    _JOURNAL[2].replace("done", "pruned"),
+]
+
+
+def _damage_journal(journal: list[str]) -> st.SearchStrategy[str]:
+    """A journal with damage anywhere in its text, or in the values of some of its lines."""
+    return values.damaged(["\n".join(journal) + "\n"]) | st.tuples(
+        *(st.just(line) | values.damaged_json(json.loads(line)) for line in journal)
+    ).map(lambda kept: "\n".join(kept) + "\n")
+
+
+JOURNALS = _damage_journal(_JOURNAL) | _damage_journal(_SEARCH)
+
+
+def _show_sweep(text: str) -> None:
+    sweep = parse_journal(text, "x")
+    format_sweep(sweep)
+    format_status(sweep, 0, 0.0)
+
+
+def _search_on(text: str) -> None:
+    sweep = parse_journal(text, "x")
+    if sweep.header.search.trials > len(sweep.trials):
+        search = OptunaSearch(sweep.header.search, sweep.is_maximized)
+        search.restore(sweep)
+        search.propose(sweep)
+
 
 PARSERS: dict[str, Parser] = {
     "parse_hostfile": Parser(parse_hostfile, HOSTFILES | values.lines(values.TEXTS, values.TEXTS)),
@@ -418,7 +452,9 @@ PARSERS: dict[str, Parser] = {
     "read_estimates": Parser(
         _from_file("p.json", lambda path: read_estimates(str(path))), values.damaged_json(_PREDICTIONS)
     ),
-    "parse_journal": Parser(partial(parse_journal, folder="x"), JOURNALS),
+    "parse_journal": Parser(_show_sweep, JOURNALS),
+    "OptunaSearch": Parser(_search_on, JOURNALS),
+    "parse_evaluation": Parser(parse_evaluation, values.damaged([format_evaluation(40, {"accuracy": 0.5, "f1": 0.6})])),
     "read_sweep": Parser(_from_file("s/sweep.jsonl", lambda path: read_sweep(str(path.parent))), JOURNALS),
     "parse_values": Parser(
         lambda text: [parse_values(name, text) for name in ("seed", "learning_rate", "task", "train_file")],

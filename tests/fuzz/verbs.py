@@ -93,6 +93,9 @@ GOOD = {
     "seed": ["1", "1..3"],
     "action": ["status", "run"],
     "conditions": ["c.yaml"],
+    "search": ["optuna", "random"],
+    "trials": ["2"],
+    "storage": ["sqlite:///trials.db", "sqlite:///none/trials.db", "nothing"],
     "only_hosts": ["localhost", "127.0.0.1"],
     "extra": ["--mem=0", "'--qos=high' --mem=0"],
 }

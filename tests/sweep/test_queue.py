@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import signal
+import statistics
 import sys
 import threading
 import time
@@ -24,12 +25,17 @@ from cpuft.report.sweep import (
     FAILED,
     FILE_NAME,
     LOST,
+    PRUNED,
     STOPPED,
     VERSION,
     AttemptEnd,
     AttemptStart,
+    SearchSettings,
     SweepHeader,
+    Trial,
+    format_sweep,
     read_sweep,
+    sweep_to_json,
 )
 from cpuft.sweep import queue
 from cpuft.sweep.queue import (
@@ -42,11 +48,12 @@ from cpuft.sweep.queue import (
     open_journal,
     plan_places,
 )
+from cpuft.sweep.study import OptunaSearch
 from tests.records import make_record
 
 PLACES = [Place("node1", ("--only-hosts=node1",)), Place("node2", ("--only-hosts=node2",))]
 PROGRAM = """
-import os, pathlib, signal, sys, time
+import math, os, pathlib, signal, sys, time
 words = sys.argv[1:]
 options = dict(word[2:].split("=", 1) for word in words if "=" in word)
 folder = pathlib.Path(words[words.index("--run-dir" if "--run-dir" in words else "--resume") + 1])
@@ -66,6 +73,17 @@ if seed == 7 and "--resume" not in words:
     sys.exit(75)
 if any(folder.parent.glob("bad-" + options["only-hosts"])):
     sys.exit("cpuft: error: the disk is full")
+if "learning-rate" in options:
+    journal = folder.parent / "sweep.jsonl"
+    metric = 0.9 - 0.1 * abs(math.log10(float(options["learning-rate"])) + 4)
+    for update in (10, 20):
+        noted = journal.read_text().count('"evaluation"')
+        print(f"step {update}/30  loss 0.7")
+        print(f"evaluation after update {update}: accuracy {metric:.4f}  f1 0.1", flush=True)
+        while journal.read_text().count('"evaluation"') == noted:
+            time.sleep(0.02)
+        time.sleep(0.5)  # until the sweep has decided
+    print("evaluating on 4 examples\\nevaluation after update 30: accuracy 0.0000  f1 0.1", flush=True)
 with record.open("a") as file:
     file.write(lines[-1])
 """
@@ -93,7 +111,9 @@ class Launches:
         """Carry out a new sweep, or continue the one that is there."""
         folder = str(self.folder)
         with open_journal(folder, header) if header else continue_journal(folder) as journal:
-            return SweepQueue(journal, ("--no-check",), places or PLACES, stop_after, self.said.append).run()
+            settings = journal.sweep.header.search
+            search = OptunaSearch(settings, True) if settings.trials else None
+            return SweepQueue(journal, ("--no-check",), places or PLACES, stop_after, self.said.append, search).run()
 
 
 @pytest.fixture
@@ -246,6 +266,84 @@ def test_hosts_that_were_all_lost_are_used_when_they_answer_again(
     sweep = read_sweep(str(launches.folder))
     assert (sweep.list_with_status(FAILED), sweep.list_with_status(DONE)) == ([1], [2])
     assert "no host answers any more: waiting up to 10 min for one" in launches.said
+
+
+SEARCH = SearchSettings(
+    9, 1, "random", "median", 5, [{"learning_rate": "1e-6..1e-2", "seed": "1"}], study="sweep", token="a"
+)
+
+
+def test_runs_that_are_worse_than_the_median_are_pruned(launches: Launches) -> None:
+    assert launches.run(launches.header(search=SEARCH), PLACES[:1]) == 0
+    sweep = read_sweep(str(launches.folder))
+    done, pruned = sweep.list_with_status(DONE), sweep.list_with_status(PRUNED)
+    assert sorted(done + pruned) == [*range(1, 10)]
+    metrics = {run: sweep.average_curve(run)[0] for run in sweep.numbers}
+    assert pruned
+    for run in sweep.numbers:
+        earlier = [metrics[one] for one in done if one < run]
+        assert (run in pruned) == (len(earlier) >= 5 and metrics[run] < statistics.median(earlier))
+    end = sweep.find_end(pruned[0])
+    assert end is not None
+    assert (end.exit_code, end.reason[:16]) == (143, f"accuracy {metrics[pruned[0]]:.4f} "[:16])
+    assert "at evaluation 1, and until there never as good as the median" in end.reason
+    assert f"run {pruned[0]} of 9 was pruned after " in "".join(launches.said)
+    # The evaluation at the end is none of those that are compared.
+    assert {one.update for one in sweep.evaluations} == {10, 20}
+    # Nothing is repeated.
+    assert launches.run(None) == 0
+    assert len(launches.calls) == 9
+    numbers = ", ".join(map(str, pruned))
+    assert f"because their evaluations were worse: {numbers}" in " ".join(format_sweep(sweep).split())
+    assert sweep_to_json(sweep)["pruned"] == [sweep.header.runs[run - 1] for run in pruned]
+    assert format_status(sweep, 0, 0.0).startswith(f"9 runs: {len(done)} done, 0 running, 0 queued, 0 failed, ")
+    assert f" failed, {len(pruned)} pruned\n" in format_status(sweep, 0, 0.0)
+
+
+def test_without_a_pruner_all_runs_train_to_their_end(launches: Launches) -> None:
+    settings = replace(SEARCH, trials=3, pruner="none", seeds=2, spaces=[{"lora_rank": "4,8,16", "seed": "1,4"}])
+    assert launches.run(launches.header(search=settings)) == 0
+    sweep = read_sweep(str(launches.folder))
+    assert sweep.list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
+    assert sorted(run["lora_rank"] for run in sweep.header.runs) == ["16", "16", "4", "4", "8", "8"]
+    assert [trial.number for trial in sweep.trials] == [1, 2, 3]
+    assert not sweep.evaluations
+
+
+def test_a_search_that_was_stopped_continues_with_its_runs_and_then_with_new_ones(launches: Launches) -> None:
+    settings = replace(SEARCH, trials=3, pruner="none", seeds=2, spaces=[{"lora_rank": "4,8,16", "seed": "3,1"}])
+    interrupt_soon(lambda: len(launches.calls) == 2)
+    with pytest.raises(Interrupted):
+        launches.run(launches.header(search=settings), PLACES)
+    before = read_sweep(str(launches.folder))
+    assert before.list_with_status(STOPPED)
+    assert before.total == 6
+    # The new run with seed 3 waits for the signal, too.
+    interrupt_soon(lambda: len(read_sweep(str(launches.folder)).trials) == 2)
+    with pytest.raises(Interrupted):
+        launches.run(None)
+    assert any("--resume" in call for call in launches.calls)
+    after = read_sweep(str(launches.folder))
+    assert after.trials[: len(before.trials)] == before.trials
+    assert len(after.trials) > len(before.trials)
+
+
+def test_a_pruned_configuration_is_not_started_again(launches: Launches) -> None:
+    """Neither the seeds that had not begun, nor one that had failed."""
+    settings = replace(SEARCH, trials=1, seeds=3, spaces=[{"lora_rank": "4,8", "seed": "4,5,6"}])
+    runs = [{"lora_rank": "4", "seed": seed} for seed in ("4", "5", "6")]
+    with open_journal(str(launches.folder), launches.header(search=settings)) as journal:
+        for line in (
+            Trial(1, {"lora_rank": "4"}, runs, [1.0, 1.0, 1.0]),
+            AttemptStart(1, 1, "node1", "run-1", 0.0),
+            AttemptEnd(1, 1, FAILED, 1, 1.0, {}, "no"),
+            AttemptStart(2, 1, "node1", "run-2", 0.0),
+            AttemptEnd(2, 1, PRUNED, 143, 1.0, {}, "worse"),
+        ):
+            journal.write(line)
+    assert launches.run(None) == 1
+    assert launches.calls == []
+    assert read_sweep(str(launches.folder)).list_with_status(PRUNED) == [2, 3]
 
 
 def test_the_longest_runs_start_first(launches: Launches) -> None:

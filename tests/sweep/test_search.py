@@ -14,13 +14,16 @@ from cpuft.sweep.search import (
     Values,
     apply_assignment,
     check_assignments,
+    count_configurations,
     count_grid,
     draw_random,
     estimate_length,
+    format_values,
     list_variable_options,
     parse_values,
     plan_grid,
     read_conditions,
+    sample_configurations,
 )
 
 
@@ -159,3 +162,43 @@ def test_runs_that_train_on_more_examples_are_longer() -> None:
     ]
     assert lengths == sorted(lengths)
     assert estimate_length(TrainConfig(max_train_samples=100)) == 300
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "again"),
+    [
+        ("learning_rate", "1e-5, 3e-5", "1e-5,3e-5"),
+        ("learning_rate", "1e-5..1e-3", "1e-05..0.001"),
+        ("epochs", "1,2,3", "1,2,3"),
+        ("seed", "1,2,3", "1..3"),
+        ("seed", "7", "7"),
+        ("task", "mrpc,rte", "mrpc,rte"),
+    ],
+)
+def test_values_are_written_as_the_command_line_takes_them(name: str, text: str, again: str) -> None:
+    values = parse_values(name, text)
+    assert format_values(name, values) == again
+    assert parse_values(name, again) == values
+
+
+def test_configurations_are_counted_without_their_seeds() -> None:
+    space = {"lora_rank": Values(("4", "8")), "epochs": Values(("1", "2", "3")), "seed": Values(("1", "2"))}
+    assert count_configurations([space, {"lora_rank": Values(("0",))}]) == 7
+    assert count_configurations([space | {"learning_rate": Values(low=1e-5, high=1e-3)}]) == float("inf")
+
+
+def test_configurations_that_are_checked_have_the_ends_of_ranges() -> None:
+    space = {
+        "learning_rate": Values(low=1e-5, high=1e-3),
+        "batch_size": parse_values("batch_size", "1..100"),
+        "lora_rank": Values(("4", "8", "16")),
+    }
+    found = sample_configurations([space])
+    assert len(found) == 12
+    assert {one["batch_size"] for one in found} == {"1", "100"}
+    assert {one["learning_rate"] for one in found} == {"1e-05", "0.001"}
+    # Of more combinations than can be checked, some are drawn.
+    many = {name: Values(tuple(map(str, range(0, 40, 2)))) for name in ("seed", "lora_rank", "max_steps", "batch_size")}
+    drawn = sample_configurations([many])
+    assert len(drawn) == 1000
+    assert drawn[0].keys() == many.keys()
