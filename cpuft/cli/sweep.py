@@ -330,9 +330,10 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
     click.echo(f"# {total} runs; at the same time on: {'; '.join(place.name for place in places)}")
     if left := header.search.trials - len(sweep.trials):
         click.echo(f"# {left} more of {header.search.trials} configurations are chosen by Optuna while the sweep runs")
+    ended = {*sweep.list_with_status(DONE, PRUNED)}
     for number, values in enumerate(header.runs, start=1):
         start, end = sweep.find_start(number), sweep.find_end(number)
-        if number in sweep.list_with_status(DONE, PRUNED):
+        if number in ended:
             click.echo(f"# run {number} has ended: {describe_values(values)}")
             continue
         if start and (end is None or end.status == STOPPED):

@@ -299,9 +299,10 @@ class SweepQueue:
 
     def _list_open(self) -> list[int]:
         """Return the runs that still have to be started, the longest first."""
-        ended = {*self.sweep.list_with_status(DONE, FAILED, PRUNED)} - self._failed_before
+        ended = {*self.sweep.list_with_status(DONE, FAILED)} - self._failed_before
         ended |= {one.start.run for one in self._active}
-        pruned = {*map(self.sweep.find_trial, self.sweep.list_with_status(PRUNED))}
+        over = [*self.sweep.list_with_status(PRUNED), *(one.start.run for one in self._active if one.pruned_because)]
+        pruned = {*map(self.sweep.find_trial, over)} - {0}
         runs = [run for run in self.sweep.numbers if run not in ended and self.sweep.find_trial(run) not in pruned]
         return sorted(runs, key=lambda run: -self.sweep.header.lengths[run - 1])
 

@@ -35,6 +35,13 @@ from cpuft.sweep.study import OptunaSearch, lock_study
 from tests.conftest import Golden, run_cpuft
 from tests.provision.simulated import simulate
 
+TINY = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 OPTUNA = ("--search", "optuna", "--trials", "3", "--learning-rate", "1e-5..1e-3")
 SHORT = ("--task", "demo", "--max-steps", "2", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
 
@@ -156,9 +163,11 @@ def test_optuna_knows_the_direction_before_the_first_run_has_ended(
 @pytest.mark.real
 def test_a_search_on_this_machine_prunes_a_run(tmp_path: Path) -> None:
     """The first run trains to its end. Then the journal says that five runs were much better, so the next is pruned."""
-    folder, storage = tmp_path / "s", f"sqlite:///{tmp_path}/trials.db"
+    folder, storage, config = tmp_path / "s", f"sqlite:///{tmp_path}/trials.db", tmp_path / "tiny.json"
+    config.write_text(json.dumps(TINY))
+    tiny = (f"--from-config={config}", "--tokenizer=minilm")
     words = ("--eval-every", "1", "--search", "optuna", "--learning-rate", "1e-5..1e-3", "--trials", "1")
-    done = run_cpuft("sweep", *SHORT, *words, "--storage", storage, "--run-dir", str(folder), seconds=600)
+    done = run_cpuft("sweep", *SHORT, *tiny, *words, "--storage", storage, "--run-dir", str(folder), seconds=600)
     assert done.returncode == 0, done.stderr
     found = read_sweep(str(folder))
     assert [(one.run, one.update) for one in found.evaluations] == [(1, 1)]
@@ -176,7 +185,7 @@ def test_a_search_on_this_machine_prunes_a_run(tmp_path: Path) -> None:
         lines += [Evaluation(run, 1, 1, {"accuracy": 2.0}), AttemptEnd(run, 1, DONE, 0, 1.0, {"accuracy": 2.0})]
     header = write_search(tmp_path / "t", *lines)
     options = ["--task=demo", "--max-steps=300", "--batch-size=4", "--precision=fp32", "--no-save-model"]
-    header = replace(header, options=[*options, "--eval-every=1"])
+    header = replace(header, options=[*options, *tiny, "--eval-every=1"])
     (tmp_path / "t" / FILE_NAME).write_text("".join(format_journal_line(line) + "\n" for line in (header, *lines)))
     done = run_cpuft("sweep", "--resume", str(tmp_path / "t"), seconds=600)
     assert done.returncode == 0, done.stderr

@@ -14,13 +14,17 @@ from cpuft.errors import CpuftError
 from cpuft.report.sweep import (
     DONE,
     FAILED,
+    PRUNED,
     VERSION,
     AttemptEnd,
     AttemptStart,
     Configuration,
+    Evaluation,
     JournalLine,
+    SearchSettings,
     Sweep,
     SweepHeader,
+    Trial,
     describe_best,
     format_journal_line,
     format_sweep,
@@ -99,6 +103,64 @@ def test_arguments_that_no_sweep_writes_are_not_passed_to_a_launch(changes: dict
 def test_a_run_is_in_the_folder_of_its_sweep() -> None:
     with pytest.raises(CpuftError, match="which no sweep writes"):
         make_sweep([HEADER, AttemptStart(1, 1, "node1", "../other", 0.0)])
+
+
+def test_a_journal_of_version_1_is_read() -> None:
+    first, *others = [json.loads(format_journal_line(line)) for line in make_lines()]
+    del first["search"]
+    lines = [first | {"version": 1}, *others]
+    sweep = parse_journal("".join(json.dumps(line) + "\n" for line in lines), "sweeps/a")
+    assert (sweep.total, sweep.list_with_status(DONE), sweep.trials) == (9, [*range(1, 10)], ())
+    assert sweep.find_trial(3) == 0
+
+
+SEARCH = SearchSettings(3, 2, spaces=[{"lora_rank": "4,8,16", "seed": "1,2"}])
+SEARCHED = replace(HEADER, runs=[], lengths=[], search=SEARCH)
+TRIALS = [
+    Trial(number, {"lora_rank": rank}, [{"lora_rank": rank, "seed": seed} for seed in ("1", "2")], [1.0, 1.0])
+    for number, rank in enumerate(("8", "4"), start=1)
+]
+
+
+def test_configurations_that_were_chosen_while_the_sweep_ran_are_read_back() -> None:
+    lines = [
+        SEARCHED,
+        TRIALS[0],
+        AttemptStart(1, 1, "a", "run-1", 0.0),
+        Evaluation(1, 1, 5, {"accuracy": 0.5}),
+        TRIALS[1],
+    ]
+    sweep = make_sweep([*lines, AttemptEnd(1, 1, PRUNED, 143, 60.0, {}, "worse")])
+    assert [run["lora_rank"] for run in sweep.header.runs] == ["8", "8", "4", "4"]
+    assert (sweep.total, sweep.trials, sweep.metric) == (6, tuple(TRIALS), "accuracy")
+    assert (sweep.list_runs(2), [sweep.find_trial(run) for run in sweep.numbers]) == (range(3, 5), [1, 1, 2, 2])
+    # The second seed of a configuration that was pruned is not trained.
+    assert sweep.list_with_status(PRUNED) == [1, 2]
+    assert "2 runs pruned, because their evaluations were worse: 1, 2" in format_sweep(sweep)
+    assert sweep_to_json(sweep)["pruned"] == TRIALS[0].runs
+    assert sweep.host_hours == pytest.approx(1 / 60)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [SEARCHED, TRIALS[1]],
+        [SEARCHED, TRIALS[0], replace(TRIALS[1], lengths=[1.0])],
+        [SEARCHED, replace(TRIALS[0], runs=[], lengths=[])],
+        [replace(SEARCHED, search=replace(SEARCH, trials=1)), *TRIALS],
+        [replace(SEARCHED, search=replace(SEARCH, pruner="own"))],
+        [replace(SEARCHED, search=replace(SEARCH, sampler="own"))],
+        [replace(SEARCHED, search=replace(SEARCH, spaces=[]))],
+        [replace(HEADER, search=SEARCH)],
+        [HEADER, TRIALS[0]],
+        [SEARCHED, replace(TRIALS[0], runs=[{"mpirun": "/tmp/planted"}], lengths=[1.0])],
+        [replace(SEARCHED, search=replace(SEARCH, spaces=[{"run_dir": "/tmp/planted"}]))],
+        [SEARCHED, TRIALS[0], AttemptStart(3, 1, "node1", "run-3", 0.0)],
+    ],
+)
+def test_configurations_that_no_sweep_writes_are_refused(lines: list[JournalLine]) -> None:
+    with pytest.raises(CpuftError, match=r"start the sweep anew|which no sweep writes"):
+        make_sweep(lines)
 
 
 def test_a_folder_without_a_sweep(tmp_path: Path) -> None:

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from cpuft import execute
 from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, Interrupted
 from cpuft.hosts.hostfile import Host
@@ -41,6 +42,7 @@ from cpuft.sweep import queue
 from cpuft.sweep.queue import (
     Place,
     SweepQueue,
+    _ActiveRun,
     continue_journal,
     estimate_seconds_left,
     find_lost_hosts,
@@ -344,6 +346,20 @@ def test_a_pruned_configuration_is_not_started_again(launches: Launches) -> None
     assert launches.run(None) == 1
     assert launches.calls == []
     assert read_sweep(str(launches.folder)).list_with_status(PRUNED) == [2, 3]
+
+
+def test_no_other_seed_of_a_configuration_starts_while_its_runs_are_being_ended(launches: Launches) -> None:
+    settings = replace(SEARCH, trials=1, seeds=2, spaces=[{"lora_rank": "4,8", "seed": "4,5"}])
+    runs = [{"lora_rank": "4", "seed": seed} for seed in ("4", "5")]
+    start, process = AttemptStart(1, 1, "node1", "run-1", 0.0), cast(execute.Process, None)
+    with open_journal(str(launches.folder), launches.header(search=settings)) as journal:
+        journal.write(Trial(1, {"lora_rank": "4"}, runs, [1.0, 1.0]))
+        journal.write(start)
+        waiting = SweepQueue(journal, (), PLACES, 0, launches.said.append)
+        waiting._active.append(_ActiveRun(start, PLACES[0], process, 0.0, False, 0, 0))
+        assert waiting._list_open() == [2]
+        waiting._active[0].pruned_because = "worse"
+        assert waiting._list_open() == []
 
 
 def test_the_longest_runs_start_first(launches: Launches) -> None:
