@@ -123,7 +123,7 @@ TRIALS = [
 
 
 def test_configurations_that_were_chosen_while_the_sweep_ran_are_read_back() -> None:
-    lines = [
+    lines: list[JournalLine] = [
         SEARCHED,
         TRIALS[0],
         AttemptStart(1, 1, "a", "run-1", 0.0),
