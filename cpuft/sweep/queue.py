@@ -400,10 +400,8 @@ class SweepQueue:
             if active.pruned_because:
                 if time.monotonic() - active.pruned_at > _STOP_SECONDS:
                     execute.stop_processes([active.process])
-            elif (
-                self._read_evaluations(active) and self._search and self._search.is_pruned(self.sweep, active.start.run)
-            ):
-                self._end_pruned(active.start.run)
+            else:
+                self._read_evaluations(active, prunes=True)
 
     def _end_pruned(self, run: int) -> None:
         """Ask all active runs of a run's configuration to end at once, because of the last evaluation of this run."""
@@ -418,29 +416,32 @@ class SweepQueue:
                 active.pruned_because, active.pruned_at = reason, time.monotonic()
                 active.process.send_signal(signal.SIGTERM)
 
-    def _read_evaluations(self, active: _ActiveRun) -> bool:
+    def _read_evaluations(self, active: _ActiveRun, prunes: bool = False) -> None:
         """Write to the journal which evaluations an attempt has made while training since the last call.
 
-        They are read from its log, because its record may be on another host. Returns whether there were any. Without
-        a pruner, nothing is read.
+        They are read from its log, because its record may be on another host. Without a pruner, nothing is read.
+
+        Parameters
+        ----------
+        prunes: whether the run is ended if the pruner wants that after one of the evaluations.
         """
         if self._search is None or self.sweep.header.search.pruner == "none":
-            return False
+            return
         try:
             with Path(self.sweep.folder, "logs", f"{active.start.folder}.log").open("rb") as file:
                 file.seek(active.read_bytes)
                 new = file.read()
         except OSError:
-            return False
+            return
         whole = new[: new.rfind(b"\n") + 1]
         active.read_bytes += len(whole)
-        found = False
         for line in whole.decode(errors="replace").splitlines():
             active.makes_updates = active.makes_updates and not line.startswith(FINAL_EVALUATION_MARK)
             if active.makes_updates and (evaluation := parse_evaluation(line)):
                 self._journal.write(Evaluation(active.start.run, active.start.attempt, *evaluation))
-                found = True
-        return found
+                run = active.start.run
+                if prunes and not active.pruned_because and self._search.is_pruned(self.sweep, run):
+                    self._end_pruned(run)
 
     def _has_trained(self, active: _ActiveRun) -> bool:
         """Return whether an attempt has made an update, as its log says: the record may be on another host."""
