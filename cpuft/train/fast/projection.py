@@ -19,6 +19,7 @@ from cpuft.kernels import kernels_for
 from cpuft.train.fast.frozen import FrozenLinear, FrozenWeight, frozen_linear
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
+from cpuft.train.fast.products import matrix_product
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -52,7 +53,7 @@ class _PackedLinear(torch.autograd.Function):
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, weight, scales)
         if forward_pass is ForwardPass.RECOMPUTE:
             return x.new_empty(len(x), len(weight))
-        return multiply(quantise_rows(x), weight.t(), scales, bias) if int8 else functional.linear(x, weight, bias)
+        return multiply(quantise_rows(x), weight.t(), scales, bias) if int8 else matrix_product(x, weight, bias, right_transposed=True)
 
     @staticmethod
     @once_differentiable
@@ -60,10 +61,10 @@ class _PackedLinear(torch.autograd.Function):
         x, weight, scales = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = grad @ weight if scales is None else multiply(quantise_rows(grad, scales), weight)
+            dx = matrix_product(grad, weight) if scales is None else multiply(quantise_rows(grad, scales), weight)
         dweights: tuple[Tensor | None, ...] = (None,) * (len(ctx.sizes) * (1 + ctx.biased))
         if any(ctx.needs_input_grad[5:]):
-            dweights = torch.split(grad.t() @ x, ctx.sizes)
+            dweights = torch.split(matrix_product(grad, x, left_transposed=True), ctx.sizes)
             dweights += torch.split(column_sums(grad), ctx.sizes) if ctx.biased else ()
         return dx, None, None, None, None, *dweights
 
