@@ -53,7 +53,9 @@ class _PackedLinear(torch.autograd.Function):
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, weight, scales)
         if forward_pass is ForwardPass.RECOMPUTE:
             return x.new_empty(len(x), len(weight))
-        return multiply(quantise_rows(x), weight.t(), scales, bias) if int8 else matrix_product(x, weight, bias, right_transposed=True)
+        if int8:
+            return multiply(quantise_rows(x), weight.t(), scales, bias)
+        return matrix_product(x, weight, bias, right_transposed=True)
 
     @staticmethod
     @once_differentiable
@@ -91,7 +93,7 @@ class _AdaptedLinear(torch.autograd.Function):
         if forward_pass is ForwardPass.RECOMPUTE:
             return x.new_empty(len(x), len(up))
         whole = weight.expand(x.dtype) if isinstance(weight, FrozenWeight) else weight
-        return functional.linear(x, whole, bias).addmm_(narrow, up.t())
+        return matrix_product(x, whole, bias, right_transposed=True).addmm_(narrow, up.t())
 
     @staticmethod
     @once_differentiable
@@ -100,7 +102,7 @@ class _AdaptedLinear(torch.autograd.Function):
         dnarrow, dx = grad @ up, None
         if ctx.needs_input_grad[0]:
             whole = ctx.frozen.expand(grad.dtype) if ctx.frozen else weight
-            dx = (grad @ whole).addmm_(dnarrow, down)
+            dx = matrix_product(grad, whole).addmm_(dnarrow, down)
         return dx, None, None, None, dnarrow.t() @ x, grad.t() @ narrow
 
 
