@@ -442,8 +442,8 @@ class TrainConfig:
     grad_compression: str = _communication(
         "auto",
         "Format in which gradients are sent; auto is bf16 with --precision bf16 and otherwise none, unless the "
-        "measured network between hosts is so slow that int8 or bf16 is faster; with --sync-every above 1, auto is "
-        "int8",
+        "measured network between hosts is so slow that bf16, int8 or powersgd is faster; with --sync-every above "
+        "1, auto is int8",
         choices=COMPRESSIONS,
     )
     sync_every: int = _communication(
