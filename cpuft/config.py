@@ -740,6 +740,14 @@ class CompareConfig:
     repeats: int = _hosts(
         1, "Number of rounds; each round does all runs once, and the report then shows the spread", least=1
     )
+    seeds: int = _hosts(
+        1,
+        "Number of seeds: each number of ranks is trained once with each of so many seeds, which begin at --seed. The "
+        "report then has the mean of each metric, its standard error, and whether all numbers of ranks reach the same "
+        "metric",
+        least=1,
+        most=1000,
+    )
 
 
 SWEEP_SEARCHES = ("grid", "random")

@@ -17,14 +17,12 @@ from cpuft.report.sweep import (
     VERSION,
     AttemptEnd,
     AttemptStart,
-    Configuration,
     JournalLine,
     Sweep,
     SweepHeader,
     describe_best,
     format_journal_line,
     format_sweep,
-    is_different,
     list_configurations,
     parse_journal,
     read_sweep,
@@ -126,21 +124,6 @@ def test_a_smaller_perplexity_is_better() -> None:
     assert [one.best_run for one in list_configurations(sweep)] == [9, 6, 3]
     other = make_sweep([replace(HEADER, direction="maximize"), *lines[1:]])
     assert list_configurations(other)[0].best_run == 1
-
-
-def make_configuration(**metrics: float) -> Configuration:
-    return Configuration((), metrics, 1, 1.0)
-
-
-def test_means_differ_if_a_t_test_over_seeds_says_so() -> None:
-    one = make_configuration(a=0.80, b=0.82, c=0.81)
-    # Paired: the differences are 0.02, 0.03 and 0.02, although the ranges overlap.
-    assert is_different(one, make_configuration(a=0.82, b=0.85, c=0.83))
-    assert not is_different(one, make_configuration(a=0.85, b=0.79, c=0.83))
-    # With other seeds the same means are too close, but not means that are far away.
-    assert not is_different(one, make_configuration(d=0.82, e=0.85, f=0.83))
-    assert is_different(one, make_configuration(d=0.92, e=0.95, f=0.93))
-    assert is_different(one, make_configuration(a=0.9)) is None
 
 
 def test_what_is_said_about_the_best() -> None:
