@@ -59,6 +59,8 @@ class SweepHeader:
     """Folder in which the launches start, because options may have relative paths."""
     host_share: float = 1.0
     """Share of a host that a run has, if this machine is divided among several runs."""
+    measurement: str = ""
+    """What `--parallel auto` has measured and chosen; empty if it was not given."""
 
 
 @dataclass(frozen=True)
@@ -346,6 +348,7 @@ def _list_notes(sweep: Sweep) -> list[str]:
             notes.append(f"run {run} ({values}) reports no {sweep.metric}, but {', '.join(end.metrics)}")
     done, total = len(sweep.list_with_status(DONE)), len(sweep.header.runs)
     cost = f", {sweep.host_hours * sweep.header.price:.2f} dollars" if sweep.header.price else ""
+    notes += [f"{sweep.header.measurement}."] if sweep.header.measurement else []
     return [*notes, f"{done} of {counted(total, 'run')} done, {sweep.host_hours:.2f} host-hours{cost}."]
 
 

@@ -377,7 +377,7 @@ class SweepQueue:
         has_trained = self._has_trained(active)
         status, reason, told = DONE, "", ""
         if not metrics:
-            status, reason = FAILED, self._find_reason(start.folder)
+            status, reason = FAILED, find_reason(Path(self.sweep.folder, "logs", f"{start.folder}.log"))
             gone = find_lost_hosts(place, self._options)
             if gone:
                 status, told = LOST, "it starts again on another host"
@@ -439,19 +439,6 @@ class SweepQueue:
                 f"({end.reason}), and continue with cpuft sweep --resume {sweep.folder}, or start a new sweep"
             )
 
-    def _find_reason(self, folder: str) -> str:
-        """Return the line of a run's log that says why it failed: its last error, a rank that failed, or its end."""
-        path = Path(self.sweep.folder, "logs", f"{folder}.log")
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-                lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        except OSError:
-            lines = []
-        errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
-        ranks = [line.removeprefix("cpuft: ") for line in lines if _FAILED_RANK.match(line)]
-        return (errors or ranks or lines or ["without a message"])[-1]
-
     def _stop(self) -> None:
         """Let all active runs save a checkpoint and end, and note that they can be resumed.
 
@@ -487,6 +474,19 @@ def name_folder(run: int, runs: int, attempt: int) -> str:
     runs: number of all runs, which says how many digits there are.
     """
     return f"run-{run:0{len(str(runs))}}" + (f"-attempt-{attempt}" if attempt > 1 else "")
+
+
+def find_reason(log: Path) -> str:
+    """Return the line of a launch's log that says why it failed: its last error, a rank that failed, or its end."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+    ranks = [line.removeprefix("cpuft: ") for line in lines if _FAILED_RANK.match(line)]
+    return (errors or ranks or lines or ["without a message"])[-1]
 
 
 def _make_failure(message: str) -> CpuftError:
