@@ -41,7 +41,7 @@ _STATUS = "status"
 def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     """Train with many combinations of options, on all hosts at the same time, and compare the results.
 
-    Options with numbers or choices, --task and --model may have several values with commas between them, such as
+    Options with numbers or choices, and --model, may have several values with commas between them, such as
     --learning-rate 1e-5,3e-5, or a range of whole numbers, such as --seed 1..5. Each combination is a run of its own;
     runs that differ only in --seed are repetitions of one configuration. Each run trains on --hosts-per-run hosts, and
     as soon as it has ended, its hosts get the next one. A run that fails does not end the sweep, and the run of a host
@@ -221,8 +221,8 @@ def _find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> lis
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.sweep.queue import plan_places
 
-    cores = gather_facts((LOCAL,), Access())[0].cores
-    return plan_places(launch, hosts_per_run, parallel, [core.threads for core in cores])
+    facts = gather_facts((LOCAL,), Access())[0]
+    return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
 
 
 def _measure_places(
@@ -241,9 +241,10 @@ def _measure_places(
         told = "--parallel auto: one run at a time on each group of hosts, because only this machine can be divided"
         say(f"cpuft: {told}")
         return places, told
-    cores = [core.threads for core in gather_facts((LOCAL,), Access())[0].cores]
+    facts = gather_facts((LOCAL,), Access())[0]
+    cores = [core.threads for core in facts.cores]
     divided = {
-        number: plan_places(launch, header.hosts_per_run, number, cores)
+        number: plan_places(launch, header.hosts_per_run, number, cores, facts.cpu_quota)
         for number in list_candidates(cores, len(header.runs))
     }
     if len(divided) == 1:
@@ -277,12 +278,14 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
     import shlex
 
     from cpuft.report.sweep import DONE, STOPPED, describe_values
-    from cpuft.sweep.queue import name_folder
+    from cpuft.sweep.queue import name_folder, name_in_trackers
     from cpuft.sweep.search import format_assignment
 
     header, total = sweep.header, len(sweep.header.runs)
     click.echo("#!/usr/bin/env bash\nset -eu")
     click.echo(f"# {total} runs; at the same time on: {'; '.join(place.name for place in places)}")
+    for name, text in name_in_trackers(header, sweep.folder, os.environ).items():
+        click.echo(f"export {name}={shlex.quote(text)}")
     for number, values in enumerate(header.runs, start=1):
         start, end = sweep.find_start(number), sweep.find_end(number)
         if end and end.status == DONE:

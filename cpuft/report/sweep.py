@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.config import LaunchConfig, TrainConfig, format_flag, option_names
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.report.page import render_page
 from cpuft.report.plots import Line, draw_lines
 from cpuft.report.significance import is_different, standard_error
@@ -228,6 +228,23 @@ def read_sweep(folder: str) -> Sweep:
         ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise CpuftError(f"{folder}/{FILE_NAME} cannot be read ({error}): check its permissions") from None
+
+
+def choose_metric(sweep: Sweep, metric: str) -> Sweep:
+    """Return the sweep with another metric by which its configurations are compared.
+
+    Whether a larger value is better follows from the name of the metric, unless it is the sweep's own.
+
+    Raises CpuftError: no run has reported this metric.
+    """
+    known = list(dict.fromkeys(name for end in sweep.ends for name in end.metrics))
+    if metric not in known:
+        raise CpuftError(
+            f"no run of {sweep.folder} has reported --metric {metric:.60}: "
+            + (suggest_names(metric, known) if known else "wait until one has ended")
+        )
+    direction = sweep.header.direction if metric == sweep.metric else "auto"
+    return dataclasses.replace(sweep, header=dataclasses.replace(sweep.header, metric=metric, direction=direction))
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ from cpuft.report.page import read_estimates
 from cpuft.report.sweep import parse_journal, read_sweep
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
+from cpuft.sweep.parallel import parse_parallel
 from cpuft.sweep.search import parse_values, read_conditions
 from cpuft.tasks import TASKS
 from cpuft.trackers import parse_trackers
@@ -415,6 +416,7 @@ PARSERS: dict[str, Parser] = {
     **{f"read_form of {name}": Parser(_read_form(name), values.damaged_json(good)) for name, good in _FORM.items()},
     "parse_dimensions": Parser(parse_dimensions, values.damaged(["384,256,128", "64"])),
     "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
+    "parse_parallel": Parser(parse_parallel, values.damaged(["auto", "2", ""])),
     "read_estimates": Parser(
         _from_file("p.json", lambda path: read_estimates(str(path))), values.damaged_json(_PREDICTIONS)
     ),

@@ -20,6 +20,7 @@ from cpuft.report.sweep import (
     JournalLine,
     Sweep,
     SweepHeader,
+    choose_metric,
     describe_best,
     format_journal_line,
     format_sweep,
@@ -140,6 +141,29 @@ def test_the_table_of_a_sweep(golden: Golden) -> None:
     lines = make_lines()
     failed = AttemptEnd(9, 1, FAILED, 1, 20.0, {}, "the loss is nan at update 3: lower --learning-rate")
     golden("sweep.txt", format_sweep(make_sweep([*lines[:-1], failed])))
+
+
+def test_a_report_can_compare_another_metric() -> None:
+    lines = [
+        replace(line, metrics=line.metrics | {"loss": float(line.run)}) if isinstance(line, AttemptEnd) else line
+        for line in make_lines()
+    ]
+    sweep = make_sweep([replace(HEADER, metric="accuracy", direction="minimize"), *lines[1:]])
+    assert list_configurations(sweep)[0].best_run == 1
+    # The direction is that of the sweep's own metric.
+    assert list_configurations(choose_metric(sweep, "f1"))[0].best_run == 6
+    assert list_configurations(choose_metric(sweep, "loss"))[0].best_run == 1
+    assert choose_metric(sweep, "accuracy") == sweep
+    assert format_sweep(choose_metric(sweep, "loss")).startswith("loss: less is better")
+    with pytest.raises(CpuftError, match=r"has reported --metric f2: did you mean f1\?"):
+        choose_metric(sweep, "f2")
+    with pytest.raises(CpuftError, match="wait until one has ended"):
+        choose_metric(make_sweep([HEADER]), "f1")
+
+
+def test_the_report_says_what_was_measured() -> None:
+    header = replace(HEADER, measurement="--parallel auto: 2 at a time")
+    assert "* --parallel auto: 2 at a time." in format_sweep(make_sweep([header, *make_lines()[1:]]))
 
 
 def test_the_json_of_a_sweep_is_complete() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError, Interrupted
-from cpuft.record import format_line
+from cpuft.record import Line, format_line
 from cpuft.sweep import parallel
 from cpuft.sweep.parallel import (
     choose_parallel,
@@ -53,7 +53,7 @@ with open(folder / "record.jsonl", "w") as record:
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Programs that need 0.4 s for 32 samples, or 0.5 s if they have a place. Returns their folder."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    lines = [make_record().header, *make_steps(500, [0.1])]
+    lines: list[Line] = [make_record().header, *make_steps(500, [0.1])]
     (tmp_path / "record").write_text("".join(format_line(line) + "\n" for line in lines))
     monkeypatch.setattr(
         parallel, "module_command", lambda python, module: (sys.executable, str(tmp_path / "program.py"))
@@ -142,7 +142,8 @@ def test_values_of_the_option() -> None:
 def test_a_record_that_is_being_written(tmp_path: Path) -> None:
     assert read_steps(tmp_path / "record.jsonl") == []
     steps = make_steps(3, [0.1], step_seconds=0.5)
-    text = "".join(format_line(line) + "\n" for line in (make_record().header, *steps))
+    lines: list[Line] = [make_record().header, *steps]
+    text = "".join(format_line(line) + "\n" for line in lines)
     (tmp_path / "record.jsonl").write_text(text[:-10])
     assert read_steps(tmp_path / "record.jsonl") == steps[:2]
     assert find_rate(steps) == pytest.approx(64)
