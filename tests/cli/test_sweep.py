@@ -110,6 +110,28 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
 
 
 @pytest.mark.real
+@pytest.mark.proof
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two runs at a time need two CPUs")
+def test_the_number_of_runs_at_a_time_is_measured_once(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "tiny.json").write_text(json.dumps(shape | {"model_type": "bert", "vocab_size": 30522}))
+    folder = tmp_path / "sweep"
+    words = (*SHORT, "--from-config", "tiny.json", "--seed", "1,2,3", "--run-dir", str(folder), "--parallel", "auto")
+    done = run_cpuft("sweep", *words, seconds=500)
+    assert done.returncode == 0, done.stderr
+    header = read_sweep(str(folder)).header
+    told = re.search(r"cpuft: (--parallel auto, measured .*; chosen: ([12]) at a time)\n", done.stderr)
+    assert told, done.stderr
+    assert (header.measurement, round(1 / header.host_share)) == (told[1], int(told[2]))
+    assert (
+        f"at the same time on: {'CPUs' if told[2] == '2' else 'this machine'}"
+        in run_cpuft("sweep", "--resume", str(folder), "--dry-run").stdout
+    )
+    resumed = run_cpuft("sweep", "--resume", str(folder), "--parallel", "auto")
+    assert (resumed.returncode, "measuring" in resumed.stderr) == (0, False)
+
+
+@pytest.mark.real
 @pytest.mark.clusters
 @pytest.mark.proof
 def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:

@@ -90,6 +90,15 @@ def test_runs_that_fail_are_not_chosen(programs: Path) -> None:
     assert choose_parallel(rates) == 1
 
 
+def test_runs_that_end_early_are_measured_until_then(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel, "_SECONDS", 60.0)
+    text = (programs / "record").read_text().splitlines(keepends=True)
+    (programs / "record").write_text("".join(text[:60]))
+    began = time.monotonic()
+    assert measure_parallel({1: DIVIDED[1]}, (), lambda line: None) == {1: pytest.approx(80)}
+    assert time.monotonic() - began < 30
+
+
 def test_a_signal_ends_what_is_measured(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parallel, "_SECONDS", 30.0)
 
