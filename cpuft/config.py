@@ -742,9 +742,8 @@ class CompareConfig:
     )
     seeds: int = _hosts(
         1,
-        "Number of seeds: each number of ranks is trained once with each of so many seeds, which begin at --seed. The "
-        "report then has the mean of each metric, its standard error, and whether all numbers of ranks reach the same "
-        "metric",
+        "Number of seeds: each number of ranks is trained with --seed, with --seed + 1, and so on. The report then has "
+        "the mean of each metric, its standard error, and whether all numbers of ranks reach the same metric",
         least=1,
         most=1000,
     )

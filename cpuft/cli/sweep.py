@@ -91,9 +91,8 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     folder = choose_run_dir(launch.run_dir, "sweep")
     places = _find_places(config.hosts_per_run, parallel or 0, launch)
     if dry_run:
-        if parallel is None:
-            click.echo("# --parallel auto: nothing was measured, because of --dry-run")
-        _print_plan(Sweep(folder, header), options, places)
+        note = "# --parallel auto: nothing was measured, because of --dry-run" if parallel is None else ""
+        _print_plan(Sweep(folder, header), options, places, note)
         return
     measurement = ""
     if parallel is None:
@@ -273,8 +272,11 @@ def _list_launch_options() -> list[str]:
     ]
 
 
-def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
-    """Print the command of each run that is still to be made, as a shell script that makes one after another."""
+def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str = "") -> None:
+    """Print the command of each run that is still to be made, as a shell script that makes one after another.
+
+    The comment `note` follows the number of runs.
+    """
     import shlex
 
     from cpuft.report.sweep import DONE, STOPPED, describe_values
@@ -284,6 +286,7 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
     header, total = sweep.header, len(sweep.header.runs)
     click.echo("#!/usr/bin/env bash\nset -eu")
     click.echo(f"# {total} runs; at the same time on: {'; '.join(place.name for place in places)}")
+    click.echo(note, nl=bool(note))
     for name, text in name_in_trackers(header, sweep.folder, os.environ).items():
         click.echo(f"export {name}={shlex.quote(text)}")
     for number, values in enumerate(header.runs, start=1):
