@@ -740,6 +740,13 @@ class CompareConfig:
     repeats: int = _hosts(
         1, "Number of rounds; each round does all runs once, and the report then shows the spread", least=1
     )
+    seeds: int = _hosts(
+        1,
+        "Number of seeds: each number of ranks is trained with --seed, with --seed + 1, and so on. The report then has "
+        "the mean of each metric, its standard error, and whether all numbers of ranks reach the same metric",
+        least=1,
+        most=1000,
+    )
 
 
 SWEEP_SEARCHES = ("grid", "random")
@@ -754,11 +761,12 @@ class SweepConfig:
 
     hosts_per_run: int = _hosts(1, "Number of hosts on which each run trains", least=1)
     ranks_per_host: int = _hosts(1, "Number of ranks on each host of a run", least=1)
-    parallel: int = _hosts(
-        0,
+    parallel: str = _hosts(
+        "",
         "Largest number of runs at the same time (default: one for each --hosts-per-run hosts, and one on this machine "
-        "alone). On this machine alone, each run gets an equal part of the cores",
-        least=0,
+        "alone). On this machine alone, each run gets an equal part of the cores; auto trains the first configuration "
+        "for about 30 s to measure whether one run at a time on all cores is faster than two on half of them each",
+        takes="N|auto",
     )
     price: float = _hosts(0.0, "Price of one host for one hour, in dollars, for the report", least=0.0, most=1e6)
     conditions: str = _recipe(

@@ -41,7 +41,7 @@ _STATUS = "status"
 def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     """Train with many combinations of options, on all hosts at the same time, and compare the results.
 
-    Options with numbers or choices, --task and --model may have several values with commas between them, such as
+    Options with numbers or choices, and --model, may have several values with commas between them, such as
     --learning-rate 1e-5,3e-5, or a range of whole numbers, such as --seed 1..5. Each combination is a run of its own;
     runs that differ only in --seed are repetitions of one configuration. Each run trains on --hosts-per-run hosts, and
     as soon as it has ended, its hosts get the next one. A run that fails does not end the sweep, and the run of a host
@@ -81,19 +81,25 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.launch.active_runs import lock_run
     from cpuft.launch.plan import choose_run_dir
     from cpuft.report.sweep import NOT_STORED, Sweep
+    from cpuft.sweep.parallel import parse_parallel
     from cpuft.sweep.queue import open_journal
 
     launch = pick(LaunchConfig, values)
+    parallel = parse_parallel(config.parallel)
     header = _plan_header(config, values)
-    places = _find_places(config, launch)
-    share = 1 / len(places) if places[0].prefix else 1.0
     options = _list_launch_options()
-    stored = [option for option in options if option.partition("=")[0] not in map(format_flag, NOT_STORED)]
-    header = replace(header, launch=stored, working_folder=os.getcwd(), host_share=share)
     folder = choose_run_dir(launch.run_dir, "sweep")
+    places = _find_places(config.hosts_per_run, parallel or 0, launch)
     if dry_run:
-        _print_plan(Sweep(folder, header), options, places)
+        note = "# --parallel auto: nothing was measured, because of --dry-run" if parallel is None else ""
+        _print_plan(Sweep(folder, header), options, places, note)
         return
+    measurement = ""
+    if parallel is None:
+        places, measurement = _measure_places(header, options, launch, places)
+    share = 1 / len(places) if places[0].prefix else 1.0
+    stored = [option for option in options if option.partition("=")[0] not in map(format_flag, NOT_STORED)]
+    header = replace(header, launch=stored, working_folder=os.getcwd(), host_share=share, measurement=measurement)
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
         journal = stack.enter_context(open_journal(folder, header))
@@ -104,6 +110,7 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     """Continue a sweep."""
     from cpuft.launch.active_runs import lock_run
     from cpuft.report.sweep import read_sweep
+    from cpuft.sweep.parallel import AUTO, parse_parallel
     from cpuft.sweep.queue import continue_journal, make_launch_config
 
     fixed = {*option_names(TrainConfig), *option_names(SweepConfig)} - {"resume", "parallel", "stop_after_failures"}
@@ -122,9 +129,13 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     # Hosts that are given now replace those of the sweep.
     names |= {"--cluster", "--hostfile"} if names & {"--cluster", "--hostfile"} else set()
     options = [option for option in header.launch if option.partition("=")[0] not in names] + given
-    parallel = config.parallel or (round(1 / header.host_share) if header.host_share < 1 else 0)
-    where = SweepConfig(hosts_per_run=header.hosts_per_run, parallel=parallel)
-    places = _find_places(where, make_launch_config(options))
+    parallel = parse_parallel(config.parallel)
+    if parallel is None and not header.measurement:
+        raise CpuftError(
+            f"--parallel {AUTO} measures only when a sweep begins: give a number, or leave it out to continue as before"
+        )
+    parallel = parallel or round(1 / header.host_share) * (header.host_share < 1)
+    places = _find_places(header.hosts_per_run, parallel, make_launch_config(options))
     if dry_run:
         _print_plan(sweep, options, places)
         return
@@ -205,12 +216,49 @@ def _parse_one(name: str, text: str) -> Any:
     return getattr(apply_assignment(TrainConfig(), {name: text}), name)
 
 
-def _find_places(config: SweepConfig, launch: LaunchConfig) -> list[Place]:
+def _find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.sweep.queue import plan_places
 
-    cores = gather_facts((LOCAL,), Access())[0].cores
-    return plan_places(launch, config.hosts_per_run, config.parallel, [core.threads for core in cores])
+    facts = gather_facts((LOCAL,), Access())[0]
+    return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
+
+
+def _measure_places(
+    header: SweepHeader, options: list[str], launch: LaunchConfig, places: list[Place]
+) -> tuple[list[Place], str]:
+    """Return the places with which the first configuration trains fastest, and what was measured, after saying so.
+
+    Only this machine can be divided: with other hosts, `places` are returned.
+    """
+    from cpuft.hosts.cluster import LOCAL, Access, gather_facts, read_hosts
+    from cpuft.sweep.parallel import choose_parallel, describe_choice, list_candidates, measure_parallel
+    from cpuft.sweep.queue import plan_places
+    from cpuft.sweep.search import format_assignment
+
+    if read_hosts(launch) != (LOCAL,):
+        told = "--parallel auto: one run at a time on each group of hosts, because only this machine can be divided"
+        say(f"cpuft: {told}")
+        return places, told
+    facts = gather_facts((LOCAL,), Access())[0]
+    cores = [core.threads for core in facts.cores]
+    divided = {
+        number: plan_places(launch, header.hosts_per_run, number, cores, facts.cpu_quota)
+        for number in list_candidates(cores, len(header.runs))
+    }
+    if len(divided) == 1:
+        told = "--parallel auto: one run at a time, because there is one run, or one hardware thread"
+        say(f"cpuft: {told}")
+        return places, told
+    first = [*options, *header.options, *format_assignment(header.runs[0])]
+    try:
+        rates = measure_parallel(divided, first, lambda line: say(f"cpuft: {line}"))
+    except Interrupted as stopped:
+        say(f"cpuft: the measurement of --parallel auto was stopped by {stopped}: no run was started")
+        sys.exit(stopped.exit_code)
+    told = describe_choice(rates)
+    say(f"cpuft: {told}")
+    return divided[choose_parallel(rates)], told
 
 
 def _list_launch_options() -> list[str]:
@@ -224,17 +272,23 @@ def _list_launch_options() -> list[str]:
     ]
 
 
-def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
-    """Print the command of each run that is still to be made, as a shell script that makes one after another."""
+def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str = "") -> None:
+    """Print the command of each run that is still to be made, as a shell script that makes one after another.
+
+    The comment `note` follows the number of runs.
+    """
     import shlex
 
     from cpuft.report.sweep import DONE, STOPPED, describe_values
-    from cpuft.sweep.queue import name_folder
+    from cpuft.sweep.queue import name_folder, name_in_trackers
     from cpuft.sweep.search import format_assignment
 
     header, total = sweep.header, len(sweep.header.runs)
     click.echo("#!/usr/bin/env bash\nset -eu")
     click.echo(f"# {total} runs; at the same time on: {'; '.join(place.name for place in places)}")
+    click.echo(note, nl=bool(note))
+    for name, text in name_in_trackers(header, sweep.folder, os.environ).items():
+        click.echo(f"export {name}={shlex.quote(text)}")
     for number, values in enumerate(header.runs, start=1):
         start, end = sweep.find_start(number), sweep.find_end(number)
         if end and end.status == DONE:

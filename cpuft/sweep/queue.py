@@ -78,7 +78,7 @@ class Place:
 
 
 def plan_places(
-    config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]]
+    config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0
 ) -> list[Place]:
     """Return the places of a sweep's runs: groups of hosts, or parts of this machine. Reads the hostfile.
 
@@ -88,6 +88,7 @@ def plan_places(
     parallel: number of places; 0 for as many as there are groups, or one on this machine.
     cores: hardware threads of each core of this machine. The cores are divided if it is the only host and `parallel` is
         more than 1.
+    quota: number of cores that the control group of this machine allows; 0 for no limit. It is divided like the cores.
 
     Raises CpuftError: there are fewer hosts than a run needs, or fewer groups or cores than runs at a time.
     """
@@ -98,7 +99,7 @@ def plan_places(
                 f"--hosts-per-run {hosts_per_run} needs more hosts than this machine: name them with --hostfile or "
                 "--cluster"
             )
-        return _divide_machine(max(1, parallel), cores)
+        return _divide_machine(max(1, parallel), cores, quota)
     groups = [hosts[i : i + hosts_per_run] for i in range(0, len(hosts) - hosts_per_run + 1, hosts_per_run)]
     if not groups:
         raise CpuftError(
@@ -118,7 +119,7 @@ def plan_places(
     return made[: parallel or len(made)]
 
 
-def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]]) -> list[Place]:
+def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float) -> list[Place]:
     if parallel == 1:
         return [Place("this machine")]
     threads = [(cpu,) for core in cores for cpu in core]
@@ -131,8 +132,13 @@ def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]]) -> list[Pla
         )
     ends = [number * len(cores) // parallel for number in range(parallel + 1)]
     parts = [sorted(cpu for core in cores[begin:end] for cpu in core) for begin, end in pairwise(ends)]
-    names = [",".join(map(str, part)) for part in parts]
-    return [Place(f"CPUs {name}", prefix=("taskset", "--cpu-list", name)) for name in names]
+    places = list[Place]()
+    for (begin, end), part in zip(pairwise(ends), parts, strict=True):
+        name = ",".join(map(str, part))
+        # A run that took the whole quota for its own would record a wrong number of cores.
+        share = ("env", f"CPUFT_CPU_QUOTA={quota * (end - begin) / len(cores)!r}") if quota else ()
+        places.append(Place(f"CPUs {name}", prefix=(*share, "taskset", "--cpu-list", name)))
+    return places
 
 
 @contextmanager
@@ -347,7 +353,8 @@ class SweepQueue:
         log = Path(self.sweep.folder, "logs", f"{folder}.log")
         log.parent.mkdir(exist_ok=True)
         log_bytes = log.stat().st_size if log.exists() else 0
-        process = execute.start_with_log(command, os.environ, str(log), self.sweep.header.working_folder or None)
+        environ = os.environ | name_in_trackers(self.sweep.header, self.sweep.folder, os.environ)
+        process = execute.start_with_log(command, environ, str(log), self.sweep.header.working_folder or None)
         self._active.append(_ActiveRun(start, place, process, time.monotonic(), resumes, log_bytes))
         verb = "continues" if resumes else "starts"
         self._say(f"run {run} of {len(self.sweep.header.runs)} {verb} on {place.name}: {describe_values(values)}")
@@ -377,7 +384,7 @@ class SweepQueue:
         has_trained = self._has_trained(active)
         status, reason, told = DONE, "", ""
         if not metrics:
-            status, reason = FAILED, self._find_reason(start.folder)
+            status, reason = FAILED, find_reason(Path(self.sweep.folder, "logs", f"{start.folder}.log"))
             gone = find_lost_hosts(place, self._options)
             if gone:
                 status, told = LOST, "it starts again on another host"
@@ -439,19 +446,6 @@ class SweepQueue:
                 f"({end.reason}), and continue with cpuft sweep --resume {sweep.folder}, or start a new sweep"
             )
 
-    def _find_reason(self, folder: str) -> str:
-        """Return the line of a run's log that says why it failed: its last error, a rank that failed, or its end."""
-        path = Path(self.sweep.folder, "logs", f"{folder}.log")
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-                lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        except OSError:
-            lines = []
-        errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
-        ranks = [line.removeprefix("cpuft: ") for line in lines if _FAILED_RANK.match(line)]
-        return (errors or ranks or lines or ["without a message"])[-1]
-
     def _stop(self) -> None:
         """Let all active runs save a checkpoint and end, and note that they can be resumed.
 
@@ -487,6 +481,36 @@ def name_folder(run: int, runs: int, attempt: int) -> str:
     runs: number of all runs, which says how many digits there are.
     """
     return f"run-{run:0{len(str(runs))}}" + (f"-attempt-{attempt}" if attempt > 1 else "")
+
+
+def name_in_trackers(header: SweepHeader, folder: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables by which trackers group the runs of a sweep under the name of its folder.
+
+    That is the group in Weights & Biases, the experiment in MLflow and the project in Trackio. What the user has set
+    stays. Empty if the runs have no --report-to.
+
+    Parameters
+    ----------
+    folder: of the sweep.
+    environ: the environment of this process.
+    """
+    is_tracked = any(option.startswith("--report-to=") for option in header.options)
+    is_tracked |= any("report_to" in values for values in header.runs)
+    variables = ("WANDB_RUN_GROUP", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT")
+    return {name: Path(folder).name for name in variables if is_tracked and not environ.get(name)}
+
+
+def find_reason(log: Path) -> str:
+    """Return the line of a launch's log that says why it failed: its last error, a rank that failed, or its end."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+    ranks = [line.removeprefix("cpuft: ") for line in lines if _FAILED_RANK.match(line)]
+    return (errors or ranks or lines or ["without a message"])[-1]
 
 
 def _make_failure(message: str) -> CpuftError:

@@ -23,12 +23,23 @@ def test_a_dry_run_prints_the_launch_of_each_run(tmp_path: Path, golden: Golden)
     (tmp_path / "hosts").write_text("a1\na2\n")
     (tmp_path / "conditions.yaml").write_text("- lora-rank: 0\n- lora-rank: 8,16\n  learning-rate: 3e-4\n")
     done = run_cpuft(
-        *("sweep", "--hostfile", str(tmp_path / "hosts"), "--no-check", "--task", "mrpc", "--seed", "1..2"),
+        *("sweep", "--hostfile", str(tmp_path / "hosts"), "--no-check", "--task", "files", "--seed", "1..2"),
         *("--conditions", str(tmp_path / "conditions.yaml"), "--run-dir", str(tmp_path / "s"), "--dry-run"),
-        *("--text-columns", "a,b", "--no-fast-path", "--ranks-per-host", "2"),
+        *("--train-file", "a.csv", "--text-columns", "a,b", "--no-fast-path", "--ranks-per-host", "2"),
     )
     assert done.returncode == 0, done.stderr
     golden("sweep.sh", done.stdout.replace(str(tmp_path), "/work"))
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
+    words = ("sweep", "--task", "demo", "--seed", "1,2", "--run-dir", str(tmp_path / "s"), "--parallel", "auto")
+    done = run_cpuft(*words, "--report-to", "wandb", "--dry-run", settings={"TRACKIO_PROJECT": "mine"})
+    assert done.returncode == 0, done.stderr
+    assert "# --parallel auto: nothing was measured, because of --dry-run" in done.stdout
+    assert "at the same time on: this machine" in done.stdout
+    exported = [line for line in done.stdout.splitlines() if line.startswith("export")]
+    assert exported == ["export WANDB_RUN_GROUP=s", "export MLFLOW_EXPERIMENT_NAME=s"]
     assert not (tmp_path / "s").exists()
 
 
@@ -42,6 +53,20 @@ def test_a_dry_run_prints_the_launch_of_each_run(tmp_path: Path, golden: Golden)
         (("--search", "random"), "--search random needs --trials"),
         (("--trials", "3"), "--trials is for --search random"),
         (("--task", "mrpc,nothing"), "--task"),
+        (
+            ("--task", "mrpc,rte"),
+            "--task mrpc,rte: a sweep compares all its runs by one metric, and metrics of different",
+        ),
+        (
+            ("--task", "mrpc", "--train-file", "a.csv"),
+            "the only configuration: --train-file has no effect with --task mrpc",
+        ),
+        (
+            ("--task", "demo", "--data-dir", "glue", "--seed", "1,2"),
+            "seed 1: --data-dir has no effect with --task demo",
+        ),
+        (("--parallel", "many"), "--parallel 'many' is not a number of runs: give a whole number, or auto"),
+        (("--parallel", "-1"), "--parallel '-1' is not a number of runs"),
         (("--conditions", "none.yaml"), "--conditions none.yaml cannot be read"),
         (("--hosts-per-run", "2"), "--hosts-per-run 2 needs more hosts than this machine"),
         (("--resume", "none"), "there is no sweep in"),
@@ -73,8 +98,37 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
     told = json.loads(run_cpuft("report", str(folder), "--json").stdout)
     assert [one["options"] for one in told["configurations"]] == [{"learning_rate": "1e-4"}]
     assert told["failed"] == [{"learning_rate": "1e30"}]
+    assert json.loads(run_cpuft("report", str(folder), "--metric", "f1", "--json").stdout)["metric"] == "f1"
+    refused = run_cpuft("report", str(folder), "--metric", "f2")
+    assert (refused.returncode, "has reported --metric f2: did you mean f1?" in refused.stderr) == (2, True)
+    refused = run_cpuft("report", str(folder / "run-1"), "--metric", "f1")
+    assert (refused.returncode, "--metric is for the folder of a sweep" in refused.stderr) == (2, True)
+    refused = run_cpuft("sweep", "--resume", str(folder), "--parallel", "auto")
+    assert (refused.returncode, "--parallel auto measures only when a sweep begins" in refused.stderr) == (2, True)
     refused = run_cpuft("report", str(folder), "--markdown")
     assert (refused.returncode, "is a sweep, which is shown alone" in refused.stderr) == (2, True)
+
+
+@pytest.mark.real
+@pytest.mark.proof
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two runs at a time need two CPUs")
+def test_the_number_of_runs_at_a_time_is_measured_once(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "tiny.json").write_text(json.dumps(shape | {"model_type": "bert", "vocab_size": 30522}))
+    folder = tmp_path / "sweep"
+    words = (*SHORT, "--from-config", "tiny.json", "--seed", "1,2,3", "--run-dir", str(folder), "--parallel", "auto")
+    done = run_cpuft("sweep", *words, seconds=500)
+    assert done.returncode == 0, done.stderr
+    header = read_sweep(str(folder)).header
+    told = re.search(r"cpuft: (--parallel auto, measured .*; chosen: ([12]) at a time)\n", done.stderr)
+    assert told, done.stderr
+    assert (header.measurement, round(1 / header.host_share)) == (told[1], int(told[2]))
+    assert (
+        f"at the same time on: {'CPUs' if told[2] == '2' else 'this machine'}"
+        in run_cpuft("sweep", "--resume", str(folder), "--dry-run").stdout
+    )
+    resumed = run_cpuft("sweep", "--resume", str(folder), "--parallel", "auto")
+    assert (resumed.returncode, "measuring" in resumed.stderr) == (0, False)
 
 
 @pytest.mark.real

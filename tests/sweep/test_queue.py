@@ -39,6 +39,7 @@ from cpuft.sweep.queue import (
     estimate_seconds_left,
     find_lost_hosts,
     format_status,
+    name_in_trackers,
     open_journal,
     plan_places,
 )
@@ -53,6 +54,7 @@ folder = pathlib.Path(words[words.index("--run-dir" if "--run-dir" in words else
 with open(folder.parent / "calls", "a") as calls:
     calls.write(" ".join(words) + "\\n")
 folder.mkdir(exist_ok=True)
+(folder / "group").write_text(os.environ.get("WANDB_RUN_GROUP", ""))
 record = folder / "record.jsonl"
 lines = pathlib.Path(__file__).with_name("record").read_text().splitlines(keepends=True)
 if not record.exists():
@@ -278,6 +280,30 @@ def test_hosts_are_grouped_and_this_machine_is_divided(tmp_path: Path) -> None:
     threads = [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 2, [(0, 1)])]
     assert threads == ["0", "1"]
     assert [place.prefix[-1] for place in plan_places(LaunchConfig(), 1, 3, cores)] == ["0,4", "1,5", "2,3,6,7"]
+
+
+def test_each_run_sees_its_share_of_the_quota_of_this_machine() -> None:
+    """A control group with 3.5 of 8 cores: one run gets one core of the three that can be used, the other one two."""
+    shares = [place.prefix for place in plan_places(LaunchConfig(), 1, 2, [(0,), (1,), (2,)], 3.5)]
+    assert [float(share[1].removeprefix("CPUFT_CPU_QUOTA=")) for share in shares] == pytest.approx([3.5 / 3, 7 / 3])
+    assert [share[-1] for share in shares] == ["0", "1,2"]
+    # A whole number of cores is not rounded down.
+    six = plan_places(LaunchConfig(), 1, 3, [(cpu,) for cpu in range(6)], 6.0)
+    assert [place.prefix[:2] for place in six] == [("env", "CPUFT_CPU_QUOTA=2.0")] * 3
+    assert plan_places(LaunchConfig(), 1, 1, [(0,), (1,)], 1.5)[0].prefix == ()
+
+
+def test_trackers_group_the_runs_of_a_sweep() -> None:
+    plain = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
+    assert name_in_trackers(plain, "/runs/lab", {}) == {}
+    named = {"WANDB_RUN_GROUP": "lab", "TRACKIO_PROJECT": "lab"}
+    for header in (replace(plain, options=["--report-to=wandb"]), replace(plain, runs=[{"report_to": "wandb"}])):
+        assert name_in_trackers(header, "/runs/lab", {"MLFLOW_EXPERIMENT_NAME": "mine"}) == named
+
+
+def test_the_launches_get_the_names_for_trackers(launches: Launches) -> None:
+    launches.run(launches.header(1, options=["--task=demo", "--report-to=wandb"]))
+    assert (launches.folder / "run-1" / "group").read_text() == "sweep"
 
 
 @pytest.mark.parametrize(
