@@ -33,6 +33,8 @@ _PAUSE_SHARE = 4.0
 _LAST_COPY_SECONDS = 120.0
 """Time limit of the copy at the end of an interrupted run. The checkpoint stays on its host as well."""
 _CHECK_SECONDS = 600.0
+_MOST_FAILURES = 3
+"""After so many failed copies in a row the user is told."""
 _SEND_CHECKPOINTS = Path(__file__).with_name("send_checkpoints.sh").read_text(encoding="utf-8")
 
 
@@ -106,7 +108,7 @@ class CheckpointCopier:
         self._cluster, self._every, self._say = cluster, every, say
         self._run_dir, self._work = run_dir, cluster.work_dir(run_dir)
         self._root = Path(run_dir, CHECKPOINTS)
-        self._has_warned = False
+        self._failures, self._has_warned = 0, False
 
     def plan_copy(self) -> Step:
         """Return the step that stores what the head host has and this machine has not."""
@@ -167,9 +169,14 @@ class CheckpointCopier:
 
     def _note_end(self, code: int, output: str, is_over: bool) -> None:
         if not code:
+            self._failures = 0
             self._remove_older()
-        # A checkpoint that the ranks replace while it is sent is no failure of the disk here.
-        elif code == IO_ERROR and not is_over and not self._has_warned:
-            self._has_warned = True
-            reason = " ".join(output.split()).removeprefix("cpuft: error: ")[-200:]
-            self._say(f"cpuft: checkpoints cannot be copied to {self._root} ({reason}): training continues without")
+        elif not is_over:
+            self._failures += 1
+            # A connection may fail now and then, and a full disk stays full.
+            if (code == IO_ERROR or self._failures >= _MOST_FAILURES) and not self._has_warned:
+                self._has_warned = True
+                reason = " ".join(output.split()).removeprefix("cpuft: error: ")[-200:]
+                self._say(
+                    f"cpuft: checkpoints cannot be copied to {self._root} ({reason}): training continues without copies"
+                )

@@ -251,7 +251,8 @@ class SweepQueue:
                     if not self._places and not self._active and not self._wait_for_hosts():
                         raise _make_failure(
                             "no host of the sweep can be used any more: repair them, and continue with cpuft sweep "
-                            f"--resume {self.sweep.folder}"
+                            f"--resume {self.sweep.folder}",
+                            RESUMABLE if self._lost else 1,  # a job's next start may have other hosts
                         )
                     self._fill()
                     for active in [one for one in self._active if one.process.poll() is not None]:
@@ -508,10 +509,10 @@ def name_folder(run: int, runs: int, attempt: int) -> str:
     return f"run-{run:0{len(str(runs))}}" + (f"-attempt-{attempt}" if attempt > 1 else "")
 
 
-def _make_failure(message: str) -> CpuftError:
-    """Return an error that ends the command with exit code 1, because no option was wrong."""
+def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
+    """Return an error that ends the command with another exit code than 2, because no option was wrong."""
     error = CpuftError(message)
-    error.exit_code = 1
+    error.exit_code = exit_code
     return error
 
 
