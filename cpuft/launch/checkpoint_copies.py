@@ -127,10 +127,9 @@ class CheckpointCopier:
         for newest in self._list_copies():
             for path in newest.parent.iterdir():
                 if path.is_dir() and path != newest and path.name != BEST:
-                    # A half of a checkpoint must not look complete.
                     old = path.with_name(f"{path.name}.old")
                     with suppress(OSError):
-                        path.rename(old)
+                        path.rename(old)  # a half of a checkpoint must not look complete
                     shutil.rmtree(old, ignore_errors=True)
 
     @contextmanager
@@ -156,7 +155,8 @@ class CheckpointCopier:
                 execute.stop_processes([process])
                 errors = process.stderr.read().decode(errors="replace") if process.stderr else ""
             self._note_end(execute.exit_code_of(process), errors, is_over.is_set())
-            pause = max(self._every, _PAUSE_SHARE * (time.monotonic() - begun))
+            # A copy that failed is tried again soon: the next checkpoint may be there already.
+            pause = self._every if self._failures else max(self._every, _PAUSE_SHARE * (time.monotonic() - begun))
 
     def copy_last(self) -> None:
         """Copy the newest checkpoint now, for at most two minutes. Must be called in the main thread.

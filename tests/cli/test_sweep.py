@@ -143,7 +143,8 @@ def test_a_run_with_a_copied_checkpoint_continues_on_another_host(tmp_path: Path
         places = [start.place for start in read_sweep(str(tmp_path / "s")).starts]
         assert places == [host.name for host in cluster.hosts]
         alone = ("--only-hosts", places[1], "--seed", "3", "--run-dir", "undisturbed")
-        done = cluster.cpuft("launch", *words, *alone)
+        command = [sys.executable, "-m", "cpuft", "launch", *words, *alone]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr
         undisturbed = read_record(str(tmp_path / "undisturbed"))
         assert moved.metrics == undisturbed.metrics != {}

@@ -80,7 +80,9 @@ def test_on_a_login_node_srun_starts_the_ranks(slurm: Slurm) -> None:
 def test_a_sweep_in_a_job_trains_one_run_on_each_host(slurm: Slurm) -> None:
     """Three runs on two hosts: the host of the job's script starts its ranks itself, and srun those of the other."""
     words = ("sweep", *TRAINING, "--seed", "1,2,3", "--run-dir", "swept")
-    code, text = slurm.submit(shlex.join((sys.executable, "-m", "cpuft", *words)), "--nodes=2", "--exclusive")
+    code, text = slurm.submit(
+        shlex.join((sys.executable, "-m", "cpuft", *words)), "--nodes=2", "--exclusive", seconds=500
+    )
     assert code == 0, text
     sweep = read_sweep(str(slurm.cluster.folder / "swept"))
     assert sweep.list_with_status(DONE) == [1, 2, 3], text
@@ -93,7 +95,9 @@ def test_a_sweep_in_a_job_trains_one_run_on_each_host(slurm: Slurm) -> None:
 
 def test_a_sweep_in_a_job_with_several_hosts_for_each_run(slurm: Slurm) -> None:
     words = ("sweep", *TRAINING, "--seed", "1,2", "--hosts-per-run", "2", "--run-dir", "pairs")
-    code, text = slurm.submit(shlex.join((sys.executable, "-m", "cpuft", *words)), "--nodes=4", "--exclusive")
+    code, text = slurm.submit(
+        shlex.join((sys.executable, "-m", "cpuft", *words)), "--nodes=4", "--exclusive", seconds=500
+    )
     assert code == 0, text
     sweep = read_sweep(str(slurm.cluster.folder / "pairs"))
     names = [slurm.cluster.on(number, "hostname") for number in range(1, 5)]
