@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 import subprocess
+import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -103,7 +105,10 @@ def test_a_checkpoint_that_the_ranks_remove_meanwhile_is_sent_as_a_whole(
         assert sender.stdout
         archive = sender.stdout.read()
     assert sender.returncode == 0
-    assert len(archive) > 1 << 20
+    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
+        sizes = {member.name: member.size for member in opened if member.isfile()}
+    assert sizes["./000000002.0/state.safetensors"] == 1 << 20
+    assert {name.split("/")[1] for name in sizes} == {"000000002.0"}
     assert names(tmp_path / "work") == ["000000003.0", "000000004.0"]
 
 
