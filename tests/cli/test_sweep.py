@@ -82,7 +82,7 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
 @pytest.mark.clusters
 @pytest.mark.proof
 def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:
-    """Three hosts, six runs; one host is killed while it trains, and nothing is left of its run."""
+    """Three hosts, six short runs; one host is killed while it trains, mostly before a checkpoint was copied."""
     with simulate(tmp_path, "--nodes", "3", "--cores-per-node", "0.5") as cluster:
         words = ("--cluster", cluster.name, "--task", "demo", "--max-steps", "6", "--precision", "fp32")
         command = [sys.executable, "-m", "cpuft", "sweep", *words, "--learning-rate", "1e-4,3e-4,1e-3", "--seed", "1,2"]
@@ -102,7 +102,7 @@ def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:
         assert cluster.cpuft("provision", "local", "kill", "2", "--name", cluster.name).returncode == 0
         output, errors = process.communicate(timeout=900)
         assert process.returncode == 0, errors
-        assert "it starts again on another host" in errors
+        assert re.search("it (continues|starts again from the beginning) on another host", errors), errors
         sweep = read_sweep(str(tmp_path / "s"))
         assert sweep.list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
         assert "6 of 6 runs done" in output

@@ -124,12 +124,14 @@ def test_checkpoints_are_copied_while_ranks_run(tmp_path: Path, copier: Checkpoi
     assert names(run) == ["000000004.0"]
 
 
-def test_a_copy_that_takes_long_is_given_up_at_the_end(tmp_path: Path, copier: CheckpointCopier) -> None:
+def test_a_copy_that_takes_long_is_given_up_at_the_end(
+    tmp_path: Path, copier: CheckpointCopier, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "runs" / "run"
     step = copier.plan_copy()
     program = f"touch {tmp_path}/begun; exec sleep 60"
     slow = replace(step, command=(*step.command[: step.command.index("sh")], "sh", "-c", program))
-    copier.plan_copy = lambda: slow  # type: ignore[method-assign]
+    monkeypatch.setattr(copier, "plan_copy", lambda: slow)
     with copier.keep_copying():
         wait_until((tmp_path / "begun").exists)
         begun = time.monotonic()
