@@ -675,6 +675,11 @@ class LaunchConfig:
         "provision aws watch the URL of EC2)",
         takes="FILE|URL",
     )
+    copy_checkpoints: bool = _output(
+        False,
+        "While the run trains on hosts with disks of their own, copy each new checkpoint from the head host to the run "
+        "folder on this machine, where --resume finds it for other hosts if the head host is lost",
+    )
     grace_period: float = _output(
         0.0,
         "Seconds that a run has to save a checkpoint after cpuft launch receives SIGTERM; then the ranks are "
@@ -688,7 +693,7 @@ ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
 
 PLACE_OPTIONS = ("ppn", "hostfile", "cluster", "iface", "ssh_config", "mpirun", "check", "run_dir")
 """Options of LaunchConfig that cpuft predict has as well, beside --np: where ranks run, and how they are started."""
-LAUNCH_ONLY = ("interruption_notice", "grace_period", "max_restarts", "min_np")
+LAUNCH_ONLY = ("interruption_notice", "copy_checkpoints", "grace_period", "max_restarts", "min_np")
 """Options of LaunchConfig that only `cpuft launch` has."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from contextlib import ExitStack
@@ -14,7 +15,7 @@ import click
 from cpuft.cli.common import say
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick
 from cpuft.config import LaunchConfig, SweepConfig, TrainConfig, format_flag, option_names
-from cpuft.errors import CpuftError, Interrupted
+from cpuft.errors import RESUMABLE, CpuftError, Interrupted
 from cpuft.sweep.search import list_variable_options
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     --learning-rate 1e-5,3e-5, or a range of whole numbers, such as --seed 1..5. Each combination is a run of its own;
     runs that differ only in --seed are repetitions of one configuration. Each run trains on --hosts-per-run hosts, and
     as soon as it has ended, its hosts get the next one. A run that fails does not end the sweep, and the run of a host
-    that is lost starts again on another host.
+    that is lost continues on another host from a copy of its checkpoint.
 
     cpuft sweep status FOLDER shows what a sweep is doing, and cpuft report FOLDER its results.
     """
@@ -113,9 +114,10 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.sweep.parallel import AUTO, parse_parallel
     from cpuft.sweep.queue import continue_journal, make_launch_config
 
-    fixed = {*option_names(TrainConfig), *option_names(SweepConfig)} - {"resume", "parallel", "stop_after_failures"}
+    fixed = {*option_names(TrainConfig), *option_names(SweepConfig), "run_dir"}
+    fixed -= {"resume", *list_options_for_resume()}
     for name in given_options():
-        if name in fixed or name == "run_dir":
+        if name in fixed:
             raise CpuftError(f"{format_flag(name)} is not for --resume, which takes it from the sweep: leave it out")
     folder = os.path.abspath(config.resume)
     sweep = read_sweep(folder)
@@ -143,6 +145,12 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         stack.enter_context(lock_run(folder))
         journal = stack.enter_context(continue_journal(folder))
         _carry_out(journal, config, options, places)
+
+
+def list_options_for_resume() -> list[str]:
+    """Return the names of the options that may be given again with --resume: those that say where the runs train."""
+    own = ("np", "ppn", "only_hosts", "run_dir")
+    return ["parallel", "stop_after_failures", *(name for name in option_names(LaunchConfig) if name not in own)]
 
 
 def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
@@ -303,7 +311,11 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str
 
 
 def _carry_out(journal: Journal, config: SweepConfig, options: list[str], places: list[Place]) -> None:
-    """Run the queue, print the results, and exit with 1 if a run failed, with 128 + N if signal N ended the sweep."""
+    """Run the queue, print the results, and exit.
+
+    The exit code is 1 if a run failed, 75 if SIGUSR1 ended the sweep, with which a job script asks for a checkpoint,
+    and 128 + N after another signal N.
+    """
     from cpuft.report.sweep import format_sweep
     from cpuft.sweep.queue import SweepQueue
 
@@ -314,7 +326,7 @@ def _carry_out(journal: Journal, config: SweepConfig, options: list[str], places
         failed = queue.run((lambda: live.show(queue)) if live else (lambda: None))
     except Interrupted as stopped:
         say(f"cpuft: the sweep was stopped by {stopped}: continue it with cpuft sweep --resume {folder}")
-        sys.exit(stopped.exit_code)
+        sys.exit(RESUMABLE if stopped.exit_code == 128 + signal.SIGUSR1 else stopped.exit_code)
     finally:
         if live:
             live.clear()

@@ -16,11 +16,13 @@ from typing import IO
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config import LaunchConfig, parse_arguments
+from cpuft.config import LaunchConfig, format_flag, parse_arguments
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted, counted
 from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.active_runs import lock_run
+from cpuft.launch.checkpoint_copies import check_copy
+from cpuft.launch.inputs import TRAINING_INPUTS
 from cpuft.launch.supervise import TRAINING_STOP_SECONDS
 from cpuft.record import FILE_NAME as RECORD_NAME
 from cpuft.record import read_record
@@ -43,6 +45,7 @@ from cpuft.report.sweep import (
 )
 from cpuft.sweep.search import format_assignment
 
+_FILE_OPTIONS = tuple(map(format_flag, TRAINING_INPUTS))
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
 """How long launches have to end after a signal, before they are killed."""
@@ -254,7 +257,8 @@ class SweepQueue:
                     if not self._places and not self._active and not self._wait_for_hosts():
                         raise _make_failure(
                             "no host of the sweep can be used any more: repair them, and continue with cpuft sweep "
-                            f"--resume {self.sweep.folder}"
+                            f"--resume {self.sweep.folder}",
+                            RESUMABLE if self._lost else 1,  # a job's next start may have other hosts
                         )
                     self._fill()
                     for active in [one for one in self._active if one.process.poll() is not None]:
@@ -335,17 +339,25 @@ class SweepQueue:
             self._journal.write(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, found))
             return
         resumes = earlier is not None and is_stopped and Path(self.sweep.folder, earlier.folder).is_dir()
-        resumes = resumes and number <= _MOST_ATTEMPTS
+        resumes, reason = resumes and number <= _MOST_ATTEMPTS, ""
+        if resumes and earlier and not {*earlier.place.split(",")} & {*place.name.split(",")}:
+            update, problem = check_copy(str(Path(self.sweep.folder, earlier.folder)))
+            resumes, reason = update > 0, f" from the beginning, because {problem}" if problem else ""
         self._failed_before.discard(run)
         folder = name_folder(run, len(self.sweep.header.runs), number)
         folder = earlier.folder if resumes and earlier else folder
         values = self.sweep.header.runs[run - 1]
         command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
         path = str(Path(self.sweep.folder, folder))
+        training = [*self.sweep.header.options, *format_assignment(values)]
         if resumes:
-            command += ["--resume", path]
+            # Another host may not have the files with which the run was started.
+            files = [option for option in training if option.partition("=")[0] in _FILE_OPTIONS]
+            command += [*files, "--resume", path]
         else:
-            command += [*self.sweep.header.options, *format_assignment(values), "--run-dir", path]
+            command += [*training, "--run-dir", path]
+        if place.hosts and not {"--copy-checkpoints", "--no-copy-checkpoints"}.intersection(self._options):
+            command.append("--copy-checkpoints")
         if place.name in self._checked and "--no-check" not in command:
             command.append("--no-check")
         start = AttemptStart(run, number, place.name, folder, time.time())
@@ -357,7 +369,8 @@ class SweepQueue:
         process = execute.start_with_log(command, environ, str(log), self.sweep.header.working_folder or None)
         self._active.append(_ActiveRun(start, place, process, time.monotonic(), resumes, log_bytes))
         verb = "continues" if resumes else "starts"
-        self._say(f"run {run} of {len(self.sweep.header.runs)} {verb} on {place.name}: {describe_values(values)}")
+        total = len(self.sweep.header.runs)
+        self._say(f"run {run} of {total} {verb} on {place.name}{reason}: {describe_values(values)}")
 
     def _has_trained(self, active: _ActiveRun) -> bool:
         """Return whether an attempt has made an update, as its log says: the record may be on another host."""
@@ -387,7 +400,7 @@ class SweepQueue:
             status, reason = FAILED, find_reason(Path(self.sweep.folder, "logs", f"{start.folder}.log"))
             gone = find_lost_hosts(place, self._options)
             if gone:
-                status, told = LOST, "it starts again on another host"
+                status, told = self._decide_after_loss(start)
                 self._lost.append(place)
                 self._retire(place, f"{gone} does not answer")
             elif code == RESUMABLE and start.attempt < _MOST_ATTEMPTS:
@@ -407,6 +420,13 @@ class SweepQueue:
         self._journal.write(end)
         self._say(self._describe_end(end, told))
         self._check_progress(end)
+
+    def _decide_after_loss(self, start: AttemptStart) -> tuple[str, str]:
+        """Return (status of an attempt whose host was lost, what the user is told about the next attempt)."""
+        update, problem = check_copy(str(Path(self.sweep.folder, start.folder)))
+        if update:
+            return STOPPED, f"it continues on another host after update {update}, from the copy of its checkpoint"
+        return LOST, f"it starts again from the beginning on another host, because {problem}"
 
     def _note_failure(self, place: Place, has_trained: bool) -> None:
         """Retire a place on which several launches in a row have ended without an update."""
@@ -513,10 +533,10 @@ def find_reason(log: Path) -> str:
     return (errors or ranks or lines or ["without a message"])[-1]
 
 
-def _make_failure(message: str) -> CpuftError:
-    """Return an error that ends the command with exit code 1, because no option was wrong."""
+def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
+    """Return an error that ends the command with another exit code than 2, because no option was wrong."""
     error = CpuftError(message)
-    error.exit_code = 1
+    error.exit_code = exit_code
     return error
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.record import read_record
 from cpuft.report.sweep import DONE, read_sweep
 from tests.conftest import Golden, run_cpuft
 from tests.provision.simulated import simulate
@@ -135,7 +136,7 @@ def test_the_number_of_runs_at_a_time_is_measured_once(tmp_path: Path) -> None:
 @pytest.mark.clusters
 @pytest.mark.proof
 def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:
-    """Three hosts, six runs; one host is killed while it trains, and nothing is left of its run."""
+    """Three hosts, six short runs; one host is killed while it trains, mostly before a checkpoint was copied."""
     with simulate(tmp_path, "--nodes", "3", "--cores-per-node", "0.5") as cluster:
         words = ("--cluster", cluster.name, "--task", "demo", "--max-steps", "6", "--precision", "fp32")
         command = [sys.executable, "-m", "cpuft", "sweep", *words, "--learning-rate", "1e-4,3e-4,1e-3", "--seed", "1,2"]
@@ -155,7 +156,50 @@ def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:
         assert cluster.cpuft("provision", "local", "kill", "2", "--name", cluster.name).returncode == 0
         output, errors = process.communicate(timeout=900)
         assert process.returncode == 0, errors
-        assert "it starts again on another host" in errors
+        assert re.search("it (continues|starts again from the beginning) on another host", errors), errors
         sweep = read_sweep(str(tmp_path / "s"))
         assert sweep.list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
         assert "6 of 6 runs done" in output
+
+
+@pytest.mark.real
+@pytest.mark.clusters
+@pytest.mark.proof
+def test_a_run_with_a_copied_checkpoint_continues_on_another_host(tmp_path: Path) -> None:
+    """One run on one of two hosts, which is killed: the other host continues it to the same metric and losses."""
+    training = ("--task", "demo", "--max-steps", "120", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
+    with simulate(tmp_path, "--nodes", "2", "--cores-per-node", "0.5") as cluster:
+        for number in (1, 2):  # so that no host sees the checkpoints of the other one
+            cluster.on(number, "mount -t tmpfs -o mode=1777 tmpfs /var/tmp")
+        words = ("--cluster", cluster.name, *training, "--checkpoint-every", "1")
+        environ = dict(os.environ) | {"CPUFT_STATE": str(tmp_path / "state")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cpuft", "sweep", *words, "--seed", "3", "--run-dir", "s"],
+            cwd=tmp_path,
+            env=environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        log = tmp_path / "s" / "logs" / "run-1.log"
+        while not list((tmp_path / "s" / "run-1" / "checkpoints").glob("*.0")):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        assert cluster.cpuft("provision", "local", "kill", "1", "--name", cluster.name).returncode == 0
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+        told = re.search(r"it continues on another host after update (\d+), from the copy of its checkpoint", errors)
+        assert told, errors
+        moved = read_record(str(tmp_path / "s" / "run-1"))
+        assert [line.step for line in moved.resumptions] == [int(told[1])]
+        assert not (tmp_path / "s" / "run-1" / "checkpoints").exists()
+        places = [start.place for start in read_sweep(str(tmp_path / "s")).starts]
+        assert places == [host.name for host in cluster.hosts]
+        alone = ("--only-hosts", places[1], "--seed", "3", "--run-dir", "undisturbed")
+        command = [sys.executable, "-m", "cpuft", "launch", *words, *alone]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        undisturbed = read_record(str(tmp_path / "undisturbed"))
+        assert moved.metrics == undisturbed.metrics != {}
+        assert [line.loss for line in moved.steps] == [line.loss for line in undisturbed.steps]
