@@ -27,6 +27,7 @@ SOURCES = tuple(
     Path(cpuft.__file__).parent / name
     for name in (
         *("train/fast/kernels.cpp", "train/fast/attention.h", "train/fast/disentangled.h", "train/fast/products.h"),
+        "train/fast/tiles.h",
         *("comm/compression/blocks.h", "vectors.h"),
     )
 )

@@ -442,8 +442,8 @@ class TrainConfig:
     grad_compression: str = _communication(
         "auto",
         "Format in which gradients are sent; auto is bf16 with --precision bf16 and otherwise none, unless the "
-        "measured network between hosts is so slow that int8 or bf16 is faster; with --sync-every above 1, auto is "
-        "int8",
+        "measured network between hosts is so slow that bf16, int8 or powersgd is faster; with --sync-every above "
+        "1, auto is int8",
         choices=COMPRESSIONS,
     )
     sync_every: int = _communication(
@@ -675,6 +675,11 @@ class LaunchConfig:
         "provision aws watch the URL of EC2)",
         takes="FILE|URL",
     )
+    copy_checkpoints: bool = _output(
+        False,
+        "While the run trains on hosts with disks of their own, copy each new checkpoint from the head host to the run "
+        "folder on this machine, where --resume finds it for other hosts if the head host is lost",
+    )
     grace_period: float = _output(
         0.0,
         "Seconds that a run has to save a checkpoint after cpuft launch receives SIGTERM; then the ranks are "
@@ -688,7 +693,7 @@ ALTERNATIVES = (("model", "from_config"), ("warmup_ratio", "warmup_steps"))
 
 PLACE_OPTIONS = ("ppn", "hostfile", "cluster", "iface", "ssh_config", "mpirun", "check", "run_dir")
 """Options of LaunchConfig that cpuft predict has as well, beside --np: where ranks run, and how they are started."""
-LAUNCH_ONLY = ("interruption_notice", "grace_period", "max_restarts", "min_np")
+LAUNCH_ONLY = ("interruption_notice", "copy_checkpoints", "grace_period", "max_restarts", "min_np")
 """Options of LaunchConfig that only `cpuft launch` has."""
 
 
@@ -740,6 +745,13 @@ class CompareConfig:
     repeats: int = _hosts(
         1, "Number of rounds; each round does all runs once, and the report then shows the spread", least=1
     )
+    seeds: int = _hosts(
+        1,
+        "Number of seeds: each number of ranks is trained with --seed, with --seed + 1, and so on. The report then has "
+        "the mean of each metric, its standard error, and whether all numbers of ranks reach the same metric",
+        least=1,
+        most=1000,
+    )
 
 
 SWEEP_SEARCHES = ("grid", "random", "optuna")
@@ -758,11 +770,12 @@ class SweepConfig:
 
     hosts_per_run: int = _hosts(1, "Number of hosts on which each run trains", least=1)
     ranks_per_host: int = _hosts(1, "Number of ranks on each host of a run", least=1)
-    parallel: int = _hosts(
-        0,
+    parallel: str = _hosts(
+        "",
         "Largest number of runs at the same time (default: one for each --hosts-per-run hosts, and one on this machine "
-        "alone). On this machine alone, each run gets an equal part of the cores",
-        least=0,
+        "alone). On this machine alone, each run gets an equal part of the cores; auto trains the first configuration "
+        "for about 30 s to measure whether one run at a time on all cores is faster than two on half of them each",
+        takes="N|auto",
     )
     price: float = _hosts(0.0, "Price of one host for one hour, in dollars, for the report", least=0.0, most=1e6)
     conditions: str = _recipe(

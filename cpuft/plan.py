@@ -92,6 +92,9 @@ class RunPlan:
     """Whether the run's folder is from an earlier start, and must not be removed if this one fails."""
     renewal: tuple[str, ...] = ()
     """The command that renews each rented host's lease; it is run now and then while the ranks run."""
+    copy_seconds: float = 0.0
+    """While the ranks run, seconds between two looks for a new checkpoint on the head host, which is copied to this
+    machine; 0 copies none."""
     keep_host_copies: bool = False
     """Whether hosts keep all files of a run that is not finished, because it will be restarted."""
 

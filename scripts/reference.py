@@ -21,6 +21,7 @@ _VARIABLES = (
         "has them",
     ),
     ("CPUFT_MEET_SECONDS", "you, in a job of AWS Batch", "seconds in which all nodes must have arrived (default: 600)"),
+    ("CPUFT_CPU_QUOTA", "cpuft", "CPU time in cores that one of several runs of a sweep may use on this machine"),
     ("CPUFT_RUN_DIR", "cpuft", "folder of the run; what your script writes there on the head host is fetched"),
     ("CPUFT_RESUMED", "cpuft", "is set if a script continues an earlier run"),
     ("RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE", "cpuft", "the place of a rank, as under torchrun"),

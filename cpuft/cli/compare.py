@@ -28,8 +28,8 @@ def compare(dry_run: bool, **values: Any) -> None:
 
     Speedup and efficiency are relative to the run with the fewest ranks. Each run has its own folder in --run-dir. The
     reports are written there at the end, as report.txt, report.md and report.json, and as report.html if matplotlib and
-    Jinja2 are installed. If a run fails, the command ends with its exit code, without the other runs and without a
-    report.
+    Jinja2 are installed. With --seeds, the reports also say whether all numbers of ranks reach the same metric. If a
+    run fails, the command ends with its exit code, without the other runs and without a report.
     """
     from cpuft.launch.comparison import parse_numbers, plan_comparison, run_comparison
     from cpuft.launch.plan import choose_run_dir

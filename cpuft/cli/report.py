@@ -37,12 +37,19 @@ from cpuft.errors import CpuftError
             help="Send the records to these trackers, separated by commas, instead of showing them: tensorboard, "
             "mlflow, wandb, trackio.",
         ),
+        click.Option(
+            ["--metric"],
+            default="",
+            metavar="NAME",
+            help="Of a sweep, the metric by which its configurations are compared (default: the sweep's own --metric, "
+            "or the first one that the task reports).",
+        ),
         CONFIG_FILE,
         click.Argument(["runs"], nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs),
     ],
 )
 def report(
-    runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, to: str, config: str
+    runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, to: str, metric: str, config: str
 ) -> None:
     """Show recorded runs side by side, as a table or an HTML page.
 
@@ -55,7 +62,7 @@ def report(
     from cpuft.report.comparison import compare
     from cpuft.report.page import find_runs, page_path, read_estimates, write_page
     from cpuft.report.sweep import FILE_NAME as SWEEP_FILE
-    from cpuft.report.sweep import format_sweep, read_sweep, sweep_to_json, write_sweep_page
+    from cpuft.report.sweep import choose_metric, format_sweep, read_sweep, sweep_to_json, write_sweep_page
     from cpuft.report.tables import format_markdown, format_text, to_json
     from cpuft.trackers import check_trackers, parse_trackers, send_record
 
@@ -65,13 +72,15 @@ def report(
                 f"{sweeps[0]} is a sweep, which is shown alone, as a table, with --json or with --html: leave out what "
                 "else you gave"
             )
-        found_sweep = read_sweep(runs[0])
+        found_sweep = choose_metric(read_sweep(runs[0]), metric) if metric else read_sweep(runs[0])
         if html:
             click.echo(f"page: {write_sweep_page(found_sweep, Path(runs[0], 'report.html'))}")
             return
         text = json.dumps(sweep_to_json(found_sweep), indent=2) + "\n" if as_json else format_sweep(found_sweep)
         click.echo(text, nl=False)
         return
+    if metric:
+        raise CpuftError("--metric is for the folder of a sweep: leave it out, because other reports show all metrics")
     if estimate and not html:
         raise CpuftError("--estimate adds estimates to the HTML page: give --html as well")
     found, others = find_runs(runs)

@@ -1,4 +1,4 @@
-"""`cpuft submit`: give a launch to a scheduler as a job."""
+"""`cpuft submit`: give a launch or a sweep to a scheduler as a job."""
 
 from __future__ import annotations
 
@@ -10,25 +10,32 @@ from functools import partial
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, Verbs, make_options, pick
+from cpuft.cli.sweep import list_options_for_resume
+from cpuft.config import format_flag
 from cpuft.errors import CpuftError
 from cpuft.schedulers import SCHEDULERS, parse_job
-from cpuft.schedulers.base import JobLaunch, follow_job
+from cpuft.schedulers.base import JobLaunch, JobSweep, follow_job
 
+_COMMANDLINE, _DEFAULT_MAP = ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP
 _WAIT = click.Option(["--wait"], is_flag=True, help="Show the job's log until it ends, then exit with its exit code")
-_LAUNCH = click.Argument(["argv"], nargs=-1, type=click.UNPROCESSED, metavar="-- launch --np N ...")
+_LAUNCH = click.Argument(["argv"], nargs=-1, type=click.UNPROCESSED, metavar="-- launch|sweep ...")
 
 
 @click.group(cls=Verbs)
 def submit() -> None:
-    """Submit a launch to Slurm, Kubernetes or AWS Batch, as a job that resumes after interruptions."""
+    """Submit a launch to Slurm, Kubernetes or AWS Batch, as a job that resumes after interruptions.
+
+    Slurm and Kubernetes also take a sweep: cpuft submit slurm --nodes 4 -- sweep --task rte --seed 1..5.
+    """
 
 
 def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: str, **values: Any) -> None:
     if wait and values.get("array"):
         raise CpuftError("--wait follows one job: leave it out with --array")
-    launch, subject = _parse_launch(argv)
+    launch, subject = _parse_sweep(argv) if argv[:1] == ("sweep",) else _parse_launch(argv)
     name = name or f"{subject}-np{launch.np}-{time.strftime('%m%d-%H%M%S')}"
     scheduler_class = SCHEDULERS[kind]
     options = pick(scheduler_class.options, {**values, "name": name})
@@ -50,22 +57,48 @@ def _parse_launch(argv: tuple[str, ...]) -> tuple[JobLaunch, str]:
 
     Raises CpuftError: `argv` is not a launch that a job can run. Raises click.UsageError: the parser refused it.
     """
-    root = click.get_current_context().find_root()
-    command = root.command.get_command(root, "launch") if isinstance(root.command, click.Group) else None
-    if argv[:1] != ("launch",) or command is None:
+    if argv[:1] != ("launch",):
         raise CpuftError("no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc")
-    if any(argument != argument.encode(errors="replace").decode() for argument in argv):
-        raise CpuftError("the launch contains bytes that are not UTF-8, which no job's text can hold: leave them out")
     end = argv.index("--") if "--" in argv else len(argv)
     script = argv[end:] if argv[end + 1 :] else ()
-    with command.make_context("launch", list(argv[1:]), root) as context:
-        values = context.params
-    if values["dry_run"]:
-        raise CpuftError("--dry-run is an option of cpuft submit: write it before -- launch")
+    values = _parse("launch", argv[1:]).params
     if len(values["script"]) != len(script[1:]):
         raise CpuftError("a script comes after a -- of its own, e.g. -- launch --np 8 -- train.py")
     known = {key: values[key] for key in ("np", "ppn", "run_dir", "resume")}
     return JobLaunch(argv[1:end], script, **known), "script" if script else values["task"]
+
+
+def _parse_sweep(argv: tuple[str, ...]) -> tuple[JobSweep, str]:
+    """Return (the sweep, "sweep") after its own parser has accepted it.
+
+    Raises CpuftError: `argv` is not a sweep that a job can run. Raises click.UsageError: the parser refused it.
+    """
+    context = _parse("sweep", argv[1:])
+    values = context.params
+    if values["action"]:
+        raise CpuftError("a job runs a sweep, and has no status to show: leave out the words after the options")
+    given = {name for name in values if context.get_parameter_source(name) in (_COMMANDLINE, _DEFAULT_MAP)}
+    again = tuple(
+        format_flag(name, values[name]) if isinstance(values[name], bool) else f"{format_flag(name)}={values[name]}"
+        for name in list_options_for_resume()
+        if name in given
+    )
+    ppn = values["ranks_per_host"]
+    np = values["hosts_per_run"] * ppn
+    return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], again), "sweep"
+
+
+def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
+    """Return the context of a verb of cpuft whose parser has accepted these arguments."""
+    root = click.get_current_context().find_root()
+    command = root.command.get_command(root, verb) if isinstance(root.command, click.Group) else None
+    assert command is not None
+    if any(argument != argument.encode(errors="replace").decode() for argument in argv):
+        raise CpuftError(f"the {verb} contains bytes that are not UTF-8, which no job's text can hold: leave them out")
+    with command.make_context(verb, list(argv), root) as context:
+        if context.params["dry_run"]:
+            raise CpuftError(f"--dry-run is an option of cpuft submit: write it before -- {verb}")
+        return context
 
 
 for _kind, _scheduler in SCHEDULERS.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +16,7 @@ import click
 from cpuft.cli.common import say
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick
 from cpuft.config import LaunchConfig, SweepConfig, TrainConfig, format_flag, option_names
-from cpuft.errors import CpuftError, Interrupted
+from cpuft.errors import RESUMABLE, CpuftError, Interrupted
 from cpuft.sweep.search import list_variable_options
 
 if TYPE_CHECKING:
@@ -44,11 +45,11 @@ _STATUS = "status"
 def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
     """Train with many combinations of options, on all hosts at the same time, and compare the results.
 
-    Options with numbers or choices, --task and --model may have several values with commas between them, such as
+    Options with numbers or choices, and --model, may have several values with commas between them, such as
     --learning-rate 1e-5,3e-5, or a range of whole numbers, such as --seed 1..5. Each combination is a run of its own;
     runs that differ only in --seed are repetitions of one configuration. Each run trains on --hosts-per-run hosts, and
     as soon as it has ended, its hosts get the next one. A run that fails does not end the sweep, and the run of a host
-    that is lost starts again on another host.
+    that is lost continues on another host from a copy of its checkpoint.
 
     cpuft sweep status FOLDER shows what a sweep is doing, and cpuft report FOLDER its results.
     """
@@ -84,26 +85,32 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.launch.active_runs import lock_run
     from cpuft.launch.plan import choose_run_dir
     from cpuft.report.sweep import NOT_STORED, Sweep
+    from cpuft.sweep.parallel import parse_parallel
     from cpuft.sweep.queue import open_journal
     from cpuft.sweep.study import OptunaSearch
 
     launch = pick(LaunchConfig, values)
+    parallel = parse_parallel(config.parallel)
     header = _plan_header(config, values)
-    places = _find_places(config, launch)
-    share = 1 / len(places) if places[0].prefix else 1.0
     options = _list_launch_options()
-    stored = [option for option in options if option.partition("=")[0] not in map(format_flag, NOT_STORED)]
-    header = replace(header, launch=stored, working_folder=os.getcwd(), host_share=share)
     folder = choose_run_dir(launch.run_dir, "sweep")
     if header.search.trials:
         name, token = os.path.basename(os.path.abspath(folder)), os.urandom(8).hex()
         header = replace(header, search=replace(header.search, study=name, token=token))
+    places = _find_places(config.hosts_per_run, parallel or 0, launch)
+    first = Sweep(folder, header)
+    if header.search.trials and (dry_run or parallel is None):
+        first = first.add(OptunaSearch(header.search, first.is_maximized).propose(first))
     if dry_run:
-        sweep = Sweep(folder, header)
-        if header.search.trials:
-            sweep = sweep.add(OptunaSearch(header.search, sweep.is_maximized).propose(sweep))
-        _print_plan(sweep, options, places)
+        note = "# --parallel auto: nothing was measured, because of --dry-run" if parallel is None else ""
+        _print_plan(first, options, places, note)
         return
+    measurement = ""
+    if parallel is None:
+        places, measurement = _measure_places(first, options, launch, places)
+    share = 1 / len(places) if places[0].prefix else 1.0
+    stored = [option for option in options if option.partition("=")[0] not in map(format_flag, NOT_STORED)]
+    header = replace(header, launch=stored, working_folder=os.getcwd(), host_share=share, measurement=measurement)
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
         search = stack.enter_context(_open_search(Sweep(folder, header), config.storage, is_new=True))
@@ -133,12 +140,13 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     """Continue a sweep."""
     from cpuft.launch.active_runs import lock_run
     from cpuft.report.sweep import read_sweep
+    from cpuft.sweep.parallel import AUTO, parse_parallel
     from cpuft.sweep.queue import continue_journal, make_launch_config
 
-    fixed = {*option_names(TrainConfig), *option_names(SweepConfig)}
-    fixed -= {"resume", "parallel", "stop_after_failures", "storage"}
+    fixed = {*option_names(TrainConfig), *option_names(SweepConfig), "run_dir"}
+    fixed -= {"resume", *list_options_for_resume()}
     for name in given_options():
-        if name in fixed or name == "run_dir":
+        if name in fixed:
             raise CpuftError(f"{format_flag(name)} is not for --resume, which takes it from the sweep: leave it out")
     folder = os.path.abspath(config.resume)
     sweep = read_sweep(folder)
@@ -154,9 +162,13 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     # Hosts that are given now replace those of the sweep.
     names |= {"--cluster", "--hostfile"} if names & {"--cluster", "--hostfile"} else set()
     options = [option for option in header.launch if option.partition("=")[0] not in names] + given
-    parallel = config.parallel or (round(1 / header.host_share) if header.host_share < 1 else 0)
-    where = SweepConfig(hosts_per_run=header.hosts_per_run, parallel=parallel)
-    places = _find_places(where, make_launch_config(options))
+    parallel = parse_parallel(config.parallel)
+    if parallel is None and not header.measurement:
+        raise CpuftError(
+            f"--parallel {AUTO} measures only when a sweep begins: give a number, or leave it out to continue as before"
+        )
+    parallel = parallel or round(1 / header.host_share) * (header.host_share < 1)
+    places = _find_places(header.hosts_per_run, parallel, make_launch_config(options))
     if dry_run:
         _print_plan(sweep, options, places)
         return
@@ -165,6 +177,14 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         search = stack.enter_context(_open_search(sweep, config.storage, is_new=False))
         journal = stack.enter_context(continue_journal(folder))
         _carry_out(journal, config, options, places, search)
+
+
+def list_options_for_resume() -> list[str]:
+    """Return the names of the options that may be given again with --resume: those that say where the runs train, and
+    the storage of a search."""
+    own = ("np", "ppn", "only_hosts", "run_dir")
+    launch = [name for name in option_names(LaunchConfig) if name not in own]
+    return ["parallel", "stop_after_failures", "storage", *launch]
 
 
 def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
@@ -298,12 +318,50 @@ def _parse_one(name: str, text: str) -> Any:
     return getattr(apply_assignment(TrainConfig(), {name: text}), name)
 
 
-def _find_places(config: SweepConfig, launch: LaunchConfig) -> list[Place]:
+def _find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> list[Place]:
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.sweep.queue import plan_places
 
-    cores = gather_facts((LOCAL,), Access())[0].cores
-    return plan_places(launch, config.hosts_per_run, config.parallel, [core.threads for core in cores])
+    facts = gather_facts((LOCAL,), Access())[0]
+    return plan_places(launch, hosts_per_run, parallel, [core.threads for core in facts.cores], facts.cpu_quota)
+
+
+def _measure_places(
+    sweep: Sweep, options: list[str], launch: LaunchConfig, places: list[Place]
+) -> tuple[list[Place], str]:
+    """Return the places with which the first configuration trains fastest, and what was measured, after saying so.
+
+    Only this machine can be divided: with other hosts, `places` are returned.
+    """
+    from cpuft.hosts.cluster import LOCAL, Access, gather_facts, read_hosts
+    from cpuft.sweep.parallel import choose_parallel, describe_choice, list_candidates, measure_parallel
+    from cpuft.sweep.queue import plan_places
+    from cpuft.sweep.search import format_assignment
+
+    header = sweep.header
+    if read_hosts(launch) != (LOCAL,):
+        told = "--parallel auto: one run at a time on each group of hosts, because only this machine can be divided"
+        say(f"cpuft: {told}")
+        return places, told
+    facts = gather_facts((LOCAL,), Access())[0]
+    cores = [core.threads for core in facts.cores]
+    divided = {
+        number: plan_places(launch, header.hosts_per_run, number, cores, facts.cpu_quota)
+        for number in list_candidates(cores, sweep.total)
+    }
+    if len(divided) == 1:
+        told = "--parallel auto: one run at a time, because there is one run, or one hardware thread"
+        say(f"cpuft: {told}")
+        return places, told
+    first = [*options, *header.options, *format_assignment(header.runs[0])]
+    try:
+        rates = measure_parallel(divided, first, lambda line: say(f"cpuft: {line}"))
+    except Interrupted as stopped:
+        say(f"cpuft: the measurement of --parallel auto was stopped by {stopped}: no run was started")
+        sys.exit(stopped.exit_code)
+    told = describe_choice(rates)
+    say(f"cpuft: {told}")
+    return divided[choose_parallel(rates)], told
 
 
 def _list_launch_options() -> list[str]:
@@ -317,19 +375,25 @@ def _list_launch_options() -> list[str]:
     ]
 
 
-def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
-    """Print the command of each run that is still to be made, as a shell script that makes one after another."""
+def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str = "") -> None:
+    """Print the command of each run that is still to be made, as a shell script that makes one after another.
+
+    The comment `note` follows the number of runs.
+    """
     import shlex
 
     from cpuft.report.sweep import DONE, PRUNED, STOPPED, describe_values
-    from cpuft.sweep.queue import name_folder
+    from cpuft.sweep.queue import name_folder, name_in_trackers
     from cpuft.sweep.search import format_assignment
 
     header, total = sweep.header, sweep.total
     click.echo("#!/usr/bin/env bash\nset -eu")
     click.echo(f"# {total} runs; at the same time on: {'; '.join(place.name for place in places)}")
+    click.echo(note, nl=bool(note))
     if left := header.search.trials - len(sweep.trials):
         click.echo(f"# {left} more of {header.search.trials} configurations are chosen by Optuna while the sweep runs")
+    for name, text in name_in_trackers(header, sweep.folder, os.environ).items():
+        click.echo(f"export {name}={shlex.quote(text)}")
     ended = {*sweep.list_with_status(DONE, PRUNED)}
     for number, values in enumerate(header.runs, start=1):
         start, end = sweep.find_start(number), sweep.find_end(number)
@@ -347,7 +411,11 @@ def _print_plan(sweep: Sweep, options: list[str], places: list[Place]) -> None:
 def _carry_out(
     journal: Journal, config: SweepConfig, options: list[str], places: list[Place], search: OptunaSearch | None
 ) -> None:
-    """Run the queue, print the results, and exit with 1 if a run failed, with 128 + N if signal N ended the sweep."""
+    """Run the queue, print the results, and exit.
+
+    The exit code is 1 if a run failed, 75 if SIGUSR1 ended the sweep, with which a job script asks for a checkpoint,
+    and 128 + N after another signal N.
+    """
     from cpuft.report.sweep import format_sweep
     from cpuft.sweep.queue import SweepQueue
 
@@ -358,7 +426,7 @@ def _carry_out(
         failed = queue.run((lambda: live.show(queue)) if live else (lambda: None))
     except Interrupted as stopped:
         say(f"cpuft: the sweep was stopped by {stopped}: continue it with cpuft sweep --resume {folder}")
-        sys.exit(stopped.exit_code)
+        sys.exit(RESUMABLE if stopped.exit_code == 128 + signal.SIGUSR1 else stopped.exit_code)
     finally:
         if live:
             live.clear()

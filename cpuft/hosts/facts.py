@@ -88,7 +88,12 @@ def _lscpu() -> str:
 
 
 def _cpu_quota() -> float:
-    """Return the number of cores that the control group allows (v2, then v1); 0 for no limit."""
+    """Return the number of cores that the control group allows (v2, then v1); 0 for no limit.
+
+    Runs that share this machine each have a part of it, which CPUFT_CPU_QUOTA says.
+    """
+    if share := os.environ.get("CPUFT_CPU_QUOTA"):
+        return float(share)
     quota, _, period = _read_text("/sys/fs/cgroup/cpu.max").partition(" ")
     if not quota:
         quota = _read_text("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")

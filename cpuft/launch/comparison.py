@@ -22,10 +22,10 @@ class PlannedRun:
     """One run of a comparison, ready to start."""
 
     label: str
-    """For example "np 2", or "ideal of np 2, round 1 of 3"."""
+    """For example "np 2", "ideal of np 2, round 1 of 3", or "np 2, seed 42 (1 of 5)"."""
     run_dir: str
     """Folder of this run: np-2 or ideal-2 in the folder of the comparison, with "-round-1" at the end if there are
-    several rounds."""
+    several rounds, or "-seed-42" if there are several seeds."""
     cluster: Cluster
     plan: RunPlan
 
@@ -71,6 +71,8 @@ def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> Tr
 def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
     """Return the runs in their order. Rounds repeat all of them in turn, so that drifts affect all alike.
 
+    There are as many rounds as repeats, or as seeds.
+
     Within a round, the runs have the order of `numbers`, and each run of two or more ranks is followed by one with
     independent ranks if `comparison.ideal` is set.
 
@@ -80,7 +82,7 @@ def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tupl
     """
     return [
         (ranks, independent, number)
-        for number in range(1, comparison.repeats + 1)
+        for number in range(1, max(comparison.repeats, comparison.seeds) + 1)
         for ranks in numbers
         for independent in (False, True)
         if not independent or (comparison.ideal and ranks > 1)
@@ -98,6 +100,8 @@ def plan_comparison(
 ) -> list[PlannedRun]:
     """Plan a run for each number of ranks, and with `--ideal` one with as many independent ranks, in each round.
 
+    With `--seeds`, each round has a seed of its own, from `train.seed` on.
+
     All runs are planned and checked before the first one starts. Asks the hosts for their facts and for missing files,
     and changes nothing.
 
@@ -112,11 +116,15 @@ def plan_comparison(
     -------
     The runs in the order of `order_runs`, each with its label, folder, cluster and plan.
 
-    Raises CpuftError: `--ideal` with one rank only; the global batch does not divide among the ranks of a run; a host
-    cannot be reached, or the ranks do not fit; and what `plan_training` raises.
+    Raises CpuftError: `--ideal` with one rank only; both `--repeats` and `--seeds`; the global batch does not divide
+        among the ranks of a run; a host cannot be reached, or the ranks do not fit; and what `plan_training` raises.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")
+    if comparison.repeats > 1 and comparison.seeds > 1:
+        raise CpuftError(
+            f"--seeds {comparison.seeds} repeats each run already, once with each seed: leave out --repeats"
+        )
     clusters = {ranks: gather_cluster(replace(config, np=ranks)) for ranks in numbers}
     planned: list[PlannedRun] = []
     sent: dict[str, set[str]] = {}
@@ -132,6 +140,10 @@ def plan_comparison(
             launch = replace(launch, comm_cores=0)
         if comparison.repeats > 1:
             label, name = f"{label}, round {number} of {comparison.repeats}", f"{name}-round-{number}"
+        if comparison.seeds > 1:
+            seed = train.seed + number - 1
+            label, name = f"{label}, seed {seed} ({number} of {comparison.seeds})", f"{name}-seed-{seed}"
+            options = replace(options, seed=seed)
         folder = f"{run_dir}/{name}"
         options, bundles = pack_training(cluster, options)
         plan = plan_training(cluster, launch, options, cluster.work_dir(folder), progress, environ, independent)

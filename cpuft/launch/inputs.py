@@ -60,7 +60,7 @@ _ALLOWED_PATHS = ".named"
 """Folder beside the registry of clusters. It lists for each run the files that the user named when it was started."""
 _MODEL = "model"
 """Folder of the trained model in the folder of a run."""
-_TRAINING_INPUTS = (
+TRAINING_INPUTS = (
     "model",
     "from_config",
     "tokenizer",
@@ -70,6 +70,7 @@ _TRAINING_INPUTS = (
     "mining_model",
     "chat_template",
 )
+"""Training options that may name files of this machine."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Bundle:
     """Whether only the head host needs the files."""
 
 
-def list_input_paths(train: TrainConfig, options: Collection[str] = _TRAINING_INPUTS) -> set[str]:
+def list_input_paths(train: TrainConfig, options: Collection[str] = TRAINING_INPUTS) -> set[str]:
     """Return the absolute paths of existing local files and folders that these training options name.
 
     Parameters
@@ -96,7 +97,7 @@ def list_input_paths(train: TrainConfig, options: Collection[str] = _TRAINING_IN
         names are ignored. An option may name several paths, separated by commas. A name that is no local path, such as
         a model of the hub, is left out.
     """
-    names = [name for option in _TRAINING_INPUTS if option in options for name in split_paths(getattr(train, option))]
+    names = [name for option in TRAINING_INPUTS if option in options for name in split_paths(getattr(train, option))]
     return {str(path) for name in names if name and (path := Path(name).absolute()).exists()}
 
 
@@ -154,7 +155,7 @@ def pack_training(
     if not cluster.has_own_disks:
         return train, ()
     bundles, changes = [], dict[str, str]()
-    for option in _TRAINING_INPUTS:
+    for option in TRAINING_INPUTS:
         remote_names = []
         for name in split_paths(getattr(train, option)):
             path = Path(name or "/nowhere").absolute()

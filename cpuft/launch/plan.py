@@ -34,6 +34,7 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.topology import Interface, RankCores, choose_comm_cores, choose_interface, plan_placement
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
+from cpuft.launch.checkpoint_copies import choose_copy_seconds, pack_checkpoints
 from cpuft.launch.inputs import (
     Bundle,
     gather_missing,
@@ -45,7 +46,7 @@ from cpuft.launch.inputs import (
     plan_sending,
 )
 from cpuft.launch.results import plan_partial_cleanup, plan_results
-from cpuft.launch.resume import PREPARED_DATA, HostCopy, ResumedRun
+from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun
 from cpuft.launch.settings import script_settings
 from cpuft.launch.supervise import LEASE_RENEWAL_SECONDS
 from cpuft.plan import RunPlan, Setting, Step
@@ -134,6 +135,14 @@ def plan_run(
         plan = plan_training(cluster, config, train, work, job.progress, environ, resumed=resumed)
     missing = gather_missing(bundles, cluster)
     copies, prepared = (resumed.host_copies, find_prepared_hosts(resumed, cluster)) if resumed else ((), set[str]())
+    if resumed and (checkpoints := pack_checkpoints(cluster, work, run_dir, copies)):
+        bundles += checkpoints
+        folders = {bundle.remote_folder for bundle in checkpoints}
+        missing = missing | {cluster.head: missing.get(cluster.head, set()) | folders}
+    if config.copy_checkpoints and cluster.works_remotely:
+        seconds = choose_copy_seconds(job.train.checkpoint_every)
+        note = f"while ranks run, each new checkpoint is copied to {run_dir}/{CHECKPOINTS} (a look every {seconds:g} s)"
+        plan = replace(plan, copy_seconds=seconds, notes=(note, *plan.notes))
     plan = add_transfers(plan, bundles, missing, cluster, run_dir, copies, prepared)
     return add_call(plan, job.call_file, cluster, work) if job.call_file else plan
 
@@ -197,6 +206,7 @@ def add_transfers(
     """
     work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
     copies = plan_data_copies(cluster, work, prepared_hosts) if plan.prepare else ()
+    merges = plan.resumed or plan.copy_seconds > 0  # copies of checkpoints are in the run folder before its results
     others = {
         copy.host.name: cluster.access.transport.command_prefix(copy.host)
         for copy in host_copies
@@ -206,7 +216,7 @@ def add_transfers(
         plan,
         inputs=plan_sending(bundles, missing, cluster),
         prepare=(*(() if cluster.head in prepared_hosts else plan.prepare), *copies),
-        results=plan_results(cluster, work, run_dir, plan.resumed, sorted(others.keys() - used)),
+        results=plan_results(cluster, work, run_dir, merges, sorted(others.keys() - used)),
         partial_cleanup=plan_partial_cleanup(cluster, work) if cluster.works_remotely else (),
         command_prefixes=others | plan.command_prefixes,
     )

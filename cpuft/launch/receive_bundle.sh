@@ -2,7 +2,8 @@
 # It is unpacked beside its place and renamed, so that a bundle is complete or does not exist.
 private "$1"
 private "$1/inputs"
+mkdir -p "${2%/*}"
 part=$(mktemp -d "$2.XXXXXX")
-trap 'remove "$1/inputs" "$part"' EXIT
+trap 'remove "${2%/*}" "$part"' EXIT
 tar -C "$part" -xof -
 mv -T "$part" "$2" 2>/dev/null || test -d "$2"

@@ -15,6 +15,7 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from cpuft.errors import RESUMABLE, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
+from cpuft.launch.checkpoint_copies import CheckpointCopier
 from cpuft.launch.inputs import secrets_on_hosts
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up
 from cpuft.launch.resume import find_newest_checkpoint
@@ -149,10 +151,14 @@ def run_on_head_host(
         run_part("make", _MAKE_SECONDS)
         run_part("inputs", _SEND_SECONDS, say)
         step = plan.full_plan.as_local(plan_supervision(order, cluster))
-        if stop_request:
-            code = execute.run_step(step, environ, None, stop_request.check, takes=stop_request.handle_signal)
-        else:
-            code = execute.run_step(step, environ, None, lambda: None)
+        copier = CheckpointCopier(cluster, run_dir, plan.copy_seconds, say)
+        with copier.keep_copying() if plan.copy_seconds else nullcontext():
+            if stop_request:
+                code = execute.run_step(step, environ, None, stop_request.check, takes=stop_request.handle_signal)
+            else:
+                code = execute.run_step(step, environ, None, lambda: None)
+        if plan.copy_seconds and code == RESUMABLE:
+            copier.copy_last()  # the head host may be taken away soon
     except Interrupted:
         fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, environ, False, say)
         raise

@@ -28,7 +28,7 @@ from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import Cluster
-from cpuft.launch.resume import CHECKPOINT_HOSTS, read_lost_hosts
+from cpuft.launch.resume import CHECKPOINT_HOSTS, CHECKPOINTS, read_lost_hosts
 from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
@@ -88,7 +88,8 @@ def plan_results(
     ----------
     work: the run folder on the head host.
     run_dir: the run folder on this machine.
-    resumed: whether `run_dir` may exist, and is merged with what comes.
+    resumed: whether `run_dir` may exist, because of an earlier attempt or of copies of checkpoints, and is merged with
+        what comes.
     former_hosts: names of further hosts that have files of the run from earlier attempts.
     """
     if not cluster.works_remotely:
@@ -135,7 +136,8 @@ def fetch_and_clean_up(
 ) -> None:
     """Fetch the run from the head host, write `plan.sh` in the run folder, and remove the run from the hosts.
 
-    Nothing is removed from hosts that do not answer. Of a run that is not finished, the checkpoints stay on the hosts,
+    Copies of checkpoints in the run folder are removed from it if the run is finished. Nothing is removed from hosts
+    that do not answer. Of a run that is not finished, the checkpoints stay on the hosts,
     and everything stays there if `plan.keep_host_copies` is set.
 
     Parameters
@@ -170,6 +172,7 @@ def fetch_and_clean_up(
             remove_all_but_checkpoints(plan, run_dir, environ, unreachable, say)
         return
     Path(run_dir, CHECKPOINT_HOSTS).unlink(missing_ok=True)
+    shutil.rmtree(Path(run_dir, CHECKPOINTS), ignore_errors=True)
     commands, missing = Plan(command_prefixes=plan.command_prefixes), set[str]()
     for stage in cleanup:
         missing |= {step.host for step in stage if step.host in unreachable}

@@ -21,6 +21,10 @@ from cpuft.serialization import load
 
 CHECKPOINT_HOSTS = "kept.txt"
 """File in the local run folder that lists the hosts that have checkpoints of an interrupted run."""
+CHECKPOINTS, BEST = "checkpoints", "best"
+"""Folder of checkpoints in the folder of a run, and the folder in it for the checkpoint of the best evaluation."""
+_CHECKPOINT = re.compile(r"[0-9]{1,15}\.[0-9]{1,9}")
+"""Name of a whole checkpoint: its update and the rank that wrote it."""
 PREPARED_DATA = "data.npz"
 """File in the run folder with the tokenized examples, which are prepared before the ranks start."""
 _LOST_HOSTS = "silent"
@@ -150,8 +154,9 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
 
     - The run finished on a host and its results are still there: only `run_dir` and `finished_on` are set.
     - A script's run, which has no record: only `run_dir` is set.
-    - Otherwise: what the record in the run folder says, or that of the first host that has one. `updates` is the
-      largest number of updates that the record or any host knows. `host_copies` of the result stays empty.
+    - Otherwise: what the record in the run folder says, or that of the first host that has one, or that of the newest
+      checkpoint in the run folder. `updates` is the largest number of updates that the record, a checkpoint in the run
+      folder or any host knows. `host_copies` of the result stays empty.
 
     Parameters
     ----------
@@ -168,14 +173,16 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     if finished := [copy.host.name for copy in host_copies if copy.is_finished and not copy.is_active]:
         return ResumedRun(str(path), finished_on=finished[0])
     headers = [(copy.host.name, copy.header) for copy in host_copies if copy.header]
-    has_record = (path / FILE_NAME).exists()
-    exists = (path / "logs").is_dir() or any(copy.exists for copy in host_copies)
-    if is_script and exists and not (has_record or headers or is_active):
+    has_record, checkpoint = (path / FILE_NAME).exists(), find_checkpoint_here(str(path))
+    exists = (path / "logs").is_dir() or any(copy.exists for copy in host_copies) or checkpoint is not None
+    has_copied_record = checkpoint is not None and (checkpoint / FILE_NAME).exists()
+    if is_script and exists and not (has_record or headers or is_active or has_copied_record):
         return ResumedRun(str(path))
-    if has_record or not headers:
-        record = read_record(str(path))
-    else:
+    if headers and not has_record:
         record = parse_record(headers[0][1], f"the record of {run} on {headers[0][0]}")
+    else:
+        # A checkpoint holds the record up to its update. If the head host was lost, this machine has no other record.
+        record = read_record(str(checkpoint if has_copied_record and not has_record else path))
     if is_script:
         raise CpuftError(f"run {run} is cpuft's own training and has no script: leave the script out")
     if record.footer:
@@ -193,7 +200,8 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
         train = load(TrainConfig, options, "the record")
     except ValueError as error:
         raise CpuftError(f"run {run} cannot be resumed, because {error}: start a new run without --resume") from None
-    updates = max([len(record.steps), *(max(copy.steps, copy.checkpoint_update) for copy in host_copies)])
+    known = [max(copy.steps, copy.checkpoint_update) for copy in host_copies]
+    updates = max([len(record.steps), find_newest_checkpoint(run), *known])
     ranks = header.ranks + [rank for line in record.resumptions for rank in line.ranks]
     return ResumedRun(
         str(path),
@@ -267,26 +275,27 @@ def read_checkpoint_hosts(run_dir: str) -> list[str]:
 
 
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
-    """Check that a host of the cluster has the newest known checkpoint of the run. Asks no host.
+    """Check that a host of the cluster, or the run folder here, has the newest known checkpoint. Asks no host.
 
     Parameters
     ----------
     host_copies: what the hosts that answer have of the run; empty if all ranks worked on this machine.
     run_dir: the run folder on this machine.
 
-    Raises CpuftError: only hosts that the cluster leaves out have the newest checkpoint; or none of the copies has one,
-    and the local run folder names hosts that had one.
+    Raises CpuftError: only hosts that the cluster leaves out have the newest checkpoint; or there is none, and the
+    local run folder names hosts that had one.
     """
     used = {assignment.host.name for assignment in cluster.assignments if cluster.works_remotely}
+    here = find_newest_checkpoint(run_dir) if cluster.works_remotely else 0
     updates = {copy.host.name: copy.checkpoint_update for copy in host_copies if copy.checkpoint_update >= 0}
     newest = max(updates.values(), default=-1)
     owners = [name for name, update in updates.items() if update == newest]
-    if updates and not used.intersection(owners):
+    if updates and here < newest and not used.intersection(owners):
         raise CpuftError(
             f"the newest checkpoint of {run_dir}, of update {newest}, is on {', '.join(owners)}, which would not be "
             "used: put that host first in the hostfile, or raise --np"
         )
-    if not updates and (names := ", ".join(read_checkpoint_hosts(run_dir))):
+    if not updates and not here and (names := ", ".join(read_checkpoint_hosts(run_dir))):
         raise CpuftError(
             f"none of these hosts has a checkpoint of {run_dir}, but {names} had one: "
             f"add {names} to the hosts again, or start a new run without --resume"
@@ -298,10 +307,22 @@ def find_newest_checkpoint(run_dir: str, host_copies: Iterable[HostCopy] = ()) -
 
     0 if there is none.
     """
-    folder = Path(run_dir, "checkpoints")
-    names = os.listdir(folder) if folder.is_dir() else []
-    updates = [int(name.split(".")[0]) for name in names if name.replace(".", "").isdecimal()]
+    here = find_checkpoint_here(run_dir)
+    updates = [int(here.stem)] if here else []
     return max([0, *updates, *(copy.checkpoint_update for copy in host_copies)])
+
+
+def find_checkpoint_here(run_dir: str, part: str = "") -> Path | None:
+    """Return the folder of the newest checkpoint in the run folder on this machine, damaged or not; None for none.
+
+    Parameters
+    ----------
+    part: "best" for the checkpoint of the best evaluation.
+    """
+    folder = Path(run_dir, CHECKPOINTS, part)
+    names = os.listdir(folder) if folder.is_dir() else []
+    found = [name for name in names if _CHECKPOINT.fullmatch(name)]
+    return folder / max(found, key=lambda name: int(name.partition(".")[0])) if found else None
 
 
 def write_lost_hosts(logs: Path, names: Collection[str]) -> None:

@@ -6,32 +6,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cpuft.errors import CpuftError, counted
 from cpuft.record import PHASES, Record, StepLine
+from cpuft.report.significance import half_width, is_different, standard_error
 from cpuft.serialization import load
-
-_STUDENT_T = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
-    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
-    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
-"""0.975 quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
-
-The table stands here because reports are also made where scipy is not installed.
-"""
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of the mean (Student's t) of two or more values.
-
-    For more than 31 values the interval is a little too wide, because the table of quantiles ends there. Raises
-    statistics.StatisticsError: there are fewer than two values.
-    """
-    quantile = _STUDENT_T[min(len(values) - 1, len(_STUDENT_T)) - 1]
-    return quantile * statistics.stdev(values) / math.sqrt(len(values))
-
 
 MISSING_TIME = {
     "waiting": "waiting for gradients",
@@ -190,6 +170,7 @@ def _by_rank(steps: Sequence[StepLine]) -> list[tuple[float, ...]]:
     return list(zip(*(line.compute_seconds for line in steps)))
 
 
+_SEED = "seed"
 _MUST_BE_EQUAL = ("task", "model", "data", "precision")
 _EQUAL_OPTIONS = (
     "epochs",
@@ -199,7 +180,6 @@ _EQUAL_OPTIONS = (
     "learning_rate",
     "lora_rank",
     "gradient_accumulation",
-    "seed",
     "dropout",
     "engine",
     "mlm_probability",
@@ -213,6 +193,26 @@ MOST_EFFICIENCY = 1.1
 
 MOST_SECONDS = 1e9
 """A longer time in a record is impossible; `compare` refuses the record."""
+
+
+@dataclass(frozen=True)
+class SeedComparison:
+    """A metric of one number of ranks over several seeds, compared with the baseline's metric with the same seeds."""
+
+    seeds: int
+    """Number of seeds."""
+    mean: float
+    standard_error: float
+    """Standard error of the mean."""
+    common: int
+    """Number of seeds that the baseline has, too."""
+    difference: float
+    """Mean of the metric minus that of the baseline, over the common seeds; 0 for the baseline itself."""
+    interval: float | None
+    """Half the width of the 95 % confidence interval of the difference, paired by seed; None for the baseline, and with
+    fewer than two common seeds."""
+    is_different: bool | None
+    """Whether the difference is clear in a paired two-sided t-test at the 5 % level; None if that cannot be told."""
 
 
 @dataclass(frozen=True)
@@ -243,6 +243,8 @@ class Row:
     intervals: dict[str, float]
     """Half the width of the 95 % confidence intervals of samples_per_second, speedup, efficiency, and of the efficiency
     relative to the ideal (`ideal`); empty without repeats. Speedup and efficiency compare runs of the same round."""
+    seeds: dict[str, SeedComparison] = field(default_factory=dict)
+    """Metrics over seeds by name; empty if all repeats have the same seed."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +272,7 @@ def compare(records: list[Record]) -> Comparison:
     Parameters
     ----------
     records: in any order; those of independent ranks (`Header.independent`) are the ideals. Runs that differ only in
-        when they ran are repeats, and share a row with their mean.
+        their seed and in when they ran are repeats, and share a row with their mean.
 
     Raises
     ------
@@ -313,7 +315,13 @@ def compare(records: list[Record]) -> Comparison:
         max_steps,
         scaling,
         rows,
-        (*make_notes(rows, scaling, runs), *note_ideals(rows), *note_repeats(rows), *note_restarts(runs)),
+        (
+            *make_notes(rows, scaling, runs),
+            *note_ideals(rows),
+            *note_repeats(rows),
+            *note_seeds(rows, runs),
+            *note_restarts(runs),
+        ),
     )
 
 
@@ -331,25 +339,38 @@ def refuse_differences(records: list[Record]) -> None:
     """Raise CpuftError if one of the records differs from the first one in what must be equal.
 
     That is task, model, checksum of the data, precision, and the options epochs, max_steps, max_length, padding,
-    learning_rate, lora_rank, gradient_accumulation, seed, dropout, engine, mlm_probability, whole_word_mask, causal
-    and pack. An option that a record does not have counts as off. The message names both records and what differs, with
-    the values.
+    learning_rate, lora_rank, gradient_accumulation, dropout, engine, mlm_probability, whole_word_mask, causal and pack.
+    An option that a record does not have counts as off. Seeds may differ if each number of ranks shares a seed with
+    that of the first record. The examples of the task demo depend on the seed. The message names both records and what
+    differs, with the values.
 
     Parameters
     ----------
     records: one or more.
     """
     first = records[0]
+    seeds: dict[int, set[object]] = {}
+    for record in records:
+        seeds.setdefault(record.header.world_size, set()).add(_seed_of(record))
     for record in records[1:]:
         pairs = [(n, getattr(first.header, n), getattr(record.header, n)) for n in _MUST_BE_EQUAL]
+        if first.header.task == record.header.task == "demo" and _seed_of(first) != _seed_of(record):
+            pairs = [pair for pair in pairs if pair[0] != "data"]
         # Records of older versions have fewer options; the missing ones were off.
         pairs += [(n, first.header.options.get(n) or 0, record.header.options.get(n) or 0) for n in _EQUAL_OPTIONS]
+        if not seeds[first.header.world_size] & seeds[record.header.world_size]:
+            pairs.append(("seed", _seed_of(first), _seed_of(record)))
         differing = [f"{name} ({a} and {b})" for name, a, b in pairs if a != b]
         if differing:
             raise CpuftError(
                 f"{first.path} and {record.path} are not the same job: they differ in {', '.join(differing)}; "
                 f"compare runs that differ in ranks and hosts only"
             )
+
+
+def _seed_of(record: Record) -> str:
+    """Return the seed of a run as a text, because a record may hold anything as an option; "0" if it has none."""
+    return str(record.header.options.get(_SEED) or 0)
 
 
 def find_scaling(records: list[Record]) -> str:
@@ -378,32 +399,42 @@ def shares_cores(row: Row, base: Row) -> bool:
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
-    """Return groups of runs that differ only in when they ran, in the order of the runs.
+    """Return groups of runs that differ only in their seed and in when they ran, in the order of the runs.
 
     The runs of a group have the same global batch, the same ranks on the same hosts and CPUs, and the same versions and
-    options. A run without repeats is a group of its own.
+    other options. A run without repeats is a group of its own.
     """
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header
-        alike = (header.world_size, header.global_batch, header.ranks, header.versions, sorted(header.options.items()))
+        options = sorted(item for item in header.options.items() if item[0] != _SEED)
+        alike = (header.world_size, header.global_batch, header.ranks, header.versions, options)
         groups.setdefault(repr(alike), []).append(run)
     return list(groups.values())
 
 
-def _rates(group: Sequence[Record]) -> list[float]:
-    """Return samples per second without the first steps:
+def _pair_rounds(group: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Return pairs of the runs of two groups that belong together: those with the same seed, in the order of the runs.
 
-    one slow first step would decide a comparison of short runs.
+    If no seed is in both groups, the order of the runs alone makes the pairs.
     """
-    return [record.footer.steady_samples_per_second for record in group if record.footer]
+    pairs = list[tuple[Record, Record]]()
+    for seed in dict.fromkeys(map(_seed_of, group)):
+        pairs += zip(*([one for one in runs if _seed_of(one) == seed] for runs in (group, others)))
+    return pairs or list(zip(group, others))
+
+
+def _rate(record: Record) -> float:
+    """Return samples per second without the first steps: one slow first step would decide a comparison of short
+    runs."""
+    return record.footer.steady_samples_per_second if record.footer else 0.0
 
 
 def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Sequence[Record]) -> Row:
-    first, rates = group[0], _rates(group)
+    first, rates = group[0], [_rate(run) for run in group]
     times = first.header.world_size / baseline[0].header.world_size
-    speedups = [own / other for own, other in zip(rates, _rates(baseline))]
-    against = [found for run, ideal in zip(group, ideals) if (found := compare_with_ideal(run, ideal))]
+    speedups = [_rate(own) / _rate(other) for own, other in _pair_rounds(group, baseline)]
+    against = [found for run, ideal in _pair_rounds(group, ideals) if (found := compare_with_ideal(run, ideal))]
     samples = {
         "samples_per_second": rates,
         "speedup": speedups,
@@ -425,7 +456,39 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
         len(group),
         average_ideals(against) if against else None,
         {name: half_width(values) for name, values in samples.items() if len(values) > 1},
+        _compare_seeds(group, baseline),
     )
+
+
+def _compare_seeds(group: Sequence[Record], baseline: Sequence[Record]) -> dict[str, SeedComparison]:
+    """Return the metrics of a group of runs over their seeds, by name; empty if there is one seed."""
+    found = dict[str, SeedComparison]()
+    for name in group[0].metrics:
+        own, base = _list_by_seed(group, name), _list_by_seed(baseline, name)
+        if len(own) < 2:
+            continue
+        common = [seed for seed in own if seed in base]
+        differences = [own[seed] - base[seed] for seed in common]
+        is_paired = group is not baseline and len(common) > 1
+        found[name] = SeedComparison(
+            len(own),
+            statistics.fmean(own.values()),
+            standard_error([*own.values()]),
+            len(common),
+            statistics.fmean(differences) if common else 0.0,
+            half_width(differences) if is_paired else None,
+            is_different({one: own[one] for one in common}, {one: base[one] for one in common}) if is_paired else None,
+        )
+    return found
+
+
+def _list_by_seed(group: Sequence[Record], name: str) -> dict[str, float]:
+    """Return a metric of each seed, the mean of its repeats, without values that are not finite."""
+    values: dict[str, list[float]] = {}
+    for run in group:
+        if math.isfinite(value := run.metrics.get(name, math.nan)):
+            values.setdefault(_seed_of(run), []).append(value)
+    return {seed: statistics.fmean(found) for seed, found in values.items()}
 
 
 def note_ideals(rows: Sequence[Row]) -> list[str]:
@@ -466,6 +529,76 @@ def note_repeats(rows: Sequence[Row]) -> list[str]:
         if row.ideal and abs(row.ideal.efficiency - 1) <= row.intervals.get("ideal", -1.0):
             notes.append(f"np {row.np} and its ideal: no clear difference.")
     return notes
+
+
+def note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
+    """Return notes for the reader: which seeds there are, and whether the rows reach the same metrics as the first one.
+
+    Empty without several seeds.
+
+    Parameters
+    ----------
+    records: of the runs, without ideals.
+    """
+    if not any(row.seeds for row in rows):
+        return []
+    seeds = list(dict.fromkeys(map(_seed_of, records)))
+    notes = [
+        f"the seeds are {', '.join(seeds)}. Metrics are means over the seeds; their differences are paired by seed "
+        "and tested with a two-sided t-test at the 5 % level."
+    ]
+    return notes + [f"{describe_seeds(row, rows[0])}." for row in rows[1:] if row.seeds]
+
+
+def describe_seeds(row: Row, base: Row) -> str:
+    """Return in plain words whether a row reaches the same metrics as the baseline `base`.
+
+    "np 2 and np 1 are not distinguishable in accuracy over 5 seeds, which does not mean that they are equal", with a
+    clause for each kind of result.
+    """
+    pair, clauses = f"np {row.np} and np {base.np}", list[str]()
+    results: dict[str, list[str]] = {}
+    for name, one in row.seeds.items():
+        results.setdefault(judge_seeds(one), []).append(name.replace("_", " "))
+    common = min(one.common for one in row.seeds.values())
+    for result, names in results.items():
+        listed = " and ".join(names)
+        if result == SAME:
+            clauses.append(f"{pair} have the same {listed} with each of {common} seeds")
+        elif result == UNKNOWN:
+            clauses.append(
+                f"whether {pair} differ in {listed} cannot be told from {counted(common, 'common seed')}: compare with "
+                "--seeds 5"
+            )
+        elif result == NOT_DISTINGUISHABLE:
+            clauses.append(
+                f"{pair} are not distinguishable in {listed} over {common} seeds, which does not mean that they are "
+                "equal: more seeds may show a difference"
+            )
+        else:
+            clauses.append(f"the {listed} of np {row.np} is {result} than that of np {base.np} over {common} seeds")
+    return "; ".join(clauses)
+
+
+NOT_DISTINGUISHABLE, SAME, UNKNOWN, LARGER, SMALLER = (
+    "not distinguishable",
+    "the same",
+    "not known",
+    "larger",
+    "smaller",
+)
+"""What can be said about a metric over several seeds in comparison with the baseline's."""
+
+
+def judge_seeds(one: SeedComparison) -> str:
+    """Return what can be said about a difference from the baseline: one of the five values above."""
+    if one.interval == 0 and one.difference == 0:
+        return SAME
+    if one.is_different is None:
+        return UNKNOWN
+    if not one.is_different:
+        return NOT_DISTINGUISHABLE
+    return LARGER if one.difference > 0 else SMALLER
 
 
 def note_restarts(records: Sequence[Record]) -> list[str]:

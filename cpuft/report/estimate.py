@@ -346,8 +346,8 @@ def find_levels(record: Record, compression: str) -> tuple[str, ...]:
     Parameters
     ----------
     compression: the only level, or `auto` for the level of the recorded run. If that had `auto`, too, the result has
-        all levels that a launch may choose: none (unless the run was in bf16), bf16, and int8 (unless the optimizer is
-        sharded).
+        all levels that a launch may choose: none (unless the run was in bf16), bf16, and int8 and powersgd (unless the
+        optimizer is sharded).
 
     Raises
     ------

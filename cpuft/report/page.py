@@ -11,7 +11,7 @@ from typing import Any
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import write_text
 from cpuft.record import FILE_NAME, Record, drop_warm_up, read_record
-from cpuft.report.comparison import Comparison, Row, compare, group_repeats, shares_cores
+from cpuft.report.comparison import Comparison, Row, compare, describe_seeds, group_repeats, shares_cores
 from cpuft.report.estimate import Estimate
 from cpuft.report.plots import (
     COLOURS,
@@ -22,7 +22,16 @@ from cpuft.report.plots import (
     folder_of,
     label_runs,
 )
-from cpuft.report.tables import format_markdown, format_text, format_title, table_columns, table_rows, to_json
+from cpuft.report.tables import (
+    format_markdown,
+    format_text,
+    format_title,
+    seed_columns,
+    seed_rows,
+    table_columns,
+    table_rows,
+    to_json,
+)
 from cpuft.serialization import load, parse_json
 
 _TEMPLATE = Path(__file__).with_name("page.html")
@@ -94,7 +103,8 @@ def _in_order(records: Sequence[Record]) -> list[Record]:
 def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequence[Estimate]) -> dict[str, Any]:
     """Return what the template page.html needs, by name.
 
-    `title` and `verdict`: texts. `columns` and `rows`: headings and cells of the table of results. `legend`: (label,
+    `title` and `verdict`: texts. `columns` and `rows`: headings and cells of the table of results. `seed_columns` and
+    `seed_rows`: the same of the table of metrics over seeds, which other pages leave out. `legend`: (label,
     number of the colour, whether the line is dashed) for each run. `figures`: by heading, a list of (caption, SVG).
     `hosts`: folder, ranks per host, CPU model, CPU flags and precision of each run. `links`: folder, backend, MB sent
     per step, seconds of waiting and their share of a step, for each run. `settings`: pairs of name and value. `notes`:
@@ -115,6 +125,8 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
         "verdict": format_verdict(comparison),
         "columns": columns,
         "rows": table_rows(comparison),
+        "seed_columns": seed_columns(comparison),
+        "seed_rows": seed_rows(comparison),
         "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
         "figures": {
             "Speed": [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)],
@@ -129,14 +141,24 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
 
 
 def format_verdict(comparison: Comparison) -> str:
-    """Return the main result in one sentence: the run with the most ranks compared with the one with the fewest.
+    """Return the main result in one or two sentences: the run with the most ranks compared with the one with the
+    fewest.
 
-    The sentence tells the speedup with its interval, and the share of the ideal if that was measured. It also has the
-    efficiency, or says that the ranks shared the same cores. If the speedup is within its interval of 1, the sentence
-    only says that there is no clear difference in speed. If all runs have the same number of ranks, it tells samples
-    per second and metrics of the last row.
+    The first sentence tells the speedup with its interval, and the share of the ideal if that was measured. It also has
+    the efficiency, or says that the ranks shared the same cores. If the speedup is within its interval of 1, the
+    sentence only says that there is no clear difference in speed. If all runs have the same number of ranks, it tells
+    samples per second and metrics of the last row. With several seeds, a second sentence says whether both reach the
+    same metrics.
     """
     base, last = comparison.rows[0], comparison.rows[-1]
+    speed = _judge_speed(base, last)
+    if not last.seeds or last is base:
+        return speed
+    sentence = describe_seeds(last, base)
+    return f"{speed} {sentence[0].upper()}{sentence[1:]}."
+
+
+def _judge_speed(base: Row, last: Row) -> str:
     metrics = "".join(f", {name} {value:.4f}" for name, value in last.metrics.items())
     if last.np == base.np:
         return f"{_name(last)}: {last.samples_per_second:.1f} samples/s{metrics}."

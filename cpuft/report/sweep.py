@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.config import SWEEP_PRUNERS, SWEEP_SAMPLERS, LaunchConfig, TrainConfig, format_flag, option_names
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.report.page import render_page
 from cpuft.report.plots import Line, draw_lines
+from cpuft.report.significance import is_different, standard_error
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 
@@ -35,9 +36,6 @@ DONE, FAILED, LOST, STOPPED, PRUNED = "done", "failed", "lost", "stopped", "prun
 update, so that the run starts again; interrupted, so that the run can be resumed; by the pruner, for good."""
 _MINIMIZED = ("perplexity", "loss", "eval_loss")
 """Beginnings of the names of metrics of which less is better."""
-_QUANTILES = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-"""97.5 % quantiles of Student's t distribution with 1 to 10 degrees of freedom. With more, the last one is used, which
-is too large by at most 0.27."""
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,8 @@ class SweepHeader:
     """Folder in which the launches start, because options may have relative paths."""
     host_share: float = 1.0
     """Share of a host that a run has, if this machine is divided among several runs."""
+    measurement: str = ""
+    """What `--parallel auto` has measured and chosen; empty if it was not given."""
     search: SearchSettings = field(default_factory=SearchSettings)
 
 
@@ -389,6 +389,23 @@ def read_sweep(folder: str) -> Sweep:
         raise CpuftError(f"{folder}/{FILE_NAME} cannot be read ({error}): check its permissions") from None
 
 
+def choose_metric(sweep: Sweep, metric: str) -> Sweep:
+    """Return the sweep with another metric by which its configurations are compared.
+
+    Whether a larger value is better follows from the name of the metric, unless it is the sweep's own.
+
+    Raises CpuftError: no run has reported this metric.
+    """
+    known = list(dict.fromkeys(name for end in sweep.ends for name in end.metrics))
+    if metric not in known:
+        raise CpuftError(
+            f"no run of {sweep.folder} has reported --metric {metric:.60}: "
+            + (suggest_names(metric, known) if known else "wait until one has ended")
+        )
+    direction = sweep.header.direction if metric == sweep.metric else "auto"
+    return dataclasses.replace(sweep, header=dataclasses.replace(sweep.header, metric=metric, direction=direction))
+
+
 @dataclass(frozen=True)
 class Configuration:
     """Runs that have the same options apart from the seed."""
@@ -410,8 +427,7 @@ class Configuration:
     @property
     def standard_error(self) -> float:
         """Standard error of the mean; NaN with one run."""
-        values = list(self.metrics.values())
-        return statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+        return standard_error([*self.metrics.values()]) if len(self.metrics) > 1 else math.nan
 
 
 def list_configurations(sweep: Sweep) -> list[Configuration]:
@@ -440,30 +456,12 @@ def list_configurations(sweep: Sweep) -> list[Configuration]:
     return sorted(made, key=lambda one: -sign * one.mean)
 
 
-def is_different(one: Configuration, other: Configuration) -> bool | None:
-    """Return whether the means of two configurations differ at the 5 % level of a two-sided t-test.
-
-    The test is paired if both have the same seeds; otherwise it is Welch's with the fewer runs' degrees of freedom.
-    None if that cannot be told, because one has a single run, or all differences are the same.
-    """
-    if min(len(one.metrics), len(other.metrics)) < 2:
-        return None
-    freedom = min(len(one.metrics), len(other.metrics)) - 1
-    quantile = _QUANTILES[min(freedom, len(_QUANTILES)) - 1]
-    if one.metrics.keys() == other.metrics.keys():
-        differences = [one.metrics[seed] - other.metrics[seed] for seed in one.metrics]
-        error = statistics.stdev(differences) / math.sqrt(len(differences))
-    else:
-        error = math.hypot(one.standard_error, other.standard_error)
-    return abs(one.mean - other.mean) > quantile * error if error else None
-
-
 def describe_best(configurations: Sequence[Configuration]) -> str:
     """Return in plain words how sure it is that the best of one or more configurations is the best."""
     best, others = configurations[0], configurations[1:]
     if not others:
         return "there is one configuration, so there is nothing to compare"
-    tests = [is_different(best, other) for other in others]
+    tests = [is_different(best.metrics, other.metrics) for other in others]
     if None in tests:
         return (
             "whether the best configuration is better than others cannot be told, because a configuration has too few "
@@ -529,6 +527,7 @@ def _list_notes(sweep: Sweep) -> list[str]:
         notes.append(f"{counted(len(pruned), 'run')} pruned, because their evaluations were worse: {numbers}")
     done, total = len(sweep.list_with_status(DONE)), sweep.total
     cost = f", {sweep.host_hours * sweep.header.price:.2f} dollars" if sweep.header.price else ""
+    notes += [f"{sweep.header.measurement}."] if sweep.header.measurement else []
     return [*notes, f"{done} of {counted(total, 'run')} done, {sweep.host_hours:.2f} host-hours{cost}."]
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import html
 from typing import Any
 
-from cpuft.report.comparison import Comparison, Row
+from cpuft.report.comparison import Comparison, Row, judge_seeds
 from cpuft.terminal import format_table
 
 
@@ -66,6 +66,42 @@ def _metric_names(comparison: Comparison) -> list[str]:
     return list(dict.fromkeys(name for row in comparison.rows for name in row.metrics))
 
 
+def seed_columns(comparison: Comparison) -> list[str]:
+    """Return the headings of the table of metrics over seeds, in their order."""
+    base = comparison.rows[0].np
+    fixed = ["metric", "np", "seeds", "mean", "standard error"]
+    return [*fixed, f"difference from np {base}", "95 % interval", "result"]
+
+
+def seed_rows(comparison: Comparison) -> list[list[str]]:
+    """Return the cells of the table of metrics over seeds, one list per metric and number of ranks.
+
+    Empty if the runs have one seed. The interval is that of the difference. What the baseline does not have is "-".
+    """
+    rows = list[list[str]]()
+    for name in _metric_names(comparison):
+        for row in comparison.rows:
+            one = row.seeds.get(name)
+            if one is None:
+                continue
+            cells = [
+                name.replace("_", " "),
+                str(row.np),
+                str(one.seeds),
+                f"{one.mean:.4f}",
+                f"{one.standard_error:.4f}",
+            ]
+            if row is comparison.rows[0]:
+                cells += ["-", "-", "-"]
+            elif one.interval is None:
+                cells += [f"{one.difference:+.4f}", "-", judge_seeds(one)]
+            else:
+                ends = (one.difference - one.interval, one.difference + one.interval)
+                cells += [f"{one.difference:+.4f}", " to ".join(f"{end:+.4f}" for end in ends), judge_seeds(one)]
+            rows.append(cells)
+    return rows
+
+
 def format_title(comparison: Comparison) -> str:
     """Return the headline: "mrpc with bert-base, 3 epochs, bf16, weak scaling".
 
@@ -79,17 +115,35 @@ def format_title(comparison: Comparison) -> str:
 
 
 def format_text(comparison: Comparison) -> str:
-    """Return the comparison as text for a terminal: the title, the table and the notes, with a newline at the end."""
-    columns = [column.replace(" ", "\n", 1) for column in table_columns(comparison)]
-    return format_table(columns, table_rows(comparison), format_title(comparison), comparison.notes)
+    """Return the comparison as text for a terminal: the title, the table and the notes, with a newline at the end.
+
+    With several seeds, a second table has the metrics.
+    """
+    columns, rows = ([column.replace(" ", "\n", 1) for column in table_columns(comparison)], table_rows(comparison))
+    over_seeds = seed_rows(comparison)
+    if not over_seeds:
+        return format_table(columns, rows, format_title(comparison), comparison.notes)
+    headings = [
+        column.replace("standard ", "standard\n").replace("from", "\nfrom") for column in seed_columns(comparison)
+    ]
+    below = format_table(headings, over_seeds, "metrics over seeds", comparison.notes, left=1)
+    return format_table(columns, rows, format_title(comparison)) + "\n" + below
 
 
 def format_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown: a heading, the table and a list of the notes, with a newline at the end."""
-    columns = table_columns(comparison)
-    lines = [f"## {_escape(format_title(comparison))}", "", _format_cells(columns), "|" + " ---: |" * len(columns)]
-    lines += [_format_cells(row) for row in table_rows(comparison)]
+    """Return the comparison as Markdown: a heading, the table and a list of the notes, with a newline at the end.
+
+    With several seeds, a second table has the metrics.
+    """
+    lines = [f"## {_escape(format_title(comparison))}", ""]
+    lines += _format_markdown_table(table_columns(comparison), table_rows(comparison))
+    if over_seeds := seed_rows(comparison):
+        lines += ["", *_format_markdown_table(seed_columns(comparison), over_seeds)]
     return "\n".join([*lines, "", *(f"- {_escape(note)}" for note in comparison.notes)]) + "\n"
+
+
+def _format_markdown_table(columns: list[str], rows: list[list[str]]) -> list[str]:
+    return [_format_cells(columns), "|" + " ---: |" * len(columns), *map(_format_cells, rows)]
 
 
 def _format_cells(cells: list[str]) -> str:

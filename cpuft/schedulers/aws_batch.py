@@ -10,7 +10,7 @@ from typing import Any
 
 from cpuft.config import option
 from cpuft.errors import CpuftError, install_command
-from cpuft.schedulers.base import ContainerOptions, JobLaunch, JobStatus, Scheduler, fill_template
+from cpuft.schedulers.base import ContainerOptions, JobLaunch, JobStatus, JobSweep, Scheduler, fill_template
 
 NODE_COMMAND = ("python", "-m", "cpuft.schedulers.aws_batch_node", "/work")
 """Beginning of what every node starts. The last argument is the folder to work in; the main node runs the rest of the
@@ -48,8 +48,13 @@ class AwsBatch(Scheduler[BatchOptions]):
         """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`.
 
         Raises CpuftError: --image or --queue is missing, --secret or --role is missing with several hosts, the launch
-        contains "Ref::", which Batch would replace, or --nodes contradicts --np and --ppn.
+        contains "Ref::", which Batch would replace, --nodes contradicts --np and --ppn, or it is a sweep.
         """
+        if isinstance(launch, JobSweep):
+            raise CpuftError(
+                "cpuft submit batch takes no sweep, because the job ends when one of its nodes is lost: use slurm or "
+                "kubernetes, or rent a cluster with cpuft provision aws and run cpuft sweep --cluster NAME"
+            )
         lines = launch.to_shell(options.name, "${AWS_BATCH_JOB_ATTEMPT#1}", *_DEFAULTS)
         if not options.queue:
             raise CpuftError("no job queue is given: add --queue NAME")

@@ -1,4 +1,4 @@
-"""What every scheduler has in common: its contract, the launch that a job runs, and following a job to its end."""
+"""What every scheduler has in common: its contract, the launch or sweep that a job runs, and following a job."""
 
 from __future__ import annotations
 
@@ -15,6 +15,9 @@ from cpuft.config import option
 from cpuft.errors import CpuftError
 from cpuft.execute import run_command
 from cpuft.record import FILE_NAME
+
+SWEEP_FILE_NAME = "sweep.jsonl"
+"""File in the folder of a sweep that says what has happened; the name is that of `cpuft.report.sweep.FILE_NAME`."""
 
 ANSWER_SECONDS = 120.0
 """Time limit for one answer of a scheduler."""
@@ -101,6 +104,50 @@ class JobLaunch:
 
 
 @dataclass(frozen=True)
+class JobSweep(JobLaunch):
+    """The `cpuft sweep` that a job runs. `np` and `ppn` are those of one run."""
+
+    again: tuple[str, ...] = ()
+    """Those of the options that `cpuft sweep --resume` takes again."""
+
+    def count_hosts(self, nodes: int) -> tuple[int, int]:
+        """Return (number of hosts of the job, ranks on each of them).
+
+        Raises CpuftError: `nodes` is 0, or fewer than the hosts of one run.
+        """
+        hosts = self.np // self.ppn
+        if not nodes:
+            raise CpuftError(
+                "a sweep trains on as many hosts as its job has: add --nodes N, which is --hosts-per-run times the "
+                "number of runs that are to train at the same time"
+            )
+        if nodes < hosts:
+            raise CpuftError(f"--nodes {nodes} is less than --hosts-per-run {hosts}: raise --nodes")
+        return nodes, self.ppn
+
+    def to_shell(self, name: str, restarted: str, *defaults: str) -> str:
+        """Return lines as `JobLaunch.to_shell` does, whose function `launch` starts or continues a sweep.
+
+        Parameters
+        ----------
+        defaults: not used, because they are options for the signals that a launch gets, and a sweep gets them itself.
+        """
+        function = 'launch() { exec "$cpuft" sweep "$@"; }\n'
+        begin = f"set -- {shlex.join(self.options)}"
+        if self.resume:
+            return f"{function}run={shlex.quote(self.resume)} progress={SWEEP_FILE_NAME}\n{begin}\n"
+        names = f"run={shlex.quote(self.run_dir or f'runs/{name}')}$task progress={SWEEP_FILE_NAME}"
+        return (
+            f"{function}{names} restarted={restarted}\n"
+            f'set -- --resume "$run" {shlex.join(self.again)}\n'
+            'if [ ! "$restarted" ] || [ ! -s "$run/$progress" ]; then\n'
+            '    [ ! "$restarted" ] || [ ! -d "$run" ] || mv "$run" "$run-$(date +%s)" || exit 1\n'
+            f'    {begin} --run-dir "$run"\n'
+            "fi\n"
+        )
+
+
+@dataclass(frozen=True)
 class JobStatus:
     """What a scheduler says about a job."""
 
@@ -120,9 +167,10 @@ Options = TypeVar("Options", bound=JobOptions)
 class Scheduler(ABC, Generic[Options]):
     """A scheduler to which `cpuft submit` gives launches as jobs. `cpuft.schedulers.SCHEDULERS` registers each one.
 
-    The job runs `cpuft launch` on its first host, without a hostfile. There `cpuft.hosts.cluster` finds the job's hosts
-    and the transport that reaches them: from the variables of Slurm (`cpuft.hosts.slurm`), from the hostfile of an
-    MPIJob (`cpuft.hosts.mpijob`), or from the cluster entry that a job's node wrote (`cpuft.hosts.cluster.JOB`).
+    The job runs `cpuft launch` or `cpuft sweep` on its first host, without a hostfile. There `cpuft.hosts.cluster`
+    finds the job's hosts and the transport that reaches them: from the variables of Slurm (`cpuft.hosts.slurm`), from
+    the hostfile of an MPIJob (`cpuft.hosts.mpijob`), or from the cluster entry that a job's node wrote
+    (`cpuft.hosts.cluster.JOB`).
 
     A job that ends with exit code 75 (`cpuft.errors.RESUMABLE`) was interrupted: the scheduler starts it again, at most
     `retries` times, and its run resumes from the last checkpoint.

@@ -50,13 +50,13 @@ class Kubernetes(Scheduler[KubernetesOptions]):
 
     name = "kubernetes"
     options = KubernetesOptions
-    help = "Submit a launch by kubectl, as an MPIJob of Kubeflow's operator."
+    help = "Submit a launch or a sweep by kubectl, as an MPIJob of Kubeflow's operator."
 
     def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
         """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host.
 
         Raises CpuftError: --image is missing, the operator would refuse --name or --namespace, from which it makes host
-        names, or --nodes contradicts --np and --ppn.
+        names, or --nodes contradicts --np and --ppn, or is missing for a sweep.
         """
         hosts, ranks = launch.count_hosts(options.nodes)
         last_host = f"{options.name}-worker-{hosts - 1}"

@@ -12,7 +12,15 @@ from pathlib import Path
 
 from cpuft.config import option
 from cpuft.errors import CpuftError
-from cpuft.schedulers.base import JobLaunch, JobOptions, JobStatus, Scheduler, read_template, run_client
+from cpuft.schedulers.base import (
+    JobLaunch,
+    JobOptions,
+    JobStatus,
+    JobSweep,
+    Scheduler,
+    read_template,
+    run_client,
+)
 
 _UNQUOTED = re.compile(r"-[A-Za-z0-9_.,:;@%+=&|*()\[\]/~^!<>-]+")
 """Options that need no quotes in an #SBATCH line: sbatch reads quotes there in a way of its own."""
@@ -41,15 +49,17 @@ class Slurm(Scheduler[SlurmOptions]):
 
     name = "slurm"
     options = SlurmOptions
-    help = "Submit a launch by sbatch, e.g.: cpuft submit slurm -- launch --np 8 --task mrpc."
+    help = "Submit a launch or a sweep by sbatch, e.g.: cpuft submit slurm -- launch --np 8 --task mrpc."
     has_submitters_files = True
 
     def render(self, options: SlurmOptions, launch: JobLaunch, cpuft: str) -> str:
         """Return a job script that has its hosts for itself alone and requeues itself after an interruption.
 
         Raises CpuftError: an option that no #SBATCH line can hold, with spaces or quotes; --extra has an open quotation
-        mark; or --nodes contradicts --np and --ppn.
+        mark; --nodes contradicts --np and --ppn, or is missing for a sweep; or there is an --array of a sweep.
         """
+        if options.array and isinstance(launch, JobSweep):
+            raise CpuftError("a sweep trains its runs in one job, and --array submits several jobs: leave out --array")
         hosts, ranks = launch.count_hosts(options.nodes)
         directives = [f"--job-name={options.name}", f"--nodes={hosts}", f"--ntasks-per-node={ranks}"]
         for name in ("partition", "account", "constraint", "time", "array"):

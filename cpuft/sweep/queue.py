@@ -16,11 +16,13 @@ from typing import IO
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config import LaunchConfig, parse_arguments
+from cpuft.config import LaunchConfig, format_flag, parse_arguments
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted, counted
 from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.active_runs import lock_run
+from cpuft.launch.checkpoint_copies import check_copy
+from cpuft.launch.inputs import TRAINING_INPUTS
 from cpuft.launch.supervise import TRAINING_STOP_SECONDS
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, parse_evaluation
 from cpuft.record import FILE_NAME as RECORD_NAME
@@ -47,6 +49,7 @@ from cpuft.report.sweep import (
 from cpuft.sweep.search import format_assignment
 from cpuft.sweep.study import OptunaSearch
 
+_FILE_OPTIONS = tuple(map(format_flag, TRAINING_INPUTS))
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
 """How long launches have to end after a signal, before they are killed."""
@@ -82,7 +85,7 @@ class Place:
 
 
 def plan_places(
-    config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]]
+    config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0
 ) -> list[Place]:
     """Return the places of a sweep's runs: groups of hosts, or parts of this machine. Reads the hostfile.
 
@@ -92,6 +95,7 @@ def plan_places(
     parallel: number of places; 0 for as many as there are groups, or one on this machine.
     cores: hardware threads of each core of this machine. The cores are divided if it is the only host and `parallel` is
         more than 1.
+    quota: number of cores that the control group of this machine allows; 0 for no limit. It is divided like the cores.
 
     Raises CpuftError: there are fewer hosts than a run needs, or fewer groups or cores than runs at a time.
     """
@@ -102,7 +106,7 @@ def plan_places(
                 f"--hosts-per-run {hosts_per_run} needs more hosts than this machine: name them with --hostfile or "
                 "--cluster"
             )
-        return _divide_machine(max(1, parallel), cores)
+        return _divide_machine(max(1, parallel), cores, quota)
     groups = [hosts[i : i + hosts_per_run] for i in range(0, len(hosts) - hosts_per_run + 1, hosts_per_run)]
     if not groups:
         raise CpuftError(
@@ -122,7 +126,7 @@ def plan_places(
     return made[: parallel or len(made)]
 
 
-def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]]) -> list[Place]:
+def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float) -> list[Place]:
     if parallel == 1:
         return [Place("this machine")]
     threads = [(cpu,) for core in cores for cpu in core]
@@ -135,8 +139,13 @@ def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]]) -> list[Pla
         )
     ends = [number * len(cores) // parallel for number in range(parallel + 1)]
     parts = [sorted(cpu for core in cores[begin:end] for cpu in core) for begin, end in pairwise(ends)]
-    names = [",".join(map(str, part)) for part in parts]
-    return [Place(f"CPUs {name}", prefix=("taskset", "--cpu-list", name)) for name in names]
+    places = list[Place]()
+    for (begin, end), part in zip(pairwise(ends), parts, strict=True):
+        name = ",".join(map(str, part))
+        # A run that took the whole quota for its own would record a wrong number of cores.
+        share = ("env", f"CPUFT_CPU_QUOTA={quota * (end - begin) / len(cores)!r}") if quota else ()
+        places.append(Place(f"CPUs {name}", prefix=(*share, "taskset", "--cpu-list", name)))
+    return places
 
 
 @contextmanager
@@ -269,7 +278,8 @@ class SweepQueue:
                     if not self._places and not self._active and not self._wait_for_hosts():
                         raise _make_failure(
                             "no host of the sweep can be used any more: repair them, and continue with cpuft sweep "
-                            f"--resume {self.sweep.folder}"
+                            f"--resume {self.sweep.folder}",
+                            RESUMABLE if self._lost else 1,  # a job's next start may have other hosts
                         )
                     self._fill()
                     self._prune()
@@ -365,17 +375,25 @@ class SweepQueue:
             self._write_end(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, found))
             return
         resumes = earlier is not None and is_stopped and Path(self.sweep.folder, earlier.folder).is_dir()
-        resumes = resumes and number <= _MOST_ATTEMPTS
+        resumes, reason = resumes and number <= _MOST_ATTEMPTS, ""
+        if resumes and earlier and not {*earlier.place.split(",")} & {*place.name.split(",")}:
+            update, problem = check_copy(str(Path(self.sweep.folder, earlier.folder)))
+            resumes, reason = update > 0, f" from the beginning, because {problem}" if problem else ""
         self._failed_before.discard(run)
         folder = name_folder(run, self.sweep.total, number)
         folder = earlier.folder if resumes and earlier else folder
         values = self.sweep.header.runs[run - 1]
         command = [*place.prefix, *module_command(sys.executable, "cpuft"), "launch", *self._options, *place.options]
         path = str(Path(self.sweep.folder, folder))
+        training = [*self.sweep.header.options, *format_assignment(values)]
         if resumes:
-            command += ["--resume", path]
+            # Another host may not have the files with which the run was started.
+            files = [option for option in training if option.partition("=")[0] in _FILE_OPTIONS]
+            command += [*files, "--resume", path]
         else:
-            command += [*self.sweep.header.options, *format_assignment(values), "--run-dir", path]
+            command += [*training, "--run-dir", path]
+        if place.hosts and not {"--copy-checkpoints", "--no-copy-checkpoints"}.intersection(self._options):
+            command.append("--copy-checkpoints")
         if place.name in self._checked and "--no-check" not in command:
             command.append("--no-check")
         start = AttemptStart(run, number, place.name, folder, time.time())
@@ -383,10 +401,12 @@ class SweepQueue:
         log = Path(self.sweep.folder, "logs", f"{folder}.log")
         log.parent.mkdir(exist_ok=True)
         log_bytes = log.stat().st_size if log.exists() else 0
-        process = execute.start_with_log(command, os.environ, str(log), self.sweep.header.working_folder or None)
+        environ = os.environ | name_in_trackers(self.sweep.header, self.sweep.folder, os.environ)
+        process = execute.start_with_log(command, environ, str(log), self.sweep.header.working_folder or None)
         self._active.append(_ActiveRun(start, place, process, time.monotonic(), resumes, log_bytes, log_bytes))
         verb = "continues" if resumes else "starts"
-        self._say(f"run {run} of {self.sweep.total} {verb} on {place.name}: {describe_values(values)}")
+        total = self.sweep.total
+        self._say(f"run {run} of {total} {verb} on {place.name}{reason}: {describe_values(values)}")
 
     def _write_end(self, end: AttemptEnd) -> None:
         """Note the end of an attempt in the journal, and tell the search."""
@@ -469,13 +489,13 @@ class SweepQueue:
         has_trained = self._has_trained(active)
         status, reason, told = DONE, "", ""
         if not metrics:
-            status, reason = FAILED, self._find_reason(start.folder)
+            status, reason = FAILED, find_reason(Path(self.sweep.folder, "logs", f"{start.folder}.log"))
             gone = "" if active.pruned_because else find_lost_hosts(place, self._options)
             if active.pruned_because:
                 status, reason = PRUNED, active.pruned_because
                 self._failures.pop(place.name, None)
             elif gone:
-                status, told = LOST, "it starts again on another host"
+                status, told = self._decide_after_loss(start)
                 self._lost.append(place)
                 self._retire(place, f"{gone} does not answer")
             elif code == RESUMABLE and start.attempt < _MOST_ATTEMPTS:
@@ -495,6 +515,13 @@ class SweepQueue:
         self._write_end(end)
         self._say(self._describe_end(end, told))
         self._check_progress(end)
+
+    def _decide_after_loss(self, start: AttemptStart) -> tuple[str, str]:
+        """Return (status of an attempt whose host was lost, what the user is told about the next attempt)."""
+        update, problem = check_copy(str(Path(self.sweep.folder, start.folder)))
+        if update:
+            return STOPPED, f"it continues on another host after update {update}, from the copy of its checkpoint"
+        return LOST, f"it starts again from the beginning on another host, because {problem}"
 
     def _note_failure(self, place: Place, has_trained: bool) -> None:
         """Retire a place on which several launches in a row have ended without an update."""
@@ -536,19 +563,6 @@ class SweepQueue:
                 f"({end.reason}), and continue with cpuft sweep --resume {sweep.folder}, or start a new sweep"
             )
 
-    def _find_reason(self, folder: str) -> str:
-        """Return the line of a run's log that says why it failed: its last error, a rank that failed, or its end."""
-        path = Path(self.sweep.folder, "logs", f"{folder}.log")
-        try:
-            with path.open("rb") as file:
-                file.seek(max(0, path.stat().st_size - _LAST_BYTES))
-                lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-        except OSError:
-            lines = []
-        errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
-        ranks = [line.removeprefix("cpuft: ") for line in lines if _FAILED_RANK.match(line)]
-        return (errors or ranks or lines or ["without a message"])[-1]
-
     def _stop(self) -> None:
         """Let all active runs save a checkpoint and end, and note that they can be resumed.
 
@@ -588,10 +602,40 @@ def name_folder(run: int, runs: int, attempt: int) -> str:
     return f"run-{run:0{len(str(runs))}}" + (f"-attempt-{attempt}" if attempt > 1 else "")
 
 
-def _make_failure(message: str) -> CpuftError:
-    """Return an error that ends the command with exit code 1, because no option was wrong."""
+def name_in_trackers(header: SweepHeader, folder: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables by which trackers group the runs of a sweep under the name of its folder.
+
+    That is the group in Weights & Biases, the experiment in MLflow and the project in Trackio. What the user has set
+    stays. Empty if the runs have no --report-to.
+
+    Parameters
+    ----------
+    folder: of the sweep.
+    environ: the environment of this process.
+    """
+    is_tracked = any(option.startswith("--report-to=") for option in header.options)
+    is_tracked |= any("report_to" in values for values in header.runs)
+    variables = ("WANDB_RUN_GROUP", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT")
+    return {name: Path(folder).name for name in variables if is_tracked and not environ.get(name)}
+
+
+def find_reason(log: Path) -> str:
+    """Return the line of a launch's log that says why it failed: its last error, a rank that failed, or its end."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - _LAST_BYTES))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    except OSError:
+        lines = []
+    errors = [line.removeprefix(_ERROR) for line in lines if line.startswith(_ERROR)]
+    ranks = [line.removeprefix("cpuft: ") for line in lines if _FAILED_RANK.match(line)]
+    return (errors or ranks or lines or ["without a message"])[-1]
+
+
+def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
+    """Return an error that ends the command with another exit code than 2, because no option was wrong."""
     error = CpuftError(message)
-    error.exit_code = 1
+    error.exit_code = exit_code
     return error
 
 

@@ -269,15 +269,27 @@ def _list_ends(values: Values) -> tuple[str, ...]:
 
 
 def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], given: Collection[str] = ()) -> None:
-    """Raise CpuftError if the options of a run exclude each other; the message names the run's values.
+    """Raise CpuftError if the options of a run exclude each other, or an option about data has no effect with its task.
+
+    The message names the run's values. Several tasks in one sweep are refused, too, because their metrics cannot be
+    compared, also those of the same name.
 
     Parameters
     ----------
     given: names of the options that the command line gives to all runs.
     """
-    for assignment in assignments:
+    from cpuft.launch.plan import refuse_unused_data_options  # imports much that `cpuft sweep --help` does not need
+
+    configs = [apply_assignment(base, assignment) for assignment in assignments]
+    if len(tasks := list(dict.fromkeys(config.task for config in configs))) > 1:
+        raise CpuftError(
+            f"--task {','.join(tasks)}: a sweep compares all its runs by one metric, and metrics of different tasks "
+            "cannot be compared: start a sweep for each task"
+        )
+    for assignment, config in zip(assignments, configs, strict=True):
         try:
-            refuse_conflicts(apply_assignment(base, assignment))
+            refuse_unused_data_options(config)
+            refuse_conflicts(config)
             for one, other in ALTERNATIVES:
                 if {one, other} <= {*given, *assignment}:
                     raise CpuftError(

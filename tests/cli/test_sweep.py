@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from cpuft.cli.sweep import sweep
+from cpuft.record import read_record
 from cpuft.report.sweep import (
     DONE,
     FILE_NAME,
@@ -50,12 +51,23 @@ def test_a_dry_run_prints_the_launch_of_each_run(tmp_path: Path, golden: Golden)
     (tmp_path / "hosts").write_text("a1\na2\n")
     (tmp_path / "conditions.yaml").write_text("- lora-rank: 0\n- lora-rank: 8,16\n  learning-rate: 3e-4\n")
     done = run_cpuft(
-        *("sweep", "--hostfile", str(tmp_path / "hosts"), "--no-check", "--task", "mrpc", "--seed", "1..2"),
+        *("sweep", "--hostfile", str(tmp_path / "hosts"), "--no-check", "--task", "files", "--seed", "1..2"),
         *("--conditions", str(tmp_path / "conditions.yaml"), "--run-dir", str(tmp_path / "s"), "--dry-run"),
-        *("--text-columns", "a,b", "--no-fast-path", "--ranks-per-host", "2"),
+        *("--train-file", "a.csv", "--text-columns", "a,b", "--no-fast-path", "--ranks-per-host", "2"),
     )
     assert done.returncode == 0, done.stderr
     golden("sweep.sh", done.stdout.replace(str(tmp_path), "/work"))
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_dry_run_measures_nothing(tmp_path: Path) -> None:
+    words = ("sweep", "--task", "demo", "--seed", "1,2", "--run-dir", str(tmp_path / "s"), "--parallel", "auto")
+    done = run_cpuft(*words, "--report-to", "wandb", "--dry-run", settings={"TRACKIO_PROJECT": "mine"})
+    assert done.returncode == 0, done.stderr
+    assert "# --parallel auto: nothing was measured, because of --dry-run" in done.stdout
+    assert "at the same time on: this machine" in done.stdout
+    exported = [line for line in done.stdout.splitlines() if line.startswith("export")]
+    assert exported == ["export WANDB_RUN_GROUP=s", "export MLFLOW_EXPERIMENT_NAME=s"]
     assert not (tmp_path / "s").exists()
 
 
@@ -79,6 +91,20 @@ def test_a_dry_run_prints_the_launch_of_each_run(tmp_path: Path, golden: Golden)
         ((*OPTUNA, "--storage", "nothing"), "--storage cannot be used (Could not parse SQLAlchemy URL"),
         ((*OPTUNA, "--storage", "sqlite:///no/a.db"), "--storage cannot be used (unable to open database file)"),
         (("--task", "mrpc,nothing"), "--task"),
+        (
+            ("--task", "mrpc,rte"),
+            "--task mrpc,rte: a sweep compares all its runs by one metric, and metrics of different",
+        ),
+        (
+            ("--task", "mrpc", "--train-file", "a.csv"),
+            "the only configuration: --train-file has no effect with --task mrpc",
+        ),
+        (
+            ("--task", "demo", "--data-dir", "glue", "--seed", "1,2"),
+            "seed 1: --data-dir has no effect with --task demo",
+        ),
+        (("--parallel", "many"), "--parallel 'many' is not a number of runs: give a whole number, or auto"),
+        (("--parallel", "-1"), "--parallel '-1' is not a number of runs"),
         (("--conditions", "none.yaml"), "--conditions none.yaml cannot be read"),
         (("--hosts-per-run", "2"), "--hosts-per-run 2 needs more hosts than this machine"),
         (("--resume", "none"), "there is no sweep in"),
@@ -213,15 +239,44 @@ def test_a_sweep_on_this_machine(tmp_path: Path) -> None:
     told = json.loads(run_cpuft("report", str(folder), "--json").stdout)
     assert [one["options"] for one in told["configurations"]] == [{"learning_rate": "1e-4"}]
     assert told["failed"] == [{"learning_rate": "1e30"}]
+    assert json.loads(run_cpuft("report", str(folder), "--metric", "f1", "--json").stdout)["metric"] == "f1"
+    refused = run_cpuft("report", str(folder), "--metric", "f2")
+    assert (refused.returncode, "has reported --metric f2: did you mean f1?" in refused.stderr) == (2, True)
+    refused = run_cpuft("report", str(folder / "run-1"), "--metric", "f1")
+    assert (refused.returncode, "--metric is for the folder of a sweep" in refused.stderr) == (2, True)
+    refused = run_cpuft("sweep", "--resume", str(folder), "--parallel", "auto")
+    assert (refused.returncode, "--parallel auto measures only when a sweep begins" in refused.stderr) == (2, True)
     refused = run_cpuft("report", str(folder), "--markdown")
     assert (refused.returncode, "is a sweep, which is shown alone" in refused.stderr) == (2, True)
+
+
+@pytest.mark.real
+@pytest.mark.proof
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two runs at a time need two CPUs")
+def test_the_number_of_runs_at_a_time_is_measured_once(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64}
+    (tmp_path / "tiny.json").write_text(json.dumps(shape | {"model_type": "bert", "vocab_size": 30522}))
+    folder = tmp_path / "sweep"
+    words = (*SHORT, "--from-config", "tiny.json", "--seed", "1,2,3", "--run-dir", str(folder), "--parallel", "auto")
+    done = run_cpuft("sweep", *words, seconds=500)
+    assert done.returncode == 0, done.stderr
+    header = read_sweep(str(folder)).header
+    told = re.search(r"cpuft: (--parallel auto, measured .*; chosen: ([12]) at a time)\n", done.stderr)
+    assert told, done.stderr
+    assert (header.measurement, round(1 / header.host_share)) == (told[1], int(told[2]))
+    assert (
+        f"at the same time on: {'CPUs' if told[2] == '2' else 'this machine'}"
+        in run_cpuft("sweep", "--resume", str(folder), "--dry-run").stdout
+    )
+    resumed = run_cpuft("sweep", "--resume", str(folder), "--parallel", "auto")
+    assert (resumed.returncode, "measuring" in resumed.stderr) == (0, False)
 
 
 @pytest.mark.real
 @pytest.mark.clusters
 @pytest.mark.proof
 def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:
-    """Three hosts, six runs; one host is killed while it trains, and nothing is left of its run."""
+    """Three hosts, six short runs; one host is killed while it trains, mostly before a checkpoint was copied."""
     with simulate(tmp_path, "--nodes", "3", "--cores-per-node", "0.5") as cluster:
         words = ("--cluster", cluster.name, "--task", "demo", "--max-steps", "6", "--precision", "fp32")
         command = [sys.executable, "-m", "cpuft", "sweep", *words, "--learning-rate", "1e-4,3e-4,1e-3", "--seed", "1,2"]
@@ -241,6 +296,50 @@ def test_the_run_of_a_killed_host_moves_to_another(tmp_path: Path) -> None:
         assert cluster.cpuft("provision", "local", "kill", "2", "--name", cluster.name).returncode == 0
         output, errors = process.communicate(timeout=900)
         assert process.returncode == 0, errors
-        assert "it starts again on another host" in errors
-        assert read_sweep(str(tmp_path / "s")).list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
+        assert re.search("it (continues|starts again from the beginning) on another host", errors), errors
+        sweep = read_sweep(str(tmp_path / "s"))
+        assert sweep.list_with_status(DONE) == [1, 2, 3, 4, 5, 6]
         assert "6 of 6 runs done" in output
+
+
+@pytest.mark.real
+@pytest.mark.clusters
+@pytest.mark.proof
+def test_a_run_with_a_copied_checkpoint_continues_on_another_host(tmp_path: Path) -> None:
+    """One run on one of two hosts, which is killed: the other host continues it to the same metric and losses."""
+    training = ("--task", "demo", "--max-steps", "120", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
+    with simulate(tmp_path, "--nodes", "2", "--cores-per-node", "0.5") as cluster:
+        for number in (1, 2):  # so that no host sees the checkpoints of the other one
+            cluster.on(number, "mount -t tmpfs -o mode=1777 tmpfs /var/tmp")
+        words = ("--cluster", cluster.name, *training, "--checkpoint-every", "1")
+        environ = dict(os.environ) | {"CPUFT_STATE": str(tmp_path / "state")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "cpuft", "sweep", *words, "--seed", "3", "--run-dir", "s"],
+            cwd=tmp_path,
+            env=environ,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        log = tmp_path / "s" / "logs" / "run-1.log"
+        while not list((tmp_path / "s" / "run-1" / "checkpoints").glob("*.0")):
+            assert process.poll() is None, log.read_text()
+            time.sleep(0.1)
+        assert cluster.cpuft("provision", "local", "kill", "1", "--name", cluster.name).returncode == 0
+        _, errors = process.communicate(timeout=600)
+        assert process.returncode == 0, errors
+        told = re.search(r"it continues on another host after update (\d+), from the copy of its checkpoint", errors)
+        assert told, errors
+        moved = read_record(str(tmp_path / "s" / "run-1"))
+        assert [line.step for line in moved.resumptions] == [int(told[1])]
+        assert not (tmp_path / "s" / "run-1" / "checkpoints").exists()
+        places = [start.place for start in read_sweep(str(tmp_path / "s")).starts]
+        assert places == [host.name for host in cluster.hosts]
+        alone = ("--only-hosts", places[1], "--seed", "3", "--run-dir", "undisturbed")
+        command = [sys.executable, "-m", "cpuft", "launch", *words, *alone]
+        done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        undisturbed = read_record(str(tmp_path / "undisturbed"))
+        assert moved.metrics == undisturbed.metrics != {}
+        assert [line.loss for line in moved.steps] == [line.loss for line in undisturbed.steps]

@@ -43,8 +43,10 @@ pid=$!
 # A signal interrupts `wait` before the launch has ended.
 while received=''; wait "$pid"; code=$?; [ "$received" ]; do :; done
 # USR1 that came before there were ranks ended the launch itself (128 + 10). Nothing is lost: the run starts again, or
-# resumes from its checkpoint.
-if [ "$code" = 138 ] && { [ ! -s "$run/$progress" ] || [ -d "$run/checkpoints" ]; }; then code=75; fi
+# resumes from its checkpoint, and a sweep continues with its journal.
+if [ "$code" = 138 ] && { [ ! -s "$run/$progress" ] || [ -d "$run/checkpoints" ] || [ "$progress" = sweep.jsonl ]; }; then
+    code=75
+fi
 if [ "$code" = 75 ] && [ ! "$cancelled" ] && [ "${SLURM_RESTART_COUNT:-0}" -lt "$retries" ]; then
     scontrol requeue "$job"
 fi

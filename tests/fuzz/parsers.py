@@ -62,6 +62,7 @@ from cpuft.report.page import read_estimates
 from cpuft.report.sweep import format_sweep, parse_journal, read_sweep
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.aws_batch_node import parse_node, parse_registration
+from cpuft.sweep.parallel import parse_parallel, read_steps
 from cpuft.sweep.queue import format_status
 from cpuft.sweep.search import parse_values, read_conditions
 from cpuft.sweep.study import OptunaSearch
@@ -414,6 +415,7 @@ PARSERS: dict[str, Parser] = {
     "read_hostfile": Parser(_from_file("hf", lambda path: read_hostfile(str(path))), HOSTFILES),
     "parse_record": Parser(_write_report, RECORDS),
     "read_resumed_run": Parser(_from_file("record.jsonl", lambda path: read_resumed_run(str(path.parent))), RECORDS),
+    "read_steps": Parser(_from_file("r.jsonl", read_steps), RECORDS),
     "read_record": Parser(_from_file("r.jsonl", lambda path: read_record(str(path))), RECORDS),
     "parse_measurements": Parser(partial(parse_measurements, path="x"), _MEASURED),
     "parse_lines": Parser(partial(parse_lines, path="x"), _MEASURED),
@@ -449,6 +451,7 @@ PARSERS: dict[str, Parser] = {
     **{f"read_form of {name}": Parser(_read_form(name), values.damaged_json(good)) for name, good in _FORM.items()},
     "parse_dimensions": Parser(parse_dimensions, values.damaged(["384,256,128", "64"])),
     "parse_numbers": Parser(parse_numbers, values.damaged(["1,2,4", "8"])),
+    "parse_parallel": Parser(parse_parallel, values.damaged(["auto", "2", ""])),
     "read_estimates": Parser(
         _from_file("p.json", lambda path: read_estimates(str(path))), values.damaged_json(_PREDICTIONS)
     ),

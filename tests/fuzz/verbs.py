@@ -251,7 +251,8 @@ def _draw_end(verb: Verb, command: click.Command) -> st.SearchStrategy[list[str]
         return st.just([]) | st.just([]) | script.map(lambda words: ["--", *words])
     if verb[0] == "submit" and verb[1] not in ("status", "cancel"):
         words = st.lists(st.sampled_from(["--np=2", "--task=mrpc", "--seed=7", "--"]) | values.WORDS, max_size=4)
-        return words.map(lambda drawn: ["--", "launch", *drawn])
+        sweeps = words.map(lambda drawn: ["--nodes=2", "--", "sweep", *drawn])
+        return words.map(lambda drawn: ["--", "launch", *drawn]) | sweeps
     names = [str(one.name) for one in command.params if isinstance(one, click.Argument)]
     good = [GOOD[name] for name in names if name not in ("fault", "node")]
     ends = st.tuples(*map(st.sampled_from, good)).map(list)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.hosts.cluster import LOCAL, Access, gather_facts
 from cpuft.hosts.facts import read_free_memory, read_memory_left
 
 MEMORY = {"proc/meminfo": "MemTotal:  1000 kB\nMemAvailable:  800 kB\nSwapFree:  100 kB\nHugePages_Total:  0\n"}
@@ -49,3 +50,9 @@ def test_free_memory_is_the_kernel_s_and_what_all_groups_leave(
 
 def test_this_host_has_some() -> None:
     assert read_free_memory() > 1 << 20
+
+
+def test_a_run_of_a_sweep_sees_its_share_of_the_quota() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CPUFT_CPU_QUOTA", "0.75")
+        assert gather_facts((LOCAL,), Access())[0].cpu_quota == 0.75

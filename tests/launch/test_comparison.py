@@ -31,6 +31,18 @@ def test_a_dry_run_prints_the_plans_of_all_runs() -> None:
     assert "--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np" in done.stderr
 
 
+def test_each_seed_is_a_round_of_its_own() -> None:
+    assert order_runs((1, 2), CompareConfig(seeds=2)) == [(1, False, 1), (2, False, 1), (1, False, 2), (2, False, 2)]
+    words = ("compare", "--np", "1", "--seeds", "2", "--seed", "5", "--run-dir", "all", "--dry-run")
+    done = run_cpuft(*words)
+    assert done.returncode == 0, done.stderr
+    assert all(f"all/np-1-seed-{seed}/data.npz" in done.stdout for seed in (5, 6))
+    assert all(f" --seed={seed} " in done.stdout for seed in (5, 6))
+    done = run_cpuft(*words, "--repeats", "2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--seeds 2 repeats each run already, once with each seed: leave out --repeats" in done.stderr
+
+
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 @pytest.mark.proof
 def test_the_ideal_is_measured_with_independent_ranks() -> None:

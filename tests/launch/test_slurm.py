@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from cpuft.record import read_record
+from cpuft.report.sweep import DONE, read_sweep
 from tests.launch.slurm import Slurm, has_slurm, open_slurm
 from tests.provision.simulated import needs_root, simulate
 
 pytestmark = [needs_root, pytest.mark.skipif(not has_slurm(), reason="Slurm's programs are not installed")]
 LAUNCH = (sys.executable, "-m", "cpuft", "launch")
+TRAINING = ("--task", "demo", "--max-steps", "2", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
 HELLO = """import os, socket
 print(*(os.environ[name] for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")), socket.gethostname())
 """
@@ -71,6 +75,66 @@ def test_on_a_login_node_srun_starts_the_ranks(slurm: Slurm) -> None:
     first, second = (slurm.cluster.on(number, "hostname") for number in (1, 2))
     assert said(slurm, "login") == [f"0 3 0 {first}", f"1 3 1 {first}", f"2 3 0 {second}"]
     assert "with srun; output" in (folder / "login" / "plan.sh").read_text()
+
+
+def test_a_sweep_in_a_job_trains_one_run_on_each_host(slurm: Slurm) -> None:
+    """Three runs on two hosts: the host of the job's script starts its ranks itself, and srun those of the other."""
+    words = ("sweep", *TRAINING, "--seed", "1,2,3", "--run-dir", "swept")
+    code, text = slurm.submit(
+        shlex.join((sys.executable, "-m", "cpuft", *words)), "--nodes=2", "--exclusive", seconds=500
+    )
+    assert code == 0, text
+    sweep = read_sweep(str(slurm.cluster.folder / "swept"))
+    assert sweep.list_with_status(DONE) == [1, 2, 3], text
+    names = [slurm.cluster.on(number, "hostname") for number in (1, 2)]
+    for start in sweep.starts:
+        record = read_record(f"{sweep.folder}/{start.folder}")
+        assert [rank.host for rank in record.header.ranks] == [start.place]
+    assert {start.place for start in sweep.starts} == {*names}
+
+
+def test_a_sweep_in_a_job_with_several_hosts_for_each_run(slurm: Slurm) -> None:
+    words = ("sweep", *TRAINING, "--seed", "1,2", "--hosts-per-run", "2", "--run-dir", "pairs")
+    code, text = slurm.submit(
+        shlex.join((sys.executable, "-m", "cpuft", *words)), "--nodes=4", "--exclusive", seconds=500
+    )
+    assert code == 0, text
+    sweep = read_sweep(str(slurm.cluster.folder / "pairs"))
+    names = [slurm.cluster.on(number, "hostname") for number in range(1, 5)]
+    assert sorted(start.place for start in sweep.starts) == [",".join(names[:2]), ",".join(names[2:])]
+    for start in sweep.starts:
+        record = read_record(f"{sweep.folder}/{start.folder}")
+        assert [rank.host for rank in record.header.ranks] == start.place.split(",")
+
+
+def test_a_submitted_sweep_continues_when_its_job_is_started_again(slurm: Slurm) -> None:
+    """Slurm's signal comes while two runs train; the next start resumes both."""
+    longer = ("--task", "demo", "--max-steps", "60", "--precision", "fp32", "--batch-size", "8", "--no-save-model")
+    words = ("sweep", *longer, "--seed", "1,2", "--no-check", "--run-dir", "requeued")
+    job = slurm.cpuft("submit", "slurm", "--nodes", "2", "--", *words).stdout.strip().removeprefix("slurm:")
+    folder = slurm.cluster.folder / "requeued"
+    logs = [folder / "logs" / f"run-{number}.log" for number in (1, 2)]
+    wait_until(lambda: all(log.exists() and "step " in log.read_text() for log in logs))
+    assert slurm.ask("scancel", "--batch", "--signal=USR1", job).returncode == 0
+    state = ("scontrol", "show", "job", job)
+    wait_until(lambda: "Restarts=1" in slurm.ask(*state).stdout)
+    wait_until(lambda: "JobState=COMPLETED" in slurm.ask(*state).stdout)
+    sweep = read_sweep(str(folder))
+    assert sweep.list_with_status(DONE) == [1, 2]
+    assert [(start.run, start.attempt, start.folder) for start in sweep.starts] == [
+        *((run, attempt, f"run-{run}") for attempt in (1, 2) for run in (1, 2))
+    ]
+    for run in (1, 2):
+        record = read_record(str(folder / f"run-{run}"))
+        assert len(record.resumptions) == 1
+        assert len(record.steps) == 60
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 300.0) -> None:
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.3)
 
 
 def test_a_submitted_job_is_ended_and_no_other(slurm: Slurm) -> None:

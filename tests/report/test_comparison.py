@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import re
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,9 @@ from hypothesis import strategies as st
 from cpuft.cli import cli
 from cpuft.errors import CpuftError
 from cpuft.record import EvaluationLine, Line, Record, ResumedLine, StepLine, format_line
-from cpuft.report.comparison import MISSING_TIME, compare, compare_with_ideal, count_common, half_width
-from cpuft.report.page import find_runs, write_report
+from cpuft.report.comparison import MISSING_TIME, compare, compare_with_ideal, count_common
+from cpuft.report.page import find_runs, format_verdict, write_page, write_report
+from cpuft.report.significance import half_width
 from cpuft.report.tables import format_markdown, format_text, to_json
 from tests.conftest import Golden
 from tests.records import make_record, make_steps, with_rate
@@ -135,18 +137,6 @@ def test_ideals_alone_are_no_report() -> None:
         compare([make_ideal([1.0, 1.0])])
 
 
-def test_intervals_are_students() -> None:
-    from scipy.stats import t
-
-    for count in (2, 3, 5, 11, 31):
-        values = [float(value * value) for value in range(count)]
-        mean = sum(values) / count
-        deviation = math.sqrt(sum((value - mean) ** 2 for value in values) / (count - 1))
-        wanted = t.ppf(0.975, count - 1) * deviation / math.sqrt(count)
-        assert half_width(values) == pytest.approx(wanted, rel=1e-3)
-    assert half_width([3.0, 3.0, 3.0]) == 0
-
-
 def test_repeats_are_one_row_with_intervals() -> None:
     pairs = [(10.0, 15.0), (12.0, 18.0), (11.0, 17.0)]
     records = [with_rate(make_record(np, np), rate) for pair in pairs for np, rate in zip((1, 2), pair)]
@@ -174,6 +164,88 @@ def test_no_difference_is_claimed_inside_the_interval() -> None:
 def test_runs_that_differ_in_an_option_are_no_repeats() -> None:
     two = [make_record(2, 2, options={"backend": backend}) for backend in ("gloo", "ccl")]
     assert [row.repeats for row in compare(two).rows] == [1, 1]
+
+
+def make_seeds(
+    differences: list[float], name: str = "accuracy", first: int = 42, **changes: Any
+) -> tuple[list[Record], list[Record]]:
+    """Runs of one and of two ranks, each with so many seeds, and so much more of the metric with two ranks."""
+    base = [0.80, 0.82, 0.81, 0.85, 0.79]
+    made: tuple[list[Record], list[Record]] = ([], [])
+    for number, more in enumerate(differences):
+        for ranks, runs in zip((1, 2), made):
+            value = base[number] + (more if ranks == 2 else 0.0)
+            record = with_rate(
+                make_record(ranks, ranks, **{"options": {"seed": first + number}} | changes), 10.0 * ranks
+            )
+            runs.append(dataclasses.replace(record, evaluations=[EvaluationLine(1, {name: value}, 408, 2.0)]))
+    return made
+
+
+def test_metrics_over_seeds_are_compared_seed_by_seed() -> None:
+    one, two = make_seeds([0.01, 0.02, 0.01, 0.02, 0.015])
+    # The order in which the runs are given does not matter.
+    rows = compare([*two[::-1], *one]).rows
+    assert [row.repeats for row in rows] == [5, 5]
+    assert (rows[0].seeds["accuracy"].difference, rows[0].seeds["accuracy"].interval) == (0, None)
+    found = rows[1].seeds["accuracy"]
+    assert (found.seeds, found.common, found.is_different) == (5, 5, True)
+    assert [found.mean, found.difference] == pytest.approx([0.829, 0.015])
+    # The standard deviation of 1, 2, 1, 2 and 1.5 is 0.5, and the quantile 2.776.
+    assert found.interval == pytest.approx(2.776 * 0.005 / math.sqrt(5))
+    assert found.standard_error == pytest.approx(statistics.stdev([0.81, 0.84, 0.82, 0.87, 0.805]) / math.sqrt(5))
+    assert format_verdict(compare([*one, *two])).endswith(
+        " The accuracy of np 2 is larger than that of np 1 over 5 seeds."
+    )
+
+
+@pytest.mark.parametrize(
+    ("differences", "sentence"),
+    [
+        (
+            [0.01, -0.02, 0.015, -0.01, 0.0],
+            "np 2 and np 1 are not distinguishable in accuracy over 5 seeds, which does not",
+        ),
+        ([0.0, 0.0, 0.0], "np 2 and np 1 have the same accuracy with each of 3 seeds."),
+        ([-0.02, -0.03, -0.02], "the accuracy of np 2 is smaller than that of np 1 over 3 seeds."),
+        # One more example is right with both seeds: the difference does not vary, and so the test cannot be made.
+        ([0.0025, 0.0025], "whether np 2 and np 1 differ in accuracy cannot be told from 2 common seeds: compare with"),
+    ],
+)
+def test_what_is_said_about_seeds(differences: list[float], sentence: str) -> None:
+    one, two = make_seeds(differences)
+    assert any(note.startswith(sentence) for note in compare([*one, *two]).notes)
+
+
+def test_the_speed_is_compared_seed_by_seed_also_if_a_seed_is_missing() -> None:
+    one, two = make_seeds([0.0, 0.0, 0.0])
+    one = [with_rate(record, rate) for record, rate in zip(one, (10.0, 20.0, 40.0))]
+    two = [with_rate(record, rate) for record, rate in zip(two, (15.0, 30.0, 60.0))]
+    comparison = compare([*one, two[0], two[2]])
+    assert comparison.rows[1].speedup == pytest.approx(1.5)
+    assert comparison.rows[1].intervals["speedup"] == pytest.approx(0)
+    assert comparison.rows[1].seeds["accuracy"].common == 2
+
+
+def test_only_the_examples_of_the_demo_depend_on_the_seed() -> None:
+    (one, _), (two, _) = make_seeds([0.0, 0.0], task="demo")
+    other = make_seeds([0.0, 0.0], task="demo", data="x", options={"seed": 7})
+    assert compare([one, two, other[0][0], other[1][0]]).rows[1].seeds["accuracy"].common == 2
+    with pytest.raises(CpuftError, match=r"they differ in data \(0123456789abcdef and x\)"):
+        compare([one, two, *make_seeds([0.0], data="x", task="demo")[0]])
+    with pytest.raises(CpuftError, match="they differ in data"):
+        compare([*make_seeds([0.0])[0], *make_seeds([0.0], data="x", options={"seed": 7})[0]])
+
+
+def test_a_report_over_seeds_has_a_table_of_metrics(golden: Golden, tmp_path: Path) -> None:
+    one, two = make_seeds([0.01, -0.02, 0.015, -0.01, 0.0])
+    comparison = compare([*one, *two])
+    golden("report-seeds.txt", format_text(comparison))
+    golden("report-seeds.md", format_markdown(comparison))
+    assert to_json(comparison)["runs"][1]["seeds"]["accuracy"]["is_different"] is False
+    page = write_page([*one, *two], tmp_path / "report.html").read_text(encoding="utf-8")
+    assert "<h2>Metrics over seeds</h2>" in page
+    assert "<td>not distinguishable</td>" in page
 
 
 def test_a_step_is_read_without_what_is_new() -> None:

@@ -18,17 +18,16 @@ from cpuft.report.sweep import (
     VERSION,
     AttemptEnd,
     AttemptStart,
-    Configuration,
     Evaluation,
     JournalLine,
     SearchSettings,
     Sweep,
     SweepHeader,
     Trial,
+    choose_metric,
     describe_best,
     format_journal_line,
     format_sweep,
-    is_different,
     list_configurations,
     parse_journal,
     read_sweep,
@@ -190,21 +189,6 @@ def test_a_smaller_perplexity_is_better() -> None:
     assert list_configurations(other)[0].best_run == 1
 
 
-def make_configuration(**metrics: float) -> Configuration:
-    return Configuration((), metrics, 1, 1.0)
-
-
-def test_means_differ_if_a_t_test_over_seeds_says_so() -> None:
-    one = make_configuration(a=0.80, b=0.82, c=0.81)
-    # Paired: the differences are 0.02, 0.03 and 0.02, although the ranges overlap.
-    assert is_different(one, make_configuration(a=0.82, b=0.85, c=0.83))
-    assert not is_different(one, make_configuration(a=0.85, b=0.79, c=0.83))
-    # With other seeds the same means are too close, but not means that are far away.
-    assert not is_different(one, make_configuration(d=0.82, e=0.85, f=0.83))
-    assert is_different(one, make_configuration(d=0.92, e=0.95, f=0.93))
-    assert is_different(one, make_configuration(a=0.9)) is None
-
-
 def test_what_is_said_about_the_best() -> None:
     sweep = make_sweep()
     found = list_configurations(sweep)
@@ -219,6 +203,29 @@ def test_the_table_of_a_sweep(golden: Golden) -> None:
     lines = make_lines()
     failed = AttemptEnd(9, 1, FAILED, 1, 20.0, {}, "the loss is nan at update 3: lower --learning-rate")
     golden("sweep.txt", format_sweep(make_sweep([*lines[:-1], failed])))
+
+
+def test_a_report_can_compare_another_metric() -> None:
+    lines = [
+        replace(line, metrics=line.metrics | {"loss": float(line.run)}) if isinstance(line, AttemptEnd) else line
+        for line in make_lines()
+    ]
+    sweep = make_sweep([replace(HEADER, metric="accuracy", direction="minimize"), *lines[1:]])
+    assert list_configurations(sweep)[0].best_run == 1
+    # The direction is that of the sweep's own metric.
+    assert list_configurations(choose_metric(sweep, "f1"))[0].best_run == 6
+    assert list_configurations(choose_metric(sweep, "loss"))[0].best_run == 1
+    assert choose_metric(sweep, "accuracy") == sweep
+    assert format_sweep(choose_metric(sweep, "loss")).startswith("loss: less is better")
+    with pytest.raises(CpuftError, match=r"has reported --metric f2: did you mean f1\?"):
+        choose_metric(sweep, "f2")
+    with pytest.raises(CpuftError, match="wait until one has ended"):
+        choose_metric(make_sweep([HEADER]), "f1")
+
+
+def test_the_report_says_what_was_measured() -> None:
+    header = replace(HEADER, measurement="--parallel auto: 2 at a time")
+    assert "* --parallel auto: 2 at a time." in format_sweep(make_sweep([header, *make_lines()[1:]]))
 
 
 def test_the_json_of_a_sweep_is_complete() -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError
+from cpuft.report.sweep import FILE_NAME
 from cpuft.schedulers import parse_job
-from cpuft.schedulers.base import follow_job
-from tests.schedulers.programs import SAY, add_program, words_said
+from cpuft.schedulers.base import SWEEP_FILE_NAME, follow_job, read_template
+from tests.schedulers.programs import SAY, add_program, run_script, words_said
 
 LAUNCH = ("--", "launch", "--np", "2", "--task", "mrpc")
 IMAGE = ("--image", "i")
@@ -60,6 +63,82 @@ def test_the_text_of_a_dry_run_is_submitted(
     assert parse_job(job)[1] == job.rpartition(":")[2].rpartition("/")[2]
 
 
+SWEEP = ("sweep", "--task", "mrpc,sst2", "--seed=1..5", "--mpirun", "my mpirun", "--no-check", "--parallel=2")
+
+
+@pytest.mark.parametrize(
+    "journal, restarted, said",
+    [
+        (None, "", [*SWEEP, "--run-dir", "runs/s"]),
+        (None, "1", [*SWEEP, "--run-dir", "runs/s"]),
+        ("", "1", [*SWEEP, "--run-dir", "runs/s"]),
+        (
+            "{}",
+            "1",
+            ["sweep", "--resume", "runs/s", "--parallel=2", "--mpirun=my mpirun", "--no-check"],
+        ),
+    ],
+)
+def test_a_job_runs_a_sweep_and_its_next_start_continues_it(
+    capsys: pytest.CaptureFixture[str], journal: str | None, restarted: str, said: list[str]
+) -> None:
+    """With --resume, a sweep takes only the options that say where its runs train."""
+    code, text, errors = run(capsys, "slurm", "--nodes", "3", "--name", "s", "--dry-run", "--", *SWEEP)
+    assert (code, errors) == (0, "")
+    assert "#SBATCH --nodes=3\n#SBATCH --ntasks-per-node=1\n" in text
+    if journal is not None:
+        Path("runs/s").mkdir(parents=True)
+        Path("runs/s/sweep.jsonl").write_text(journal)
+    own = add_program("cpuft", SAY)
+    text = re.sub("(?m)^cpuft=.* retries", f"cpuft={own} retries", text)
+    done = run_script("bash", text, SLURM_JOB_ID="7", SLURM_RESTART_COUNT=restarted)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert words_said() == said
+    if journal == "":  # the folder was moved aside, because a new sweep needs a new one
+        assert [path.name.partition("-")[0] for path in Path("runs").iterdir()] == ["s"]
+        assert not Path("runs/s").exists()
+
+
+@pytest.mark.parametrize("code, ended", [("75", 75), ("138", 75), ("1", 1), ("143", 143)])
+def test_a_job_is_queued_again_when_its_sweep_was_interrupted(
+    capsys: pytest.CaptureFixture[str], code: str, ended: int
+) -> None:
+    _, text, _ = run(capsys, "slurm", "--nodes", "3", "--name", "s", "--dry-run", "--", *SWEEP)
+    Path("runs/s").mkdir(parents=True)
+    Path("runs/s/sweep.jsonl").write_text("{}")
+    add_program("scontrol", 'echo "$@"\n')
+    text = re.sub("(?m)^cpuft=.* retries", f"cpuft={add_program('cpuft', f'exit {code}')} retries", text)
+    done = run_script("bash", text, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1")
+    assert (done.returncode, done.stdout) == (ended, "requeue 7\n" * (ended == 75))
+
+
+def test_a_sweep_that_is_continued_from_the_beginning_of_its_job(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sweep", "--resume", "runs/old", "--parallel", "2")
+    _, text, _ = run(capsys, "slurm", "--nodes", "3", "--dry-run", "--", *words)
+    text = re.sub("(?m)^cpuft=.* retries", f"cpuft={add_program('cpuft', SAY)} retries", text)
+    assert run_script("bash", text, SLURM_JOB_ID="7", SLURM_RESTART_COUNT="1").returncode == 0
+    assert words_said() == list(words)
+
+
+def test_kubernetes_takes_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sweep", "--task", "mrpc", "--seed", "1..3", "--hosts-per-run", "2", "--ranks-per-host", "4")
+    code, text, _ = run(capsys, "kubernetes", *IMAGE, "--name", "s", "--nodes", "6", "--dry-run", "--", *words)
+    assert code == 0
+    manifest = yaml.safe_load(text)["spec"]
+    assert manifest["slotsPerWorker"] == 4
+    assert manifest["mpiReplicaSpecs"]["Worker"]["replicas"] == 6
+    (container,) = manifest["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    script = container["command"][2].replace("$$", "$")
+    add_program("cpuft", SAY)
+    assert run_script("sh", script).returncode == 0
+    assert words_said() == [*words, "--run-dir", "runs/s"]
+
+
+def test_the_journal_has_the_name_that_job_scripts_look_for() -> None:
+    assert SWEEP_FILE_NAME == FILE_NAME
+    assert f'"$progress" = {FILE_NAME}' in read_template("slurm.sh")
+
+
 def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> None:
     _, shown, _ = run(capsys, "slurm", "--dry-run", "--", "launch", "--np", "4", "--", "a b.py")
     assert "\n#SBATCH --job-name=script-np4-" in shown
@@ -86,6 +165,23 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
             "a script comes after a -- of its own, e.g. -- launch --np 8 -- train.py",
         ),
         (("slurm", "--", "launch", "--iface", "\udc80"), "the launch contains bytes that are not UTF-8, which no"),
+        (("slurm", "--", "sweep", "--task", "mrpc"), "a sweep trains on as many hosts as its job has: add --nodes N,"),
+        (
+            ("slurm", "--nodes", "2", "--", "sweep", "--hosts-per-run", "3"),
+            "--nodes 2 is less than --hosts-per-run 3: raise --nodes",
+        ),
+        (
+            ("slurm", "--nodes", "2", "--array", "0-1", "--", "sweep"),
+            "a sweep trains its runs in one job, and --array submits several jobs: leave out --array",
+        ),
+        (("slurm", "--nodes", "2", "--", "sweep", "status", "x"), "a job runs a sweep, and has no status to show:"),
+        (("slurm", "--nodes", "2", "--", "sweep", "--dry-run"), "--dry-run is an option of cpuft submit: write it bef"),
+        (("slurm", "--nodes", "2", "--", "sweep", "--sead", "1"), "No such option '--sead'."),
+        (("slurm", "--nodes", "2", "--", "sweep", "--iface", "\udc80"), "the sweep contains bytes that are not UTF-8"),
+        (
+            ("batch", *IMAGE, "--queue", "q", "--nodes", "2", "--", "sweep"),
+            "cpuft submit batch takes no sweep, because the job ends when one of its nodes is lost: use slurm",
+        ),
         (("slurm", "--array", "0-3", "--wait", *LAUNCH), "--wait follows one job: leave it out with --array"),
         (
             ("slurm", "--partitoin", "a", *LAUNCH),

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.compression import int8, powersgd
 from cpuft.comm.compression.levels import CompressionLevel
-from cpuft.compressions import COMPRESSIONS, REMOVED_COMPRESSIONS
+from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS, REMOVED_COMPRESSIONS
 from cpuft.errors import CpuftError, suggest_names
 
 Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
@@ -37,8 +37,6 @@ class Compression:
     """(numbers in the embedding rows, number of ranks) -> bytes sent for them after the backward pass."""
     messages: int
     """Number of messages that are sent one after the other once the last gradient is ready."""
-    is_encoded: bool = False
-    """Whether numbers are encoded and decoded, which takes time."""
     wire_type: torch.dtype | None = None
     """The type to which gradients are rounded before they are sent; None for their own type or an encoding."""
 
@@ -90,14 +88,12 @@ TABLE = {
         layer_bytes=lambda parameters, ranks: int8.encoded_bytes(_count(parameters), ranks),
         row_bytes=int8.encoded_bytes,
         messages=4,
-        is_encoded=True,
     ),
     "powersgd": Compression(
         make_reduce=lambda group: powersgd.PowerSGD(group).reduce,
         layer_bytes=lambda parameters, ranks: sum(powersgd.count_bytes(parameter.shape) for parameter in parameters),
         row_bytes=int8.encoded_bytes,
         messages=5,
-        is_encoded=True,
     ),
 }
 """All compressions, from exact to the fewest bytes, with the names of `cpuft.compressions`."""
@@ -135,16 +131,17 @@ def list_levels(
     parameters: the trained parameters, without a word embedding that is exchanged by rows.
     row_numbers: numbers in the embedding rows of an update; 0 without a row exchange.
     ranks: number of ranks.
-    coding_seconds: time to encode and decode one number, which counts for int8 and powersgd.
+    coding_seconds: time to encode and decode one number with int8. With powersgd, it is longer in the proportion of
+        `COMPRESSION_FACTS`.
     """
-    coding = coding_seconds * (_count(parameters) + row_numbers)
+    coding = coding_seconds * (_count(parameters) + row_numbers) / COMPRESSION_FACTS["int8"].coding_seconds
     return [
         CompressionLevel(
             name,
             entry.layer_bytes(parameters, ranks),
             entry.row_bytes(row_numbers, ranks),
             entry.messages,
-            coding if entry.is_encoded else 0.0,
+            coding * COMPRESSION_FACTS[name].coding_seconds,
         )
         for name, entry in TABLE.items()
     ]

@@ -2,6 +2,8 @@
 
 A checkpoint is written to a folder with another name, synced and renamed. Its checkpoint.json has the checksums of its
 files and of itself, and it is read only if they are right.
+
+`python -m cpuft.train.checkpoint.files FOLDER` checks one checkpoint.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -281,3 +284,15 @@ def remove_all(root: Path) -> None:
 def to_view(text: Iterable[str]) -> memoryview:
     """Return lines, each without its newline, as the content of a file in UTF-8; a newline is added to each."""
     return memoryview("".join(f"{line}\n" for line in text).encode())
+
+
+def main() -> None:
+    """Check the checkpoint in the folder that the argument names: exit with 1 and a line on stderr if it is damaged."""
+    try:
+        read_checkpoint(Path(sys.argv[1]))
+    except ValueError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

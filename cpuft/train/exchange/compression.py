@@ -102,7 +102,7 @@ def make_levels(model: torch.nn.Module, tokens: float, ranks: int, coding_second
     ----------
     tokens: number of distinct tokens in an update.
     ranks: number of ranks.
-    coding_seconds: time to encode and decode one number, for int8 and powersgd.
+    coding_seconds: time to encode and decode one number with int8; with powersgd, it is longer.
     """
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight

@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "disentangled.h"
+#include "tiles.h"
 #include "../../comm/compression/blocks.h"
 #include "../../vectors.h"
 #include <cmath>
@@ -530,6 +531,7 @@ EXPORT(glu_backward)
 EXPORT(rotate_forward)
 EXPORT(rotate_backward)
 EXPORT(column_sums)
+EXPORT(matrix_product)
 EXPORT(quantise_rows)
 EXPORT(dequantise)
 EXPORT(dequantise_rows)

@@ -19,6 +19,7 @@ from cpuft.kernels import kernels_for
 from cpuft.train.fast.frozen import FrozenLinear, FrozenWeight, frozen_linear
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
+from cpuft.train.fast.products import matrix_product
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -52,7 +53,9 @@ class _PackedLinear(torch.autograd.Function):
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, weight, scales)
         if forward_pass is ForwardPass.RECOMPUTE:
             return x.new_empty(len(x), len(weight))
-        return multiply(quantise_rows(x), weight.t(), scales, bias) if int8 else functional.linear(x, weight, bias)
+        if int8:
+            return multiply(quantise_rows(x), weight.t(), scales, bias)
+        return matrix_product(x, weight, bias, right_transposed=True)
 
     @staticmethod
     @once_differentiable
@@ -60,10 +63,10 @@ class _PackedLinear(torch.autograd.Function):
         x, weight, scales = ctx.saved_tensors
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = grad @ weight if scales is None else multiply(quantise_rows(grad, scales), weight)
+            dx = matrix_product(grad, weight) if scales is None else multiply(quantise_rows(grad, scales), weight)
         dweights: tuple[Tensor | None, ...] = (None,) * (len(ctx.sizes) * (1 + ctx.biased))
         if any(ctx.needs_input_grad[5:]):
-            dweights = torch.split(grad.t() @ x, ctx.sizes)
+            dweights = torch.split(matrix_product(grad, x, left_transposed=True), ctx.sizes)
             dweights += torch.split(column_sums(grad), ctx.sizes) if ctx.biased else ()
         return dx, None, None, None, None, *dweights
 
@@ -90,7 +93,7 @@ class _AdaptedLinear(torch.autograd.Function):
         if forward_pass is ForwardPass.RECOMPUTE:
             return x.new_empty(len(x), len(up))
         whole = weight.expand(x.dtype) if isinstance(weight, FrozenWeight) else weight
-        return functional.linear(x, whole, bias).addmm_(narrow, up.t())
+        return matrix_product(x, whole, bias, right_transposed=True).addmm_(narrow, up.t())
 
     @staticmethod
     @once_differentiable
@@ -99,7 +102,7 @@ class _AdaptedLinear(torch.autograd.Function):
         dnarrow, dx = grad @ up, None
         if ctx.needs_input_grad[0]:
             whole = ctx.frozen.expand(grad.dtype) if ctx.frozen else weight
-            dx = (grad @ whole).addmm_(dnarrow, down)
+            dx = matrix_product(grad, whole).addmm_(dnarrow, down)
         return dx, None, None, None, dnarrow.t() @ x, grad.t() @ narrow
 
 

@@ -1,0 +1,182 @@
+"""Copies of a run's newest checkpoint on the launcher's machine: made while the ranks run, and sent to other hosts.
+
+With --copy-checkpoints, a thread of the launcher looks for a new checkpoint on the head host and copies it into the
+folder `checkpoints` of the run folder here, where `cpuft launch --resume` finds it if the head host is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cpuft import execute
+from cpuft.argv import module_command
+from cpuft.errors import IO_ERROR
+from cpuft.hosts.cluster import Cluster
+from cpuft.launch.inputs import Bundle
+from cpuft.launch.resume import BEST, CHECKPOINTS, HostCopy, find_checkpoint_here, find_newest_checkpoint
+from cpuft.plan import Step
+
+Say = Callable[[str], None]
+MOST_SECONDS = 30.0
+"""Most seconds between two looks for a new checkpoint on the head host."""
+_LEAST_SECONDS = 1.0
+_POLL_SECONDS = 0.1
+_PAUSE_SHARE = 4.0
+"""After a look the copier waits at least so many times as long as the look and the copy took."""
+_LAST_COPY_SECONDS = 120.0
+"""Time limit of the copy at the end of an interrupted run. The checkpoint stays on its host as well."""
+_CHECK_SECONDS = 600.0
+_MOST_FAILURES = 3
+"""After so many failed copies in a row the user is told."""
+_SEND_CHECKPOINTS = Path(__file__).with_name("send_checkpoints.sh").read_text(encoding="utf-8")
+
+
+def choose_copy_seconds(checkpoint_every: float) -> float:
+    """Return the seconds between two looks for a new checkpoint: --checkpoint-every, but from 1 s to 30 s.
+
+    Parameters
+    ----------
+    checkpoint_every: the value of the option; 0 and less, for no checkpoints and for the default, mean 30 s here.
+    """
+    return min(MOST_SECONDS, max(_LEAST_SECONDS, checkpoint_every)) if checkpoint_every > 0 else MOST_SECONDS
+
+
+def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Iterable[HostCopy]) -> tuple[Bundle, ...]:
+    """Return the checkpoints here that the head host needs to continue a run: the newest one and the best one.
+
+    Empty if the ranks work in this machine's folders, or a host of the cluster has a checkpoint that is as new. Reads
+    file sizes only.
+
+    Parameters
+    ----------
+    work: the run folder on the hosts.
+    run_dir: the run folder on this machine.
+    host_copies: what hosts have of the run.
+    """
+    used = {assignment.host.name for assignment in cluster.assignments}
+    newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in used)])
+    if not cluster.works_remotely or find_newest_checkpoint(run_dir) <= newest:
+        return ()
+    bundles = []
+    for part in ("", BEST):
+        if folder := find_checkpoint_here(run_dir, part):
+            files = sorted(folder.iterdir(), reverse=True)
+            nbytes = sum(file.stat().st_size for file in files)
+            bundles.append(Bundle(tuple(files), os.path.join(work, CHECKPOINTS, part, folder.name), nbytes, True))
+    return tuple(bundles)
+
+
+def check_copy(run_dir: str) -> tuple[int, str]:
+    """Return (update of the newest checkpoint here, "") if its files have the right checksums, else (0, the reason).
+
+    The reason is the end of a sentence, such as "no checkpoint had been copied yet". A process of its own reads the
+    files, for at most ten minutes.
+
+    Parameters
+    ----------
+    run_dir: the run folder on this machine.
+    """
+    folder = find_checkpoint_here(run_dir)
+    if folder is None:
+        return 0, "no checkpoint had been copied yet"
+    command = (*module_command(sys.executable, "cpuft.train.checkpoint.files"), str(folder))
+    answer = execute.run_command(command, _CHECK_SECONDS)
+    if answer.exit_code:
+        reason = " ".join(answer.errors.split())[-200:]
+        return 0, f"the copy of its checkpoint of update {int(folder.stem)} is damaged ({reason})"
+    return int(folder.stem), ""
+
+
+class CheckpointCopier:
+    """Copies new checkpoints of a run from its head host.
+
+    Parameters
+    ----------
+    run_dir: the run folder on this machine.
+    every: seconds between two looks for a new checkpoint.
+    say: called with a line for the user when a copy fails for the first time.
+    """
+
+    def __init__(self, cluster: Cluster, run_dir: str, every: float, say: Say) -> None:
+        self._cluster, self._every, self._say = cluster, every, say
+        self._run_dir, self._work = run_dir, cluster.work_dir(run_dir)
+        self._root = Path(run_dir, CHECKPOINTS)
+        self._failures, self._has_warned = 0, False
+
+    def plan_copy(self) -> Step:
+        """Return the step that stores what the head host has and this machine has not."""
+        have = [str(path.relative_to(self._root)) for path in self._list_copies()]
+        send = ("sh", "-c", _SEND_CHECKPOINTS, "send_checkpoints", f"{self._work}/{CHECKPOINTS}", *have)
+        command = (*module_command(sys.executable, "cpuft.launch.results"), "merge", str(self._root))
+        head = self._cluster.head
+        return Step(f"copy the newest checkpoint from {head}", (*command, *self._cluster.command_on(head, send)))
+
+    def _list_copies(self) -> list[Path]:
+        found = [find_checkpoint_here(self._run_dir, part) for part in ("", BEST)]
+        return [path for path in found if path]
+
+    def _remove_older(self) -> None:
+        """Remove all copies but the newest checkpoint and the best one."""
+        for newest in self._list_copies():
+            for path in newest.parent.iterdir():
+                if path.is_dir() and path != newest and path.name != BEST:
+                    old = path.with_name(f"{path.name}.old")
+                    with suppress(OSError):
+                        path.rename(old)  # a half of a checkpoint must not look complete
+                    shutil.rmtree(old, ignore_errors=True)
+
+    @contextmanager
+    def keep_copying(self) -> Iterator[None]:
+        """Inside, a thread copies each new checkpoint. A copy that is not complete at the end is given up."""
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._copy_until, args=(is_over,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            is_over.set()
+            thread.join()
+
+    def _copy_until(self, is_over: threading.Event) -> None:
+        pause = self._every
+        while not is_over.wait(pause):
+            begun = time.monotonic()
+            step = self.plan_copy()
+            with execute.start_process(step.command, os.environ, execute.PIPE) as process:
+                while process.poll() is None and not is_over.wait(_POLL_SECONDS):
+                    pass
+                execute.stop_processes([process])
+                errors = process.stderr.read().decode(errors="replace") if process.stderr else ""
+            self._note_end(execute.exit_code_of(process), errors, is_over.is_set())
+            # A copy that failed is tried again soon: the next checkpoint may be there already.
+            pause = self._every if self._failures else max(self._every, _PAUSE_SHARE * (time.monotonic() - begun))
+
+    def copy_last(self) -> None:
+        """Copy the newest checkpoint now, for at most two minutes. Must be called in the main thread.
+
+        Raises Interrupted: a signal came.
+        """
+        with suppress(TimeoutError):
+            (answer,) = execute.run_stage([self.plan_copy()], os.environ, _LAST_COPY_SECONDS)
+            self._note_end(answer.exit_code, answer.output, is_over=False)
+
+    def _note_end(self, code: int, output: str, is_over: bool) -> None:
+        if not code:
+            self._failures = 0
+            self._remove_older()
+        elif not is_over:
+            self._failures += 1
+            # A connection may fail now and then, and a full disk stays full.
+            if (code == IO_ERROR or self._failures >= _MOST_FAILURES) and not self._has_warned:
+                self._has_warned = True
+                reason = " ".join(output.split()).removeprefix("cpuft: error: ")[-200:]
+                self._say(
+                    f"cpuft: checkpoints cannot be copied to {self._root} ({reason}): training continues without copies"
+                )
