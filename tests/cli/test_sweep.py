@@ -181,7 +181,7 @@ def test_optuna_knows_the_direction_before_the_first_run_has_ended(
     words: tuple[str, ...], direction: str, pruner: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = list[SweepHeader]()
-    monkeypatch.setattr("cpuft.cli.sweep._print_plan", lambda sweep, options, places: found.append(sweep.header))
+    monkeypatch.setattr("cpuft.cli.sweep._print_plan", lambda sweep, options, places, note: found.append(sweep.header))
     sweep.main(["--dry-run", *OPTUNA, *words], standalone_mode=False)
     assert [(one.direction, one.search.pruner) for one in found] == [(direction, pruner)]
 
