@@ -5,11 +5,15 @@ Started by scripts/bench-train."""
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import os
 import platform
 import re
+import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -17,13 +21,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest import mock
 
 import torch
 
+from cpuft.compiler import find_compiler, read_cpu_flags
 from cpuft.errors import CpuftError, install_command, suggest_names
-from cpuft.hardware import cpu_class
-from cpuft.kernels import kernel_status
+from cpuft.hardware import compiler_target, cpu_class
+from cpuft.kernels import kernel_status, plain_torch
+from cpuft.train.fast import products as fast_products
 from cpuft.train.fast.acceleration import has_bf16_products
+from cpuft.train.fast.products import matrix_product
 from cpuft.train.precision import format_products, measure_products, read_cpu
 from scripts.benchmarks.contestants import (
     CONTESTANTS,
@@ -51,7 +59,7 @@ KINDS: dict[str, tuple[str, ...]] = {
         "aten::gather",
         "aten::scatter",
     ),
-    "products": ("aten::mm", "aten::addmm", "aten::_int_mm"),
+    "products": ("aten::mm", "aten::addmm", "aten::_int_mm", "_PackedLinear", "_AdaptedLinear"),
     "dropout": ("_Dropout", "aten::dropout", "aten::native_dropout", "aten::bernoulli_"),
     "norms and activations": ("aten::native_layer_norm", "aten::gelu", "_Gelu", "_Glu", "_AddNorm", "aten::tanh"),
     "casts and copies": ("aten::copy_", "aten::fill_", "aten::cat", "aten::index", "aten::_to_copy", "aten::empty"),
@@ -75,6 +83,30 @@ class Product:
     def operations(self) -> int:
         """Floating-point operations: a multiplication and an addition for each term."""
         return 2 * self.batch * self.rows * self.inner * self.columns
+
+
+@dataclass(frozen=True)
+class KernelProduct:
+    """A product that cpuft's own kernel makes: (rows x inner) times (inner x columns), of factors that may be stored
+    transposed."""
+
+    rows: int
+    inner: int
+    columns: int
+    left_transposed: bool
+    right_transposed: bool
+
+    @property
+    def name(self) -> str:
+        """What a linear layer makes with it."""
+        if self.left_transposed:
+            return "gradient of a weight"
+        return "output" if self.right_transposed else "gradient of an input"
+
+    @property
+    def operations(self) -> int:
+        """Floating-point operations: a multiplication and an addition for each term."""
+        return 2 * self.rows * self.inner * self.columns
 
 
 @dataclass(frozen=True)
@@ -283,6 +315,67 @@ def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
     return lines
 
 
+@contextlib.contextmanager
+def count_kernel_products() -> Iterator[Counter[KernelProduct]]:
+    """Count the products that cpuft's own kernel makes inside of the `with` block."""
+    counted, run = Counter[KernelProduct](), fast_products._run
+
+    def count(*arguments: Any) -> bool:
+        _, _, _, _, result, inner, left_transposed, right_transposed = arguments
+        rows, columns = result.shape
+        counted[KernelProduct(rows, inner, columns, left_transposed, right_transposed)] += 1
+        return run(*arguments)
+
+    with mock.patch.object(fast_products, "_run", count):
+        yield counted
+
+
+def time_kernel_products(products: Counter[KernelProduct], peak: float, repeats: int = 5) -> list[dict[str, Any]]:
+    """Return a line for each product: how often a step makes it, and its seconds with the kernel and with torch.
+
+    Seconds are medians of `repeats` calls in turn, with operands in memory.
+
+    Parameters
+    ----------
+    peak: floating-point operations per second of the registers; 0 if they are not known.
+    """
+    lines = []
+    for one, count in products.items():
+        left = torch.randn(one.inner, one.rows) if one.left_transposed else torch.randn(one.rows, one.inner)
+        right = torch.randn(one.columns, one.inner) if one.right_transposed else torch.randn(one.inner, one.columns)
+        left, right, seconds = left.bfloat16(), right.bfloat16(), {"kernel": list[float](), "torch": list[float]()}
+        for number in range(repeats + 1):
+            for name, found in seconds.items():
+                with plain_torch() if name == "torch" else contextlib.nullcontext():
+                    start = time.perf_counter()
+                    matrix_product(
+                        left, right, left_transposed=one.left_transposed, right_transposed=one.right_transposed
+                    )
+                    found += [time.perf_counter() - start] if number else []  # the first one gets its memory
+        kernel, torch_seconds = median(seconds["kernel"]), median(seconds["torch"])
+        share = one.operations / kernel / peak if peak else 0.0
+        sizes = {"name": one.name, "rows": one.rows, "inner": one.inner, "columns": one.columns, "count": count}
+        lines.append({**sizes, "kernel_seconds": kernel, "torch_seconds": torch_seconds, "share_of_peak": share})
+    return sorted(lines, key=lambda line: -line["count"] * line["kernel_seconds"])
+
+
+def measure_peak(threads: int) -> float:
+    """Return the floating-point operations per second of products from registers: bf16 where this CPU multiplies it,
+    else fp32. 0 if there is no compiler."""
+    compiler = find_compiler(os.environ)
+    if compiler is None:
+        return 0.0
+    target = compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", ""), read_cpu_flags(os.environ))
+    options = ("-O3", f"-march={target}", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "peak.so")
+        source = Path(__file__).with_name("peak.cpp")
+        subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True, timeout=120)
+        measure = ctypes.CDLL(str(library)).measure_peak
+        measure.restype = ctypes.c_double
+        return float(max(measure(threads) for _ in range(3)))
+
+
 def run_breakdown(workload: Workload, repeats: int = 5) -> dict[str, Any]:
     """Measure where the time of an accelerated step on one typical batch goes, and the limit set by its products.
 
@@ -299,8 +392,13 @@ def run_breakdown(workload: Workload, repeats: int = 5) -> dict[str, Any]:
         step(middle)
     bf16 = has_bf16_products()
     found = measure_step(lambda: step(middle), bf16, repeats)
-    limit = time_products(found.products, repeats)
+    with count_kernel_products() as counted:
+        step(middle)
+    peak = measure_peak(workload.threads)
+    by_shape = time_kernel_products(counted, peak, repeats)
+    limit = time_products(found.products, repeats) + sum(line["count"] * line["kernel_seconds"] for line in by_shape)
     operations = sum(product.operations * count for product, count in found.products.items())
+    operations += sum(product.operations * count for product, count in counted.items())
     return {
         "kind": "breakdown",
         "seconds": found.seconds,
@@ -309,6 +407,8 @@ def run_breakdown(workload: Workload, repeats: int = 5) -> dict[str, Any]:
         "share_of_limit": limit / found.seconds,
         "operations": operations,
         "operations_per_second": operations / limit,
+        "peak_operations_per_second": peak,
+        "kernel_products": by_shape,
     }
 
 
@@ -332,7 +432,18 @@ def format_breakdown(line: dict[str, Any]) -> str:
     rows += [f"  {kind:24}{100 * seconds / whole:6.1f} %" for kind, seconds in line["kinds"].items()]
     rate = line["operations_per_second"] / 1e12
     limit = f"its products alone: {line['limit_seconds'] * 1e3:.0f} ms ({rate:.2f} TFLOP/s)"
-    return "\n".join([*rows, f"{limit}, {100 * line['share_of_limit']:.0f} % of the step"])
+    rows.append(f"{limit}, {100 * line['share_of_limit']:.0f} % of the step")
+    if line["peak_operations_per_second"]:
+        peak = line["peak_operations_per_second"]
+        rows.append(f"registers: {peak / 1e12:.2f} TFLOP/s; products have {rate * 1e14 / peak:.0f} % of that")
+    if line["kernel_products"]:
+        rows.append(f"{'products of cpuft, rows x inner x columns':56}{'kernel':>8}{'torch':>8}  TFLOP/s")
+    for one in line["kernel_products"]:
+        sizes = f"{one['name']:22}{one['rows']} x {one['inner']} x {one['columns']}"
+        operations = 2e-12 * one["rows"] * one["inner"] * one["columns"]
+        rates = f"{operations / one['kernel_seconds']:8.2f}{operations / one['torch_seconds']:8.2f}"
+        rows.append(f"  {one['count']:3d} times {sizes:45}{rates}  {100 * one['share_of_peak']:.0f} % of the peak")
+    return "\n".join(rows)
 
 
 def run(options: argparse.Namespace) -> None:

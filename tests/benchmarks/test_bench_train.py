@@ -11,10 +11,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from cpuft.errors import CpuftError
+from cpuft.kernels import kernels_for
+from cpuft.train.fast.projection import linear
 from cpuft.train.model import find_model
-from scripts.benchmarks.bench_train import format_summary, header, summarise
+from scripts.benchmarks.bench_train import (
+    KernelProduct,
+    count_kernel_products,
+    format_breakdown,
+    format_summary,
+    header,
+    measure_peak,
+    summarise,
+    time_kernel_products,
+)
 from scripts.benchmarks.contestants import Contestant, Workload, read_rows, thin_out
 
 
@@ -82,6 +94,29 @@ def test_few_rows_have_batches_of_lengths_that_stand_for_all() -> None:
     lengths = [len(row["input_ids"]) for row in thin_out(rows, 20, 10)]
     assert lengths == [*range(20, 30), *range(70, 80)]
     assert [len(row["input_ids"]) for row in thin_out(rows, 5, 10)] == [*range(50, 60)]
+
+
+def test_products_of_the_kernel_are_counted_and_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpuft.train.fast.products._has_tiles", lambda kernels: True)
+    layer, x = torch.nn.Linear(64, 96).bfloat16(), torch.randn(1100, 64).bfloat16()
+    with count_kernel_products() as counted:
+        linear(layer, x)
+    if kernels_for(x) is None:
+        return
+    output = KernelProduct(1100, 64, 96, left_transposed=False, right_transposed=True)
+    assert dict(counted) == {output: 1}
+    (line,) = time_kernel_products(counted, 1e12, repeats=1)
+    assert (line["name"], line["count"]) == ("output", 1)
+    assert line["kernel_seconds"] > 0 < line["torch_seconds"]
+    told = {"seconds": 1.0, "kinds": {"products": 1.0}, "limit_seconds": 0.5, "share_of_limit": 0.5}
+    told |= {"operations_per_second": 5e11, "peak_operations_per_second": 1e12, "kernel_products": [line]}
+    text = format_breakdown(told)
+    assert "registers: 1.00 TFLOP/s; products have 50 % of that" in text
+    assert "1 times output                1100 x 64 x 96" in text
+
+
+def test_registers_have_a_rate() -> None:
+    assert measure_peak(1) > 1e9
 
 
 @pytest.mark.real

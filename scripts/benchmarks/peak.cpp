@@ -1,0 +1,104 @@
+// The rate at which this CPU multiplies bf16 from registers: the limit of all matrix products.
+
+#include <cstdint>
+#include <cstring>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+#include <omp.h>
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int64_t ROUNDS = 2000000;
+
+#ifdef __AMX_BF16__
+// Requests the tiles from Linux, see tiles.h.
+const bool HAS_TILES = syscall(SYS_arch_prctl, 0x1023, 18) == 0;
+
+double multiply_tiles() {
+    alignas(64) uint8_t shapes[64] = {1};
+    for (int tile = 0; tile < 8; tile++) shapes[16 + 2 * tile] = 64, shapes[48 + tile] = 16;
+    asm volatile("ldtilecfg (%0)" ::"r"(shapes) : "memory");
+    alignas(64) uint16_t numbers[512];
+    for (int i = 0; i < 512; i++) numbers[i] = uint16_t(0x3f00 + i % 128);
+    _tile_loadd(4, numbers, 64);
+    _tile_loadd(5, numbers, 64);
+    _tile_loadd(6, numbers, 64);
+    _tile_loadd(7, numbers, 64);
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = 0; i < ROUNDS; i++) {
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        _tile_dpbf16ps(2, 5, 6);
+        _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_release();
+    return 4.0 * 2 * 16 * 16 * 32 * ROUNDS;
+}
+#endif
+
+#ifdef __AVX512BF16__
+double multiply_vectors() {
+    __m512 sums[12];
+    for (auto &one : sums) one = _mm512_set1_ps(1.0f);
+    __m512bh a = (__m512bh)_mm512_set1_epi32(0x3f803f80), b = (__m512bh)_mm512_set1_epi32(0x3f7f3f7f);
+    for (int64_t i = 0; i < ROUNDS; i++)
+#pragma GCC unroll 12
+        for (auto &one : sums) {
+            one = _mm512_dpbf16_ps(one, a, b);
+            asm volatile("" : "+v"(one));
+        }
+    return 12.0 * 2 * 32 * ROUNDS;
+}
+#elif defined(__AVX512F__)
+double multiply_vectors() {
+    __m512 sums[12], a = _mm512_set1_ps(1.0f), b = _mm512_set1_ps(0.5f);
+    for (auto &one : sums) one = a;
+    for (int64_t i = 0; i < ROUNDS; i++)
+#pragma GCC unroll 12
+        for (auto &one : sums) {
+            one = _mm512_fmadd_ps(a, b, one);
+            asm volatile("" : "+v"(one));
+        }
+    return 12.0 * 2 * 16 * ROUNDS;
+}
+#elif defined(__FMA__)
+double multiply_vectors() {
+    __m256 sums[12], a = _mm256_set1_ps(1.0f), b = _mm256_set1_ps(0.5f);
+    for (auto &one : sums) one = a;
+    for (int64_t i = 0; i < ROUNDS; i++)
+#pragma GCC unroll 12
+        for (auto &one : sums) {
+            one = _mm256_fmadd_ps(a, b, one);
+            asm volatile("" : "+x"(one));
+        }
+    return 12.0 * 2 * 8 * ROUNDS;
+}
+#else
+double multiply_vectors() { return 0.0; }
+#endif
+
+double multiply() {
+#ifdef __AMX_BF16__
+    if (HAS_TILES) return multiply_tiles();
+#endif
+    return multiply_vectors();
+}
+
+} // namespace
+
+// Floating-point operations per second of `threads` threads: bf16 where the CPU multiplies it, else fp32. 0 if these
+// instructions are not known here.
+extern "C" double measure_peak(int threads) {
+    double operations = 0.0, begin = omp_get_wtime();
+#pragma omp parallel num_threads(threads) reduction(+ : operations)
+    operations += multiply();
+    return operations / (omp_get_wtime() - begin);
+}
