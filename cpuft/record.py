@@ -221,7 +221,8 @@ class StepLine:
     update_seconds: float
     step_seconds: float
     bytes_sent: int = 0
-    """Bytes that rank 0 gave to collectives in this update."""
+    """Bytes that rank 0 gave to collectives in this update. With a hierarchical mean (int8 and powersgd with several
+    ranks on each of several hosts), those of collectives within the host are left out."""
     compute_seconds: list[float] = field(default_factory=list)
     """Seconds of each rank without communication. In a run of independent ranks, their whole steps."""
 

@@ -279,6 +279,11 @@ class CollectiveGroup(dist.ProcessGroup):
         """Set the group's description. torch calls this after creation."""
         self._group_description = text
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long an operation of this group may take."""
+        return timedelta(seconds=self._timeout)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout of operations that have not begun yet."""
         self._timeout = timeout.total_seconds()

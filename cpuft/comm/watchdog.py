@@ -96,6 +96,8 @@ class OperationRegister:
     """What this rank has begun since `take_traffic` was last called."""
     names: set[str] = field(default_factory=set)
     """Names of all operations that this rank has ever begun."""
+    uncounted: set[tuple[int, ...]] = field(default_factory=set)
+    """World ranks of the groups whose operations do not count in the traffic."""
     ended: list[tuple[Operation, float]] | None = None
     """If it is a list, each operation is added to it when it ends, with time.monotonic() of its end."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -111,7 +113,7 @@ class OperationRegister:
         channel: what the operation is ordered in, see `Operation.channel`.
         nbytes: bytes that this rank contributes or receives. In the traffic, all_gather counts `nbytes * len(ranks) /
             2`, all_to_all and reduce_scatter `nbytes / 2`, and everything else `nbytes`.
-        ranks: world ranks of all ranks that take part.
+        ranks: world ranks of all ranks that take part. With those of `ignore_traffic`, no bytes count.
         timeout: seconds that it may take.
         """
         with self._lock:
@@ -122,8 +124,17 @@ class OperationRegister:
             self.names.add(name)
             self.traffic.operations += 1
             whole = nbytes * len(ranks) if name == "all_gather" else nbytes
-            self.traffic.nbytes += whole // 2 if name in _HALF_OPERATIONS else whole
+            if operation.ranks not in self.uncounted:
+                self.traffic.nbytes += whole // 2 if name in _HALF_OPERATIONS else whole
         return operation
+
+    def ignore_traffic(self, ranks: Sequence[int]) -> None:
+        """Count no bytes of operations between exactly these world ranks from now on.
+
+        Hierarchical means use this for the ranks of a host, so that the traffic is what is sent between hosts.
+        """
+        with self._lock:
+            self.uncounted.add(tuple(ranks))
 
     def end(self, operation: Operation) -> None:
         """Remove an operation that has succeeded or failed from the pending ones. Does nothing if it is not pending."""

@@ -61,3 +61,11 @@ def become_rank() -> None:
     """Set the variables that `cpuft.rank` sets for a worker."""
     os.environ["RANK"] = os.environ["LOCAL_RANK"] = os.environ["PMI_RANK"]
     os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = os.environ["PMI_SIZE"]
+
+
+def simulate_hosts(ranks_per_host: int) -> None:
+    """Let the launcher's variables say that each host has this many consecutive ranks, and the last one the rest."""
+    rank, size = int(os.environ["PMI_RANK"]), int(os.environ["PMI_SIZE"])
+    first = rank // ranks_per_host * ranks_per_host
+    os.environ["MPI_LOCALRANKID"] = os.environ["LOCAL_RANK"] = str(rank - first)
+    os.environ["MPI_LOCALNRANKS"] = os.environ["LOCAL_WORLD_SIZE"] = str(min(ranks_per_host, size - first))

@@ -95,3 +95,14 @@ def test_a_register_numbers_each_channel_and_counts_payload() -> None:
     assert register.take_traffic().nbytes == 0
     register.forget_group("a")
     assert register.copy_progress() == {"b": (1, "all_reduce")}
+
+
+def test_operations_within_a_host_are_watched_but_their_bytes_do_not_count() -> None:
+    register = OperationRegister()
+    register.ignore_traffic([0, 1])
+    register.begin("group 1", "reduce", 1000, (0, 1), 1.0)
+    register.begin("group 2", "all_reduce", 10, (0, 2), 1.0)
+    register.begin("the world", "all_reduce", 5, (0, 1, 2, 3), 1.0)
+    assert len(register.list_pending()) == 3
+    taken = register.take_traffic()
+    assert (taken.operations, taken.nbytes) == (3, 15)

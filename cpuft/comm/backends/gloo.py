@@ -129,6 +129,11 @@ class WatchedGlooGroup(dist.ProcessGroup):
 
     getBackendName = name
 
+    @property
+    def timeout(self) -> timedelta:
+        """How long an operation of this group may take."""
+        return timedelta(seconds=self._timeout)
+
     def set_timeout(self, timeout: timedelta) -> None:
         """Set the timeout after which the watchdog gives up later operations. gloo's own timeout stays as it was."""
         self._timeout = timeout.total_seconds()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from cpuft.comm.compression.hierarchical import HostGroups
 from cpuft.comm.compression.int8 import average_blocks
 from cpuft.comm.compression.table import to_wire_type
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
@@ -93,14 +94,21 @@ class RowExchange:
     embedding: what `find_embedding` returned for the model.
     compression: a value of --grad-compression other than auto: rows are sent as bf16 or fp16 for these names, as int8
         blocks with error feedback for int8 and powersgd, and in the gradient's own type otherwise.
+    hosts: what `make_host_groups` returned for the same compression and group. If it is given, rows are averaged within
+        each host first.
     """
 
     def __init__(
-        self, model: torch.nn.Module, embedding: torch.nn.Embedding, compression: str, group: dist.ProcessGroup
+        self,
+        model: torch.nn.Module,
+        embedding: torch.nn.Embedding,
+        compression: str,
+        group: dist.ProcessGroup,
+        hosts: HostGroups | None = None,
     ) -> None:
-        self.weight, self._compression, self._group = embedding.weight, compression, group
-        # What was not sent of a row is added when its token appears again.
-        has_feedback = compression in COMPRESSIONS_WITH_FEEDBACK
+        self.weight, self._compression, self._group, self._hosts = embedding.weight, compression, group, hosts
+        # What was not sent of a row is added when its token appears again. Other ranks than leaders send nothing.
+        has_feedback = compression in COMPRESSIONS_WITH_FEEDBACK and (hosts is None or hosts.leaders is not None)
         self._unsent = torch.zeros(embedding.weight.shape) if has_feedback else None
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
@@ -126,22 +134,33 @@ class RowExchange:
         is_used[tokens.reshape(-1)] = True
         rows = is_used.nonzero()[:, 0]
         packed = gradient[rows]
-        if self._unsent is not None:
-            unsent = self._unsent[rows]
-            packed = average_blocks(packed.view(-1), unsent.view(-1), self._group).view_as(packed)
-            self._unsent[rows] = unsent
+        if self._hosts is not None:
+            average = lambda numbers, leaders: self._average_blocks(rows, numbers, leaders)  # noqa: E731
+            packed = self._hosts.average(packed.float(), average)
+        elif self._unsent is not None:
+            packed = self._average_blocks(rows, packed, self._group)
         else:
             packed = to_wire_type(packed, self._compression).div_(self._group.size())
             dist.all_reduce(packed, group=self._group)
         gradient[rows] = packed.to(gradient.dtype)
         return rows
 
+    def _average_blocks(self, rows: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+        """Return the mean of these rows of the gradient over the group: fp32, in the shape of `packed`."""
+        assert self._unsent is not None
+        unsent = self._unsent[rows]
+        mean = average_blocks(packed.view(-1), unsent.view(-1), group).view_as(packed)
+        self._unsent[rows] = unsent
+        return mean
+
     def clear(self) -> None:
         """Set the weight's gradient to None, so that the backward pass need not add to zeros."""
         self.weight.grad = None
 
 
-def make_row_exchange(model: torch.nn.Module, compression: str, group: dist.ProcessGroup) -> RowExchange | None:
+def make_row_exchange(
+    model: torch.nn.Module, compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None
+) -> RowExchange | None:
     """Return the row exchange of a model, or None if its word embedding cannot be exchanged by rows.
 
     With a row exchange, a DistributedDataParallel that is made later leaves the word embedding alone. It can be
@@ -150,6 +169,7 @@ def make_row_exchange(model: torch.nn.Module, compression: str, group: dist.Proc
     Parameters
     ----------
     compression: a value of --grad-compression other than auto.
+    hosts: what `make_host_groups` returned for the same compression and group.
     """
     embedding = find_embedding(model)
-    return None if embedding is None else RowExchange(model, embedding, compression, group)
+    return None if embedding is None else RowExchange(model, embedding, compression, group, hosts)

@@ -317,7 +317,9 @@ class BlockReducer:
         oldest = self._sent[0]
         oldest.mean.average_share()
         # `reduce` reads these entries in the next update, after the futures of this one are complete.
-        self._unsent.update(zip(oldest.bucket.parameters(), _split(oldest.mean.error, oldest.bucket), strict=True))
+        self._unsent.update(
+            zip(oldest.bucket.parameters(), split_by_parameter(oldest.mean.error, oldest.bucket), strict=True)
+        )
         self._averaged.append(self._sent.pop(0))
 
     def _finish_oldest(self) -> None:
@@ -348,6 +350,6 @@ class BlockReducer:
         return torch.cat([torch.zeros(n) if part is None else part for n, part in zip(sizes, parts, strict=True)])
 
 
-def _split(numbers: torch.Tensor, bucket: GradBucket) -> tuple[torch.Tensor, ...]:
-    """Split a bucket's numbers by parameter."""
+def split_by_parameter(numbers: torch.Tensor, bucket: GradBucket) -> tuple[torch.Tensor, ...]:
+    """Return one-dimensional views of a bucket's numbers, one for each of its parameters."""
     return torch.split(numbers, [parameter.numel() for parameter in bucket.parameters()])

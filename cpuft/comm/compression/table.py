@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,12 +13,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.compression import int8, powersgd
+from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, Reduce, make_host_groups
 from cpuft.comm.compression.levels import CompressionLevel
 from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS, REMOVED_COMPRESSIONS
 from cpuft.errors import CpuftError, suggest_names
-
-Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
-"""Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ TABLE = {
 """All compressions, from exact to the fewest bytes, with the names of `cpuft.compressions`."""
 
 
-def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
+def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None) -> Reduce:
     """Return what averages buckets of gradients over the ranks of `group`.
 
     The returned function takes a DDP bucket and returns a future of its buffer, which then holds the mean.
@@ -109,6 +106,8 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
     compression: `none`; `bf16` or `fp16`, which send half the bytes of fp32 gradients; `int8`, a quarter, as blocks of
         8-bit numbers with error feedback; `powersgd`, the factors of a rank-32 approximation with error feedback, for
         slow networks, and bf16 where the factors would be larger.
+    hosts: what `make_host_groups` returned for the same compression and group. If it is given, gradients are averaged
+        within each host first.
 
     Raises CpuftError: there is no such compression, or it was removed. `auto` is none: see `resolve_compression`.
     """
@@ -118,7 +117,10 @@ def make_reduce(compression: str, group: dist.ProcessGroup) -> Reduce:
         raise CpuftError(
             f"there is no gradient compression {compression}: {suggest_names(compression, COMPRESSIONS[1:])}"
         )
-    return TABLE[compression].make_reduce(group)
+    entry = TABLE[compression]
+    if hosts is None:
+        return entry.make_reduce(group)
+    return HierarchicalReducer(hosts, entry.make_reduce(hosts.leaders) if hosts.leaders is not None else None).reduce
 
 
 def list_levels(
@@ -174,7 +176,7 @@ def _wire_type(compression: str) -> torch.dtype | None:
 
 
 def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
-    """Let a wrapped model send its gradients compressed. Call it once, before the first backward pass.
+    """Let a wrapped model send its gradients compressed. Call it once on all ranks, before the first backward pass.
 
     Parameters
     ----------
@@ -182,6 +184,7 @@ def compress_gradients(model: DistributedDataParallel, compression: str) -> None
 
     Raises CpuftError: there is no such compression. Raises RuntimeError: the model has a communication hook already.
     """
-    reduce = make_reduce(compression, model.process_group)
+    group = model.process_group
+    reduce = make_reduce(compression, group, make_host_groups(compression, group))
     # A lambda, because DDP compares the annotations of a function with types, and postponed annotations are text.
     model.register_comm_hook(None, lambda _, bucket: reduce(bucket))

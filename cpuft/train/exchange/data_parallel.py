@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from cpuft.comm.compression.embedding_rows import make_row_exchange
+from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
 from cpuft.comm.selection import BUCKET_ELEMENTS
 from cpuft.config import TrainConfig
@@ -54,7 +55,9 @@ class DataParallelExchange(Exchange):
         super().__init__(model, optimizer, config, precision)
         compression, group = resolve_compression(config.grad_compression, precision), dist.group.WORLD
         assert group is not None
-        self._rows, self._reduce = make_row_exchange(model, compression, group), make_reduce(compression, group)
+        hosts = make_host_groups(compression, group)
+        self._rows = make_row_exchange(model, compression, group, hosts)
+        self._reduce = make_reduce(compression, group, hosts)
         self._last_ready = 0.0
         """When the last gradient of the backward pass was ready."""
         self._seconds_in_hook = 0.0

@@ -85,3 +85,16 @@ def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factor
     assert bf16 == none / 2
     assert blocks / none == pytest.approx(0.25, rel=0.02)
     assert factors / none < 0.043
+
+
+def test_two_hosts_of_two_ranks_train_alike_and_repeatably(tmp_path: Path) -> None:
+    run = mpirun(4, "tests.train.exchange.hosts", str(tmp_path))
+    assert run.returncode == 0, run.stdout[-3000:]
+    for rank, found in enumerate(json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)):
+        assert list(found) == ["int8", "powersgd"]
+        for one in found.values():
+            assert one["same"]
+            assert one["repeats"]
+            assert one["distance"] < 0.03
+            # The leaders of the hosts send the same as a rank of two hosts with one rank each, and the others nothing.
+            assert one["sent"] == (one["promised"] if rank in (0, 2) else 0)

@@ -1,0 +1,255 @@
+"""Hierarchical means: gradients are averaged within each host first, and then between the hosts in compressed form.
+
+If each of several ranks on a host sent its own compressed gradients to the other hosts, the host would send them as
+often as it has ranks. Here the ranks of a host add up their gradients in fp32 on the host itself. Its first rank, the
+leader, averages them with the leaders of the other hosts, and copies the mean to the ranks of its host. The mean of
+equally many ranks per host is the mean of all ranks. Error feedback is kept by the leaders.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cpuft.comm.compression.int8 import all_gather, split_by_parameter
+from cpuft.comm.process_group import ProgressThread, QueuedWork
+from cpuft.comm.watchdog import Operation, register
+from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
+from cpuft.rank.world import parse_world
+
+Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
+"""Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks."""
+
+_CHANNEL = "hierarchical means"
+_DEFAULT_TIMEOUT = timedelta(minutes=30)
+"""torch's own timeout, for groups that do not have one of cpuft."""
+
+
+def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
+    """Return the number of ranks on each host if means can be hierarchical, else 0.
+
+    They can be if there are several hosts, all of them have the same number of ranks, this number is above 1, and the
+    ranks of each host are consecutive.
+
+    Parameters
+    ----------
+    places: local rank and number of ranks on the same host, of all ranks in their order.
+    """
+    local_size = places[0][1]
+    if not 1 < local_size < len(places) or len(places) % local_size:
+        return 0
+    return local_size if all(place == (n % local_size, local_size) for n, place in enumerate(places)) else 0
+
+
+@dataclass(frozen=True)
+class HostGroups:
+    """The process groups of hierarchical means, as one rank sees them.
+
+    All ranks of a group must start its operations in the same order. So sums and copies have a group each: a copy waits
+    for the network, and the sums of later gradients must not wait for the copy.
+    """
+
+    sums: dist.ProcessGroup
+    """The ranks of this host, which add up their gradients."""
+    copies: dist.ProcessGroup
+    """The ranks of this host, which receive the means."""
+    leaders: dist.ProcessGroup | None
+    """The first ranks of all hosts; None on the other ranks."""
+    leader: int
+    """The world rank of this host's first rank."""
+    ranks: int
+    """Number of all ranks."""
+    timeout: timedelta
+    """How long a mean may take."""
+
+    def begin_mean(self) -> Operation:
+        """Register that this rank has arrived at a mean, for which it waits for all ranks, and return the operation.
+
+        The operations of the subgroups name only some ranks. With this one, the watchdog of each rank notices the loss
+        of any rank and names that rank. The caller must give the operation to `register.end`.
+        """
+        return register.begin(_CHANNEL, "mean", 0, range(self.ranks), self.timeout.total_seconds())
+
+    def average(
+        self, numbers: torch.Tensor, average_between_hosts: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+    ) -> torch.Tensor:
+        """Return the mean of each rank's numbers, with the same bits on all ranks. All ranks must call it together.
+
+        It blocks until the mean is there.
+
+        Parameters
+        ----------
+        numbers: fp32, contiguous, of the same shape on all ranks. They are overwritten.
+        average_between_hosts: takes the mean of a host's ranks and the group of leaders; returns the mean over the
+            leaders. It is called on the leaders only.
+        """
+        operation = self.begin_mean()
+        try:
+            dist.reduce(numbers, self.leader, group=self.sums)
+            if self.leaders is not None:
+                numbers = average_between_hosts(numbers.div_(self.sums.size()), self.leaders)
+            dist.broadcast(numbers, self.leader, group=self.copies)
+        finally:
+            register.end(operation)
+        return numbers
+
+
+def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups | None:
+    """Make the groups of hierarchical means, or return None where gradients are averaged among all ranks at once.
+
+    Collective: all ranks of `group` must call it together, and all of them get groups, or all None. Means are
+    hierarchical if the compression has error feedback (int8 and powersgd; MPI and oneCCL do the same by themselves for
+    gradients that are sent as they are), `group` is the group of all ranks, and `count_ranks_per_host` is not 0. The
+    places of the ranks are those of the launcher's environment variables.
+
+    Parameters
+    ----------
+    compression: a value of --grad-compression other than auto.
+
+    Raises CpuftError: the launcher's environment variables are wrong.
+    """
+    if compression not in COMPRESSIONS_WITH_FEEDBACK or group is not dist.group.WORLD:
+        return None
+    world, size = parse_world(os.environ), group.size()
+    if world.size != size or world.local_size == size:
+        return None
+    places = torch.empty((size, 2), dtype=torch.int64)
+    all_gather(places.view(-1), torch.tensor([world.local_rank, world.local_size]), group=group)
+    per_host = count_ranks_per_host([(int(local_rank), int(local_size)) for local_rank, local_size in places])
+    if not per_host:
+        return None
+    timeout: timedelta = getattr(group, "timeout", _DEFAULT_TIMEOUT)
+    untyped: Any = dist  # torch has no types for new_subgroups
+    sums, _ = untyped.new_subgroups(per_host, timeout=timeout)
+    copies, _ = untyped.new_subgroups(per_host, timeout=timeout)
+    leaders = dist.new_group(list(range(0, size, per_host)), timeout=timeout)
+    leader = group.rank() // per_host * per_host
+    register.ignore_traffic(range(leader, leader + per_host))
+    return HostGroups(sums, copies, leaders if group.rank() == leader else None, leader, size, timeout)
+
+
+class _HostBucket:
+    """A DDP bucket whose numbers are the mean of a host's ranks, for the code that averages buckets between hosts.
+
+    Parameters
+    ----------
+    numbers: fp32, contiguous, the mean of the host's ranks in the order of the bucket's buffer.
+    """
+
+    def __init__(self, bucket: Any, numbers: torch.Tensor) -> None:
+        self._bucket, self._numbers = bucket, numbers
+
+    def parameters(self) -> list[torch.Tensor]:
+        parameters: list[torch.Tensor] = self._bucket.parameters()
+        return parameters
+
+    def gradients(self) -> list[torch.Tensor]:
+        parts = zip(split_by_parameter(self._numbers, self._bucket), self.parameters(), strict=True)
+        return [part.view(parameter.shape) for part, parameter in parts]
+
+    def buffer(self) -> torch.Tensor:
+        return self._numbers
+
+    def is_last(self) -> bool:
+        return bool(self._bucket.is_last())
+
+
+@dataclass(eq=False)
+class _BucketUnderWay:
+    """A bucket whose mean is under way."""
+
+    bucket: Any
+    numbers: torch.Tensor
+    """This rank's gradients in fp32, and on the leader the sum of the host's ranks when `added` is done."""
+    added: Any
+    """torch's Work of the sum."""
+    operation: Operation
+    work: QueuedWork
+    """Is done when the mean is in the bucket."""
+    mean: torch.futures.Future[torch.Tensor] | None = None
+    """The mean over all hosts; None on ranks that are no leaders."""
+
+
+class HierarchicalReducer:
+    """Averages DDP's buckets over all ranks, within each host first.
+
+    The backward pass only starts the sums. Everything else is done by two threads, so that it waits for no message.
+    One reducer belongs to one model.
+
+    Parameters
+    ----------
+    reduce_between_hosts: averages buckets over the leaders; None on ranks that are no leaders.
+    """
+
+    def __init__(self, hosts: HostGroups, reduce_between_hosts: Reduce | None) -> None:
+        self._hosts, self._reduce_between_hosts = hosts, reduce_between_hosts
+        self._sums, self._copies = ProgressThread("host sums"), ProgressThread("host copies")
+        self._lock = threading.Lock()
+        self._under_way: list[_BucketUnderWay] = []
+        """Buckets whose works are not done. Three threads use it, under the lock."""
+
+    @torch.no_grad()
+    def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+        """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
+
+        It does not wait. It returns a future of the bucket's buffer, which holds the mean in its own type when the
+        future is complete. If an operation of a bucket fails, waiting for this future, or for that of any bucket that
+        is under way, raises the error.
+        """
+        # A sum in bf16 would lose more than int8 does. The sum may overwrite an fp32 buffer, as the mean does later.
+        numbers = bucket.buffer().float()
+        operation = self._hosts.begin_mean()
+        added = dist.reduce(numbers, self._hosts.leader, group=self._hosts.sums, async_op=True)
+        one = _BucketUnderWay(bucket, numbers, added, operation, QueuedWork(bucket.buffer()))
+        future = one.work.get_future()
+        with self._lock:
+            self._under_way.append(one)
+        self._sums.put(lambda: self._send_to_hosts(one))
+        return future
+
+    def _send_to_hosts(self, one: _BucketUnderWay) -> None:
+        """Wait for the sum of the host's ranks, and start the mean over the hosts."""
+        try:
+            one.added.wait()
+            if self._reduce_between_hosts is not None:
+                one.numbers.div_(self._hosts.sums.size())
+                one.mean = self._reduce_between_hosts(_HostBucket(one.bucket, one.numbers))
+        except Exception as error:  # whoever waits for the futures raises it
+            self._fail_all(error)
+        else:
+            self._copies.put(lambda: self._copy_to_ranks(one))
+
+    def _copy_to_ranks(self, one: _BucketUnderWay) -> None:
+        """Wait for the mean over the hosts, and copy it to the ranks of the host."""
+        buffer = one.bucket.buffer()
+        try:
+            if one.mean is not None:
+                mean = one.mean.wait()
+                if mean is not buffer:
+                    buffer.copy_(mean)
+            dist.broadcast(buffer, self._hosts.leader, group=self._hosts.copies)
+        except Exception as error:  # whoever waits for the futures raises it
+            self._fail_all(error)
+            return
+        with self._lock:
+            is_under_way = one in self._under_way
+            if is_under_way:
+                self._under_way.remove(one)
+        if is_under_way:
+            register.end(one.operation)
+            one.work.complete()
+
+    def _fail_all(self, error: Exception) -> None:
+        """Let all buckets fail: after an error, the means of those that are under way may never come."""
+        with self._lock:
+            failed, self._under_way = self._under_way, []
+        for one in failed:
+            register.end(one.operation)
+            one.work.fail(error)
