@@ -199,7 +199,7 @@ class OptunaSearch:
                 self._suggest(trial)
             self._open[number] = trial
             params = {name: str(value) for name, value in trial.params.items()}
-        runs, base = repeat_seeds(self._spaces[index], assignment), read_base(sweep.header.options)
+        runs, base = repeat_seeds(self._spaces[index], assignment), make_base_config(sweep.header.options)
         return Trial(number, params, runs, [estimate_length(apply_assignment(base, run)) for run in runs])
 
     def _make_sampler(self, seed: int) -> Any:
@@ -318,7 +318,7 @@ def name_parameters(spaces: Sequence[Space]) -> list[dict[str, str]]:
     return made
 
 
-def read_base(options: Sequence[str]) -> TrainConfig:
+def make_base_config(options: Sequence[str]) -> TrainConfig:
     """Return the training options of the arguments that all runs of a sweep have, without those that are no texts."""
     names = option_names(TrainConfig)
     pairs = [option for option in options if "=" in option]
