@@ -35,7 +35,7 @@ def record_operations() -> list[tuple[str, list[int]]]:
         begun.append((operation.name, list(operation.ranks)))
         return operation
 
-    register.begin = record  # type: ignore[method-assign]
+    vars(register)["begin"] = record
     return begun
 
 
@@ -46,12 +46,18 @@ def have_same_bits(tensor: torch.Tensor) -> bool:
     return all(torch.equal(one, tensor) for one in whole)
 
 
+def world_group() -> dist.ProcessGroup:
+    """Return the group of all ranks."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
 def first_update(compression: str, hosts: HostGroups, dtype: torch.dtype) -> dict[str, object]:
     """Average the gradients of one update in three buckets.
 
     The error is a share of the largest gradient of any rank.
     """
-    reduce = make_reduce(compression, dist.group.WORLD, hosts)  # type: ignore[arg-type]
+    reduce = make_reduce(compression, world_group(), hosts)
     gradients = [torch.randn(shape).to(dtype) for shape in SHAPES]
     exact = [mean(gradient) for gradient in gradients]
     largest = torch.stack([gradient.float().abs().max() for gradient in gradients]).max()
@@ -78,13 +84,14 @@ def several_updates(compression: str, hosts: HostGroups) -> dict[str, float]:
     class Reducer:
         """Looks like the reducer whose sums are compared."""
 
-        reduce = staticmethod(make_reduce(compression, dist.group.WORLD, hosts))  # type: ignore[arg-type]
+        reduce = staticmethod(make_reduce(compression, world_group(), hosts))
 
     def find_unsent(_: Reducer, parameter: torch.Tensor) -> torch.Tensor:
         if hosts.leaders is None:
             return torch.zeros(parameter.shape)
         # The mean is over four ranks, of which two have something unsent.
-        reducer = Reducer.reduce.__self__._reduce_between_hosts.__self__  # type: ignore[attr-defined]
+        reduce: Any = Reducer.reduce
+        reducer = reduce.__self__._reduce_between_hosts.__self__
         unsent = blocks(reducer, parameter) if compression == "int8" else factors(reducer, parameter)
         return 2 * unsent.view(parameter.shape)
 
@@ -123,7 +130,7 @@ if __name__ == "__main__":
     torch.manual_seed(dist.get_rank())
     result: dict[str, object] = {"places": try_places()}
     for name in ("int8", "powersgd"):
-        groups = make_host_groups(name, dist.group.WORLD)  # type: ignore[arg-type]
+        groups = make_host_groups(name, world_group())
         assert groups is not None
         result[f"{name} timeout"] = groups.timeout.total_seconds()
         for number_type in (torch.float32, torch.bfloat16):
