@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.comm.compression.hierarchical import HostGroups, make_host_groups
+from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, make_host_groups
 from cpuft.comm.compression.int8 import average_blocks
 from cpuft.comm.compression.table import TABLE, make_reduce
 from cpuft.comm.watchdog import register
@@ -35,7 +35,8 @@ def record_operations() -> list[tuple[str, list[int]]]:
         begun.append((operation.name, list(operation.ranks)))
         return operation
 
-    register.begin = record  # type: ignore[method-assign]
+    untyped: Any = register
+    untyped.begin = record
     return begun
 
 
@@ -51,7 +52,8 @@ def first_update(compression: str, hosts: HostGroups, dtype: torch.dtype) -> dic
 
     The error is a share of the largest gradient of any rank.
     """
-    reduce = make_reduce(compression, dist.group.WORLD, hosts)  # type: ignore[arg-type]
+    world: Any = dist.group.WORLD
+    reduce = make_reduce(compression, world, hosts)
     gradients = [torch.randn(shape).to(dtype) for shape in SHAPES]
     exact = [mean(gradient) for gradient in gradients]
     largest = torch.stack([gradient.float().abs().max() for gradient in gradients]).max()
@@ -74,21 +76,18 @@ def first_update(compression: str, hosts: HostGroups, dtype: torch.dtype) -> dic
 
 def several_updates(compression: str, hosts: HostGroups) -> dict[str, float]:
     """Return what `feedback.sums` does. The unsent numbers are those of the two leaders."""
+    world: Any = dist.group.WORLD
+    reducer: Any = getattr(make_reduce(compression, world, hosts), "__self__")  # noqa: B009 - typed as a function
 
-    class Reducer:
-        """Looks like the reducer whose sums are compared."""
-
-        reduce = staticmethod(make_reduce(compression, dist.group.WORLD, hosts))  # type: ignore[arg-type]
-
-    def find_unsent(_: Reducer, parameter: torch.Tensor) -> torch.Tensor:
+    def find_unsent(_: HierarchicalReducer, parameter: torch.Tensor) -> torch.Tensor:
         if hosts.leaders is None:
             return torch.zeros(parameter.shape)
+        between_hosts = reducer._reduce_between_hosts.__self__
+        unsent = blocks(between_hosts, parameter) if compression == "int8" else factors(between_hosts, parameter)
         # The mean is over four ranks, of which two have something unsent.
-        reducer = Reducer.reduce.__self__._reduce_between_hosts.__self__  # type: ignore[attr-defined]
-        unsent = blocks(reducer, parameter) if compression == "int8" else factors(reducer, parameter)
         return 2 * unsent.view(parameter.shape)
 
-    return sums(Reducer, find_unsent)
+    return sums(reducer, find_unsent)
 
 
 def average_rows(hosts: HostGroups) -> dict[str, object]:
@@ -105,14 +104,14 @@ def average_rows(hosts: HostGroups) -> dict[str, object]:
 def try_places() -> dict[str, bool]:
     """Return where hierarchical groups are made."""
     world: Any = dist.group.WORLD
-    part = dist.new_group(list(range(dist.get_world_size())))
+    part: Any = dist.new_group(list(range(dist.get_world_size())))
     found = {}
     for ranks_per_host in (1, 3, 4):
         simulate_hosts(ranks_per_host)
         found[f"int8 on {ranks_per_host}"] = make_host_groups("int8", world) is not None
     simulate_hosts(2)
     found |= {f"{name} on 2": make_host_groups(name, world) is not None for name in ("none", "bf16", "fp16")}
-    return found | {"another group": make_host_groups("int8", part) is not None}  # type: ignore[arg-type]
+    return found | {"another group": make_host_groups("int8", part) is not None}
 
 
 if __name__ == "__main__":
@@ -122,8 +121,9 @@ if __name__ == "__main__":
     comm.start(sys.argv[1], timeout_seconds=20)
     torch.manual_seed(dist.get_rank())
     result: dict[str, object] = {"places": try_places()}
+    everyone: Any = dist.group.WORLD
     for name in ("int8", "powersgd"):
-        groups = make_host_groups(name, dist.group.WORLD)  # type: ignore[arg-type]
+        groups = make_host_groups(name, everyone)
         assert groups is not None
         result[f"{name} timeout"] = groups.timeout.total_seconds()
         for number_type in (torch.float32, torch.bfloat16):
