@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.comm.compression.hierarchical import HostGroups, make_host_groups
+from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, make_host_groups
 from cpuft.comm.compression.int8 import average_blocks
 from cpuft.comm.compression.table import TABLE, make_reduce
 from cpuft.comm.watchdog import register
@@ -35,7 +35,8 @@ def record_operations() -> list[tuple[str, list[int]]]:
         begun.append((operation.name, list(operation.ranks)))
         return operation
 
-    vars(register)["begin"] = record
+    untyped: Any = register
+    untyped.begin = record
     return begun
 
 
@@ -46,18 +47,13 @@ def have_same_bits(tensor: torch.Tensor) -> bool:
     return all(torch.equal(one, tensor) for one in whole)
 
 
-def world_group() -> dist.ProcessGroup:
-    """Return the group of all ranks."""
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
-
-
 def first_update(compression: str, hosts: HostGroups, dtype: torch.dtype) -> dict[str, object]:
     """Average the gradients of one update in three buckets.
 
     The error is a share of the largest gradient of any rank.
     """
-    reduce = make_reduce(compression, world_group(), hosts)
+    world: Any = dist.group.WORLD
+    reduce = make_reduce(compression, world, hosts)
     gradients = [torch.randn(shape).to(dtype) for shape in SHAPES]
     exact = [mean(gradient) for gradient in gradients]
     largest = torch.stack([gradient.float().abs().max() for gradient in gradients]).max()
@@ -80,22 +76,18 @@ def first_update(compression: str, hosts: HostGroups, dtype: torch.dtype) -> dic
 
 def several_updates(compression: str, hosts: HostGroups) -> dict[str, float]:
     """Return what `feedback.sums` does. The unsent numbers are those of the two leaders."""
+    world: Any = dist.group.WORLD
+    reducer: Any = getattr(make_reduce(compression, world, hosts), "__self__")  # noqa: B009 - typed as a function
 
-    class Reducer:
-        """Looks like the reducer whose sums are compared."""
-
-        reduce = staticmethod(make_reduce(compression, world_group(), hosts))
-
-    def find_unsent(_: Reducer, parameter: torch.Tensor) -> torch.Tensor:
+    def find_unsent(_: HierarchicalReducer, parameter: torch.Tensor) -> torch.Tensor:
         if hosts.leaders is None:
             return torch.zeros(parameter.shape)
+        between_hosts = reducer._reduce_between_hosts.__self__
+        unsent = blocks(between_hosts, parameter) if compression == "int8" else factors(between_hosts, parameter)
         # The mean is over four ranks, of which two have something unsent.
-        reduce: Any = Reducer.reduce
-        reducer = reduce.__self__._reduce_between_hosts.__self__
-        unsent = blocks(reducer, parameter) if compression == "int8" else factors(reducer, parameter)
         return 2 * unsent.view(parameter.shape)
 
-    return sums(Reducer, find_unsent)
+    return sums(reducer, find_unsent)
 
 
 def average_rows(hosts: HostGroups) -> dict[str, object]:
@@ -112,7 +104,7 @@ def average_rows(hosts: HostGroups) -> dict[str, object]:
 def try_places() -> dict[str, bool]:
     """Return where hierarchical groups are made."""
     world: Any = dist.group.WORLD
-    part = dist.new_group(list(range(dist.get_world_size())))
+    part: Any = dist.new_group(list(range(dist.get_world_size())))
     found = {}
     for ranks_per_host in (1, 3, 4):
         simulate_hosts(ranks_per_host)
@@ -129,8 +121,9 @@ if __name__ == "__main__":
     comm.start(sys.argv[1], timeout_seconds=20)
     torch.manual_seed(dist.get_rank())
     result: dict[str, object] = {"places": try_places()}
+    everyone: Any = dist.group.WORLD
     for name in ("int8", "powersgd"):
-        groups = make_host_groups(name, world_group())
+        groups = make_host_groups(name, everyone)
         assert groups is not None
         result[f"{name} timeout"] = groups.timeout.total_seconds()
         for number_type in (torch.float32, torch.bfloat16):

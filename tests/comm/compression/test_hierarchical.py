@@ -140,6 +140,11 @@ def test_the_futures_of_all_buckets_raise_the_error_of_one(monkeypatch: pytest.M
 
     reducer = HierarchicalReducer(hosts, fail_second)
     buckets = [Bucket([torch.zeros(7)], [torch.ones(7)], last=n == 1) for n in range(2)]
-    for future in [reducer.reduce(bucket) for bucket in buckets]:
+    futures = [reducer.reduce(bucket) for bucket in buckets]
+    deadline = time.monotonic() + 10
+    while not all(future.done() for future in futures) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    for future in futures:
+        assert future.done()
         with pytest.raises(RuntimeError, match="connection closed by rank 2"):
             future.wait()
