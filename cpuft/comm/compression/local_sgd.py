@@ -56,7 +56,8 @@ class LocalSGD:
         self._embedding, self._type, self._momentum = embedding, WIRE_TYPES[compression], momentum
         self._used_rows = torch.zeros(0 if embedding is None else len(embedding), dtype=torch.bool)
         # A group of its own: in the group of all ranks, small messages of each update would wait behind large ones.
-        self._group = dist.new_group()
+        # Without a timeout, its operations would wait for torch's 30 minutes.
+        self._group = dist.new_group(timeout=getattr(dist.group.WORLD, "timeout", None))
         self._thread = ProgressThread("local updates")
         self.restart()
 
