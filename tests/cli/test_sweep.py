@@ -187,6 +187,7 @@ def test_optuna_knows_the_direction_before_the_first_run_has_ended(
 
 
 @pytest.mark.real
+@pytest.mark.proof
 def test_a_search_on_this_machine_prunes_a_run(tmp_path: Path) -> None:
     """The first run trains to its end. Then the journal says that five runs were much better, so the next is pruned."""
     folder, storage, config = tmp_path / "s", f"sqlite:///{tmp_path}/trials.db", tmp_path / "tiny.json"
