@@ -78,14 +78,14 @@ def _parse_sweep(argv: tuple[str, ...]) -> tuple[JobSweep, str]:
     if values["action"]:
         raise CpuftError("a job runs a sweep, and has no status to show: leave out the words after the options")
     given = {name for name in values if context.get_parameter_source(name) in (_COMMANDLINE, _DEFAULT_MAP)}
-    again = tuple(
+    resume_options = tuple(
         format_flag(name, values[name]) if isinstance(values[name], bool) else f"{format_flag(name)}={values[name]}"
         for name in list_options_for_resume()
         if name in given
     )
     ppn = values["ranks_per_host"]
     np = values["hosts_per_run"] * ppn
-    return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], again), "sweep"
+    return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], resume_options), "sweep"
 
 
 def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:

@@ -115,7 +115,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         stack.enter_context(lock_run(folder))
         search = stack.enter_context(_open_search(Sweep(folder, header), config.storage, is_new=True))
         if header.search.pruner == "none" and config.pruner == "auto" and search:
-            say("cpuft: no run is pruned, because runs do not evaluate while training: add --eval-every to have that")
+            say("cpuft: no run is pruned, because runs do not evaluate while training: add --eval-every to allow it")
         journal = stack.enter_context(open_journal(folder, header))
         _carry_out(journal, config, options, places, search)
 

@@ -48,9 +48,9 @@ def half_width(values: Sequence[float]) -> float:
 def is_different(one: Mapping[str, float], other: Mapping[str, float]) -> bool | None:
     """Return whether two means differ at the 5 % level of a two-sided t-test.
 
-    The test is paired if both have the same keys; otherwise it is Welch's with the degrees of freedom of the fewer
-    values. None if that cannot be told, because one has a single value, or because the
-    difference does not vary.
+    The test is paired if both have the same keys; otherwise it is Welch's test with the degrees of freedom of the
+    smaller number of values. The result is None if one has a single value, or if the difference does not vary, because
+    nothing can be said then.
 
     Parameters
     ----------

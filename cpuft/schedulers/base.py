@@ -107,8 +107,8 @@ class JobLaunch:
 class JobSweep(JobLaunch):
     """The `cpuft sweep` that a job runs. `np` and `ppn` are those of one run."""
 
-    again: tuple[str, ...] = ()
-    """Those of the options that `cpuft sweep --resume` takes again."""
+    resume_options: tuple[str, ...] = ()
+    """Those of its options that `cpuft sweep --resume` accepts, too."""
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
         """Return (number of hosts of the job, ranks on each of them).
@@ -139,7 +139,7 @@ class JobSweep(JobLaunch):
         names = f"run={shlex.quote(self.run_dir or f'runs/{name}')}$task progress={SWEEP_FILE_NAME}"
         return (
             f"{function}{names} restarted={restarted}\n"
-            f'set -- --resume "$run" {shlex.join(self.again)}\n'
+            f'set -- --resume "$run" {shlex.join(self.resume_options)}\n'
             'if [ ! "$restarted" ] || [ ! -s "$run/$progress" ]; then\n'
             '    [ ! "$restarted" ] || [ ! -d "$run" ] || mv "$run" "$run-$(date +%s)" || exit 1\n'
             f'    {begin} --run-dir "$run"\n'

@@ -54,7 +54,7 @@ _POLL_SECONDS = 0.2
 _STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
 """How long launches have to end after a signal, before they are killed."""
 _RETURN_SECONDS = 600.0
-"""How long lost hosts are waited for if no other hosts are left."""
+"""How long a sweep waits for lost hosts if no other hosts are left."""
 _ANSWER_SECONDS = 15.0
 """How long a host has to answer after a run on it has failed. A host that does not is lost."""
 _LAST_BYTES = 1 << 16
@@ -428,8 +428,8 @@ class SweepQueue:
         number, last = self.sweep.find_trial(run), self.sweep.count_evaluations(run)
         value = self.sweep.average_curve(number)[last - 1]
         reason = (
-            f"{self.sweep.metric} {value:.4f} at evaluation {last}, and until there never as good as the median of the "
-            "finished configurations"
+            f"{self.sweep.metric} {value:.4f} at evaluation {last}, and no evaluation up to this one was as good as "
+            "the median of the finished configurations"
         )
         for active in self._active:
             if active.start.run in self.sweep.list_runs(number):

@@ -360,7 +360,7 @@ def test_runs_that_are_worse_than_the_median_are_pruned(launches: Launches) -> N
     end = sweep.find_end(pruned[0])
     assert end is not None
     assert (end.exit_code, end.reason[:16]) == (143, f"accuracy {metrics[pruned[0]]:.4f} "[:16])
-    assert "at evaluation 1, and until there never as good as the median" in end.reason
+    assert "at evaluation 1, and no evaluation up to this one was as good as the median" in end.reason
     assert f"run {pruned[0]} of 9 was pruned after " in "".join(launches.said)
     # The evaluation at the end is none of those that are compared.
     assert {one.update for one in sweep.evaluations} == {10, 20}

@@ -8,6 +8,7 @@ nothing hides its exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -135,8 +136,7 @@ class RowExchange:
         rows = is_used.nonzero()[:, 0]
         packed = gradient[rows]
         if self._hosts is not None:
-            average = lambda numbers, leaders: self._average_blocks(rows, numbers, leaders)  # noqa: E731
-            packed = self._hosts.average(packed.float(), average)
+            packed = self._hosts.average(packed.float(), partial(self._average_blocks, rows))
         elif self._unsent is not None:
             packed = self._average_blocks(rows, packed, self._group)
         else:

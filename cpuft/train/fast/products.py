@@ -11,7 +11,7 @@ from torch.nn import functional
 from cpuft.kernels import Kernels, kernels_for
 
 _STEP = 32
-"""Numbers of a row that one instruction multiplies; rows that are read as they lie in memory are a multiple of it."""
+"""Numbers of a row that one instruction multiplies."""
 _MIN_ROWS = 1024
 """Rows of a left factor that is not transposed (in a layer, the tokens of a batch) below which packing the right factor
 takes too long: with 512 tokens on two cores of a Xeon with AMX, the kernel takes 0.6 to 1.4 times as long as torch."""
@@ -41,10 +41,8 @@ def matrix_product(
     columns = len(right) if right_transposed else right.shape[1]
     kernels = kernels_for(left, right)
     if kernels is not None and left.dtype == torch.bfloat16 and left.is_contiguous() and right.is_contiguous():
-        # Rows that are read as they lie in memory have to end with a whole step.
-        fits = inner % _STEP == 0 or (left_transposed and not right_transposed)
         large = rows * columns * inner >= _MIN_WORK and (left_transposed or rows >= _MIN_ROWS)
-        if fits and large and _has_tiles(kernels):
+        if large and _has_tiles(kernels):
             result = left.new_empty(rows, columns)
             if _run(kernels, left, right, bias, result, inner, left_transposed, right_transposed):
                 return result
@@ -71,7 +69,7 @@ def _run(
     left_transposed: bool,
     right_transposed: bool,
 ) -> bool:
-    """Write the product to `result`; return whether the kernel could do it."""
+    """Write the product to `result`; return whether the kernel could multiply these sizes."""
     done = torch.zeros(1, dtype=torch.int64)
     sizes = (*result.shape, inner, int(left_transposed), int(right_transposed))
     kernels.run("matrix_product", left.dtype, left, right, bias, result, done, *sizes)

@@ -1,8 +1,8 @@
-// Products of large bf16 matrices with AMX tiles: C (rows, cols) = A (rows, inner) B (inner, cols), for the linear layers.
+// Products of large bf16 matrices with AMX tiles, for linear layers: C (rows, cols) = A (rows, inner) B (inner, cols).
 //
 // A tile has 16 rows of 64 bytes. One instruction multiplies a tile of A (16 rows, 32 numbers) with a tile of B (32
-// numbers, 16 columns), and adds the product to a tile of 16 x 16 floats. A is read as it lies in memory. In B, the words
-// of a tile's row are the pairs of numbers 2 k and 2 k + 1 of 16 columns, so B is packed first:
+// numbers, 16 columns), and adds the product to a tile of 16 x 16 floats. A is read as it lies in memory. In B, the
+// words of a tile's row are the pairs of numbers 2 k and 2 k + 1 of 16 columns, so B is packed first:
 //
 //       B                                    panel of 32 columns, `inner / 2` rows of 128 bytes
 //            0     1    ...   31                column 0        column 1         ...      column 31
@@ -38,17 +38,18 @@ namespace {
 constexpr int64_t BLOCK_ROWS = 32, BLOCK_COLS = 32, STEP = 32;
 // Bytes of the panels that stay in the second-level cache, which has 2 MB on the CPUs with AMX.
 constexpr int64_t CHUNK_BYTES = 1200000;
-// With more numbers to sum over, they are split: 32 rows of so many fit into the first-level cache of 48 KB beside sums.
+// Longer sums are made in parts of SPLIT_INNER numbers: 32 rows of so many fit into the first-level cache of 48 KB with
+// the sums. MOST_PACKED_INNER is the limit if A has been packed, because it was stored transposed.
 constexpr int64_t MOST_INNER = 1024, MOST_PACKED_INNER = 512, SPLIT_INNER = 384;
 constexpr int64_t BLOCK_SUMS = BLOCK_ROWS * BLOCK_COLS;
 
 // Memory for packed factors and sums, which stays for the next call and grows.
-class Room {
+class Scratch {
     word *memory = nullptr;
     size_t bytes = 0;
 
   public:
-    ~Room() { std::free(memory); }
+    ~Scratch() { std::free(memory); }
     // Returns null if there is not so much memory.
     word *get(int64_t words) {
         size_t wanted = (size_t(words) * sizeof(word) + 4095) / 4096 * 4096;
@@ -68,7 +69,8 @@ inline void zip_rows(const bf16 *x, int64_t stride, bool has_second, int64_t cou
     __m512i first = _mm512_maskz_loadu_epi16(mask, x);
     __m512i second = has_second ? _mm512_maskz_loadu_epi16(mask, x + stride) : _mm512_setzero_si512();
     __m512i low = _mm512_unpacklo_epi16(first, second), high = _mm512_unpackhi_epi16(first, second);
-    const __m512i front = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0), back = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
+    const __m512i front = _mm512_set_epi64(11, 10, 3, 2, 9, 8, 1, 0);
+    const __m512i back = _mm512_set_epi64(15, 14, 7, 6, 13, 12, 5, 4);
     _mm512_store_si512(y, _mm512_permutex2var_epi64(low, front, high));
     _mm512_store_si512(y + 16, _mm512_permutex2var_epi64(low, back, high));
 }
@@ -95,12 +97,13 @@ inline void pack_transposed_panel(const bf16 *b, int64_t inner, int64_t cols, in
         }
         for (int64_t k = 0; k < words; k++)
             for (int64_t c = 0; c < W; c++)
-                panel[k * BLOCK_COLS + first + c] = c < count ? reinterpret_cast<const word *>(rows + c * inner)[k] : 0;
+                panel[k * BLOCK_COLS + first + c] =
+                    c < count ? reinterpret_cast<const word *>(rows + c * inner)[k] : 0;
     }
 }
 
-// A step of 32 rows of A from `begin` on, 16 words of each, from A that is stored transposed, (inner, rows). Rows of y are
-// `stride` words apart; those that are missing in A are zeros.
+// A step of 32 rows of A from `begin` on, 16 words of each, from A that is stored transposed, (inner, rows). Rows of y
+// are `stride` words apart; those that are missing in A are zeros.
 inline void transpose_step(const bf16 *a, int64_t inner, int64_t rows, int64_t begin, int64_t first, word *y,
                            int64_t stride) {
     alignas(64) word pairs[W * BLOCK_ROWS];
@@ -108,8 +111,8 @@ inline void transpose_step(const bf16 *a, int64_t inner, int64_t rows, int64_t b
     exchange(pairs, BLOCK_ROWS, y, stride, W, BLOCK_ROWS);
 }
 
-// `count` words from word `first` on of A's rows from `begin` on: a copy of the last rows, so that nothing behind them is
-// read.
+// `count` words from word `first` on of A's rows from `begin` on: a copy of the last rows, so that nothing behind them
+// is read.
 inline void pack_last_rows(const bf16 *a, int64_t inner, int64_t rows, int64_t begin, int64_t first, int64_t count,
                            word *y) {
     for (int64_t i = begin; i < rows; i++, y += count)
@@ -142,9 +145,10 @@ struct Rounding {
     }
 };
 
-// sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. `row` is the distance of two rows of A in words. Rounds the block before.
-inline void multiply_block_of_tiles(const word *a, int64_t row, const word *panel, float *sums, int64_t words, bool adds,
-                          Rounding &before) {
+// sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. `row` is the distance of two rows of A in words.
+// Meanwhile, the sums of the block `before` are rounded and written.
+inline void multiply_with_panel(const word *a, int64_t row, const word *panel, float *sums, int64_t words, bool adds,
+                                Rounding &before) {
     constexpr int64_t LINE = 4 * BLOCK_COLS;
     float *lower = sums + 16 * BLOCK_COLS;
     if (adds) {
@@ -194,8 +198,8 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const bf16 *bias, bf16 *c
     // Sums of the blocks that wait for more steps, or of this block and the one before; and the last rows of A.
     int64_t most_sums = std::max<int64_t>(chunk, 2) * BLOCK_SUMS, of_thread = most_sums + BLOCK_ROWS * split;
     int64_t of_panels = panels * words * BLOCK_COLS, of_rows = a_is_transposed ? blocks * BLOCK_ROWS * stride : 0;
-    static thread_local Room room;
-    word *packed = room.get(of_panels + of_rows + threads * of_thread), *rows_packed = packed + of_panels;
+    static thread_local Scratch scratch;
+    word *packed = scratch.get(of_panels + of_rows + threads * of_thread), *rows_packed = packed + of_panels;
     if (!packed) return false;
 #pragma omp parallel num_threads(threads)
     {
@@ -211,7 +215,8 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const bf16 *bias, bf16 *c
                 for (int64_t p = 0; !b_is_transposed && p < panels; p++)
                     zip_step(b, inner, cols, p * BLOCK_COLS, k, packed + (p * words + k) * BLOCK_COLS);
                 for (int64_t i = 0; a_is_transposed && i < blocks; i++)
-                    transpose_step(a, inner, rows, i * BLOCK_ROWS, k, rows_packed + i * BLOCK_ROWS * stride + k, stride);
+                    transpose_step(a, inner, rows, i * BLOCK_ROWS, k, rows_packed + i * BLOCK_ROWS * stride + k,
+                                   stride);
             }
         }
         word *own = rows_packed + of_rows + omp_get_thread_num() * of_thread, *last_rows = own + most_sums;
@@ -235,7 +240,8 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const bf16 *bias, bf16 *c
                     }
                     for (int64_t p = first; p < end; p++) {
                         float *to = sums + (split < words ? p - first : turn++ & 1) * BLOCK_SUMS;
-                        multiply_block_of_tiles(left, row, packed + (p * words + k) * BLOCK_COLS, to, count, k > 0, before);
+                        const word *panel = packed + (p * words + k) * BLOCK_COLS;
+                        multiply_with_panel(left, row, panel, to, count, k > 0, before);
                         if (k + count < words) continue;
                         int64_t col = p * BLOCK_COLS;
                         before = Rounding{to, c + begin * cols + col, bias ? bias + col : nullptr, cols,
