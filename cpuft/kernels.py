@@ -41,7 +41,7 @@ _SIGNATURES = {
     "rotate_forward": "ppppppqqqqqqffi",
     "rotate_backward": "pppppppppqqqqqqffi",
     "column_sums": "ppqqi",
-    "matrix_product": "pppppqqqqqi",
+    "matrix_product": "pppppppppqqqqqqi",
     "quantise_rows": "ppppqqi",
     "dequantise": "pppppqqi",
     "dequantise_rows": "pppqqi",

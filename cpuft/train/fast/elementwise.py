@@ -145,24 +145,46 @@ class FastDropout(nn.Dropout):
         return dropout(x, draw_mask(self.p, True))
 
 
+def gelu_and_slope(x: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the exact GELU of `x + bias`, and its slope there if it is wanted: both like `x`, (rows, columns).
+
+    There must be kernels for the dtype of `x`. Autograd does not see this. `bias` is (columns,).
+    """
+    x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    slope = torch.empty_like(y) if keeps_slope else None
+    _find_kernels(x).run("gelu_forward", x.dtype, x, bias, y, slope, *x.shape)
+    return y, slope
+
+
+def times_slope(grad: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `grad * slope`, (rows, columns) in their dtype, and the sums of its columns, (columns,) fp32.
+
+    There must be kernels for the dtype of `slope`. Autograd does not see this.
+    """
+    dx, sums = torch.empty_like(slope), torch.zeros(slope.shape[1], dtype=torch.float32)
+    _find_kernels(slope).run("gelu_backward", slope.dtype, grad.contiguous(), slope, dx, sums, *slope.shape)
+    return dx, sums
+
+
+def _find_kernels(x: Tensor) -> Kernels:
+    kernels = kernels_for(x)
+    assert kernels is not None
+    return kernels
+
+
 class _Gelu(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Tensor, kernels: Kernels) -> Tensor:
-        x, y = x.contiguous(), torch.empty(x.shape, dtype=x.dtype)
+    def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
         # Forward has the exponential at hand that the slope needs, too.
-        slope = torch.empty_like(y) if any(ctx.needs_input_grad) else None
-        kernels.run("gelu_forward", x.dtype, x, bias, y, slope, *x.shape)
+        y, slope = gelu_and_slope(x, bias, any(ctx.needs_input_grad))
         ctx.save_for_backward(slope)
-        ctx.kernels = kernels
         return y
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        (slope,) = ctx.saved_tensors
-        dx, dbias = torch.empty_like(slope), torch.zeros(slope.shape[1], dtype=torch.float32)
-        ctx.kernels.run("gelu_backward", slope.dtype, grad.contiguous(), slope, dx, dbias, *slope.shape)
-        return dx, dbias.to(grad.dtype), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        dx, dbias = times_slope(grad, *ctx.saved_tensors)
+        return dx, dbias.to(grad.dtype)
 
 
 _gelu: Callable[..., Tensor] = _Gelu.apply
@@ -179,8 +201,8 @@ def gelu(x: Tensor, bias: Tensor) -> Tensor:
     x: (rows, columns), fp32 or bf16.
     bias: (columns,), the same dtype.
     """
-    if kernels := kernels_for(x, bias):
-        return _gelu(x, bias, kernels)
+    if kernels_for(x, bias):
+        return _gelu(x, bias)
     return functional.gelu(x + bias)
 
 

@@ -20,7 +20,16 @@ from cpuft.train.fast.attention import Grid, attention, make_bias
 from cpuft.train.fast.disentangled import Distances, disentangled_attention
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
-from cpuft.train.fast.projection import PackedLinear, can_pack, is_adapted, is_plain, linear, product
+from cpuft.train.fast.projection import (
+    PackedLinear,
+    can_feed_forward,
+    can_pack,
+    feed_forward,
+    is_adapted,
+    is_plain,
+    linear,
+    product,
+)
 
 MIN_PADDING = 0.05
 """Share of padding in a batch above which its tokens are packed. With less, packing the tokens at the encoder's entry
@@ -157,21 +166,21 @@ def _attend(
     forward_pass: ForwardPass,
     x: Tensor,
     embeddings: Tensor | None = None,
-) -> Tensor:
-    """The first part that gradient checkpointing recomputes: projections and attention.
+) -> tuple[Tensor, Tensor]:
+    """The first part that gradient checkpointing recomputes: projections and attention; and x for what follows.
 
     `embeddings`: the relative embeddings of the layout's distances after dropout, for disentangled attention.
     """
     assert parts.packed is not None
     first_only = parts.is_last and layout.first_only
-    packed = parts.packed(x, int(first_only), parts.int8)
+    packed, x = parts.packed.branch(x, int(first_only), parts.int8)
     query = linear(parts.query, x[layout.first_rows], parts.int8) if first_only else None
     rest = (layout.bias, parts.heads, mask, layout.grid, forward_pass)
     if parts.positions is None or layout.distances is None or embeddings is None:
-        return attention(query, packed, *rest, position_bias=layout.position_bias)
+        return attention(query, packed, *rest, position_bias=layout.position_bias), x
     keys = linear(parts.positions.key, embeddings, parts.int8).index_select(0, layout.distances.for_keys)
     queries = linear(parts.positions.query, embeddings, parts.int8).index_select(0, layout.distances.for_queries)
-    return disentangled_attention(query, packed, keys, queries, *rest)
+    return disentangled_attention(query, packed, keys, queries, *rest), x
 
 
 def _feed_forward(
@@ -179,6 +188,8 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor]:
     """The second part: from the attention's output to the two operands of the last norm."""
     x = dropout_add_norm(context, parts.attention_output.bias, x, parts.attention_norm, mask)
+    if _is_exact_gelu(parts.activation) and not parts.int8 and can_feed_forward(parts.inner, parts.outer, x):
+        return feed_forward(x, parts.inner, parts.outer, forward_pass)
     inner = _activate(parts.activation, product(parts.inner, x, parts.int8), parts.inner.bias)
     return product(parts.outer, inner, parts.int8, forward_pass), x
 
@@ -201,7 +212,8 @@ def run_layer(parts: LayerParts, x: Tensor, layout: Layout, embeddings: Tensor |
     inputs = [x]
     if parts.positions is not None and layout.distances is not None and embeddings is not None:
         inputs.append(parts.positions.dropout(layout.distances.select(embeddings)).to(x.dtype))
-    context = product(parts.attention_output, run(partial(_attend, parts, layout, masks[0]), *inputs), parts.int8)
+    attended, x = run(partial(_attend, parts, layout, masks[0]), *inputs)
+    context = product(parts.attention_output, attended, parts.int8)
     if parts.is_last and layout.first_only:
         x = x[layout.first_rows]
     outer, x = run(partial(_feed_forward, parts, masks[1]), context, x)

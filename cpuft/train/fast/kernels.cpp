@@ -6,6 +6,7 @@
 // Loops process one vector of numbers at a time. The last numbers of a row are loaded with a mask and not one by one:
 // attention's rows are as short as a sentence, and a scalar loop took half of their time.
 
+#include "activations.h"
 #include "attention.h"
 #include "disentangled.h"
 #include "tiles.h"
@@ -131,25 +132,7 @@ void norm_backward(const T *dy, const T *dsum, const T *sum, const float *mean, 
     }
 }
 
-// The standard normal distribution's cdf, by Abramowitz and Stegun 7.1.26 (absolute error 1.5e-7), and its density
-// times sqrt(2 pi). Both need the same exponential.
-struct Normal {
-    vec cdf, bell;
-};
-inline Normal normal(vec v) {
-    vec a = v < 0.0f ? -v : v;
-    a = a > 30.0f ? all(30.0f) : a;
-    vec bell = exp_of(v * v * -0.5f);
-    vec t = inverse(a * (0.3275911f * 0.70710678118654752f) + 1.0f);
-    vec tail = t * 1.061405429f - 1.453152027f;
-    tail = tail * t + 1.421413741f;
-    tail = tail * t - 0.284496736f;
-    tail = tail * t + 0.254829592f;
-    tail = tail * t * bell * 0.5f;
-    return {v < 0.0f ? tail : 1.0f - tail, bell};
-}
-
-// y = gelu(v) = v cdf(v), where v = x + bias, and its slope cdf(v) + v pdf(v), unless `slope` is null.
+// y = gelu(x + bias), and its slope there unless `slope` is null.
 template <class T>
 void gelu_forward(const T *x, const T *bias, T *y, T *slope, int64_t rows, int64_t cols, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -157,9 +140,9 @@ void gelu_forward(const T *x, const T *bias, T *y, T *slope, int64_t rows, int64
         for (int64_t j = 0, at = i * cols; j < cols; j += W, at += W) {
             int64_t m = lanes_of(j, cols);
             vec v = get(x + at, m) + get(bias + j, m);
-            Normal n = normal(v);
-            put(y + at, v * n.cdf, m);
-            if (slope) put(slope + at, v * n.bell * 0.39894228040143268f + n.cdf, m);
+            Activation a = gelu<T>(v);
+            put(y + at, a.value, m);
+            if (slope) put(slope + at, a.slope, m);
         }
 }
 
@@ -183,31 +166,6 @@ void gelu_backward(const T *dy, const T *slope, T *dx, float *dbias, int64_t row
     }
 }
 
-// An activation and its slope at the same place. `Gate` numbers them as the Python caller does.
-enum Gate : int64_t { SILU, GELU, GELU_TANH };
-struct Activation {
-    vec value, slope;
-};
-
-inline vec sigmoid(vec x) { return inverse(exp_of(-x) + 1.0f); }
-
-template <Gate gate> inline Activation activate(vec x) {
-    if constexpr (gate == GELU) {
-        Normal n = normal(x);
-        return {x * n.cdf, x * n.bell * 0.39894228040143268f + n.cdf};
-    }
-    // x * sigmoid(u), where u is x, or 2 sqrt(2 / pi) (x + 0.044715 x^3): 0.5 (1 + tanh(v)) is sigmoid(2 v). Beyond 30,
-    // where the sigmoid is 0 or 1 as a float, the cube could overflow.
-    vec u = x, du = all(1.0f);
-    if constexpr (gate == GELU_TANH) {
-        vec a = x > 30.0f ? all(30.0f) : (x < -30.0f ? all(-30.0f) : x);
-        u = a * (a * a * 0.0713548162726f + 1.5957691216057f);
-        du = a * a * 0.2140644488179f + 1.5957691216057f;
-    }
-    vec s = sigmoid(u);
-    return {x * s, s + x * s * (1.0f - s) * du};
-}
-
 // y = activation(x1) * x2, where x1 and x2 are the halves of x's rows, which have 2 * cols numbers.
 template <Gate gate, class T>
 void glu_rows(const T *x, T *y, int64_t rows, int64_t cols, int threads) {
@@ -215,7 +173,7 @@ void glu_rows(const T *x, T *y, int64_t rows, int64_t cols, int threads) {
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0, at = i * cols; j < cols; j += W) {
             int64_t m = lanes_of(j, cols);
-            put(y + at + j, activate<gate>(get(x + 2 * at + j, m)).value * get(x + 2 * at + cols + j, m), m);
+            put(y + at + j, activate<gate, T>(get(x + 2 * at + j, m)).value * get(x + 2 * at + cols + j, m), m);
         }
 }
 
@@ -226,7 +184,7 @@ void glu_gradients(const T *dy, const T *x, T *dx, int64_t rows, int64_t cols, i
         for (int64_t j = 0, at = i * cols; j < cols; j += W) {
             int64_t m = lanes_of(j, cols);
             vec d = get(dy + at + j, m);
-            Activation a = activate<gate>(get(x + 2 * at + j, m));
+            Activation a = activate<gate, T>(get(x + 2 * at + j, m));
             put(dx + 2 * at + j, d * get(x + 2 * at + cols + j, m) * a.slope, m);
             put(dx + 2 * at + cols + j, d * a.value, m);
         }

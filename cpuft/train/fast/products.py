@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from cpuft.kernels import Kernels, kernels_for
+from cpuft.train.fast.elementwise import gelu_and_slope, times_slope
 
 _STEP = 32
 """Numbers of a row that one instruction multiplies."""
@@ -24,53 +25,105 @@ def matrix_product(
     right: Tensor,
     bias: Tensor | None = None,
     *,
+    addend: Tensor | None = None,
     left_transposed: bool = False,
     right_transposed: bool = False,
 ) -> Tensor:
-    """Return left right + bias: (rows, inner), (inner, columns) -> (rows, columns), in the dtype of the factors.
+    """Return left right + bias + addend: (rows, inner), (inner, columns) -> (rows, columns), in the factors' dtype.
 
     Sums are fp32. All tensors have the same dtype.
 
     Parameters
     ----------
     bias: (columns,); None for none.
+    addend: (rows, columns); None for none.
     left_transposed: `left` is given as (inner, rows).
     right_transposed: `right` is given as (columns, inner), as torch stores the weight of a linear layer.
     """
+    product = _run(left, right, left_transposed, right_transposed, bias=bias, addend=addend)
+    if product is not None:
+        return product
+    if right_transposed and not left_transposed:
+        product = functional.linear(left, right, bias)
+    else:
+        product = (left.t() if left_transposed else left) @ (right.t() if right_transposed else right)
+        product = product if bias is None else product + bias
+    return product if addend is None else product.add_(addend)
+
+
+def gelu_product(x: Tensor, weight: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, Tensor | None]:
+    """Return the exact GELU of x weight^T + bias, and its slope there: both (rows, columns), in the dtype of `x`.
+
+    With the kernel for AMX, GELU sees the sums before they are rounded. There must be kernels for the dtype of `x`.
+
+    Parameters
+    ----------
+    x: (rows, inner).
+    weight: (columns, inner), as torch stores the weight of a linear layer.
+    bias: (columns,).
+    keeps_slope: whether the slope is wanted; otherwise it is None.
+    """
+    slope = x.new_empty(len(x), len(weight)) if keeps_slope else None
+    activated = _run(x, weight, False, True, bias=bias, slope=slope, has_gelu=True)
+    if activated is None:
+        activated, slope = gelu_and_slope(functional.linear(x, weight), bias, keeps_slope)
+    return activated, slope
+
+
+def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the gradient before an activation, (grad weight) * slope, and the sums of its columns.
+
+    They are (rows, columns), in the dtype of `grad`, and (columns,), fp32. There must be kernels for that dtype.
+
+    Parameters
+    ----------
+    grad: (rows, inner), the gradient of the next layer's output.
+    weight: (inner, columns), that layer's.
+    slope: (rows, columns), of the activation.
+    """
+    sums = torch.zeros(weight.shape[1], dtype=torch.float32)
+    product = _run(grad, weight, False, False, factor=slope, column_sums=sums)
+    return times_slope(grad @ weight, slope) if product is None else (product, sums)
+
+
+def _run(
+    left: Tensor,
+    right: Tensor,
+    left_transposed: bool,
+    right_transposed: bool,
+    *,
+    bias: Tensor | None = None,
+    factor: Tensor | None = None,
+    addend: Tensor | None = None,
+    column_sums: Tensor | None = None,
+    slope: Tensor | None = None,
+    has_gelu: bool = False,
+) -> Tensor | None:
+    """Return the product, after what `Ending` in tiles.h does to it; None if torch is faster or there is no kernel."""
     inner, rows = left.shape if left_transposed else left.shape[::-1]
     columns = len(right) if right_transposed else right.shape[1]
+    large = rows * columns * inner >= _MIN_WORK and (left_transposed or rows >= _MIN_ROWS)
+    if not large or left.dtype != torch.bfloat16 or not (left.is_contiguous() and right.is_contiguous()):
+        return None
     kernels = kernels_for(left, right)
-    if kernels is not None and left.dtype == torch.bfloat16 and left.is_contiguous() and right.is_contiguous():
-        large = rows * columns * inner >= _MIN_WORK and (left_transposed or rows >= _MIN_ROWS)
-        if large and _has_tiles(kernels):
-            result = left.new_empty(rows, columns)
-            if _run(kernels, left, right, bias, result, inner, left_transposed, right_transposed):
-                return result
-    if right_transposed and not left_transposed:
-        return functional.linear(left, right, bias)
-    product = (left.t() if left_transposed else left) @ (right.t() if right_transposed else right)
-    return product if bias is None else product + bias
+    if kernels is None or not _has_tiles(kernels):
+        return None
+    factor, addend = (None if x is None else x.contiguous() for x in (factor, addend))
+    result = left.new_empty(rows, columns)
+    arrays = (left, right, bias, factor, addend, column_sums, slope, result)
+    choices = (int(left_transposed), int(right_transposed), int(has_gelu))
+    return result if _is_done(kernels, arrays, (rows, columns, inner, *choices)) else None
 
 
 @functools.cache
 def _has_tiles(kernels: Kernels) -> bool:
     """Return whether these kernels were built for tiles, and this process may use them: a small product is tried."""
     one = torch.ones(1, _STEP, dtype=torch.bfloat16)
-    return _run(kernels, one, one, None, one.new_empty(1, 1), _STEP, False, True)
+    return _is_done(kernels, (one, one, *(None,) * 5, one.new_empty(1, 1)), (1, 1, _STEP, 0, 1, 0))
 
 
-def _run(
-    kernels: Kernels,
-    left: Tensor,
-    right: Tensor,
-    bias: Tensor | None,
-    result: Tensor,
-    inner: int,
-    left_transposed: bool,
-    right_transposed: bool,
-) -> bool:
-    """Write the product to `result`; return whether the kernel could multiply these sizes."""
+def _is_done(kernels: Kernels, arrays: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> bool:
+    """Run the kernel; return whether it could multiply these sizes."""
     done = torch.zeros(1, dtype=torch.int64)
-    sizes = (*result.shape, inner, int(left_transposed), int(right_transposed))
-    kernels.run("matrix_product", left.dtype, left, right, bias, result, done, *sizes)
+    kernels.run("matrix_product", torch.bfloat16, *arrays, done, *sizes)
     return bool(done.item())

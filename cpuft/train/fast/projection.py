@@ -19,7 +19,7 @@ from cpuft.kernels import kernels_for
 from cpuft.train.fast.frozen import FrozenLinear, FrozenWeight, frozen_linear
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
-from cpuft.train.fast.products import matrix_product
+from cpuft.train.fast.products import gelu_product, matrix_product, slope_product
 
 
 def column_sums(x: Tensor) -> Tensor:
@@ -33,8 +33,11 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 class _PackedLinear(torch.autograd.Function):
-    """x W^T + bias. With `int8`, this product and the one for the input's gradient have 8-bit operands; the one for the
-    weight's gradient never has."""
+    """x W^T + bias, and x itself for what else needs it, see `PackedLinear.branch`.
+
+    With `int8`, this product and the one for the input's gradient have 8-bit operands; the one for the weight's
+    gradient never has.
+    """
 
     @staticmethod
     def forward(
@@ -45,25 +48,31 @@ class _PackedLinear(torch.autograd.Function):
         forward_pass: ForwardPass,
         int8: bool,
         *parameters: Tensor,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
         count = len(parameters) // (1 if bias is None else 2)
         ctx.sizes, ctx.biased = [len(parameter) for parameter in parameters[:count]], bias is not None
         weight, scales = quantise_rows(weight) if int8 else (weight, None)
         # Backward of a frozen layer does not need the input.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, weight, scales)
         if forward_pass is ForwardPass.RECOMPUTE:
-            return x.new_empty(len(x), len(weight))
+            return x.new_empty(len(x), len(weight)), x
         if int8:
-            return multiply(quantise_rows(x), weight.t(), scales, bias)
-        return matrix_product(x, weight, bias, right_transposed=True)
+            return multiply(quantise_rows(x), weight.t(), scales, bias), x
+        return matrix_product(x, weight, bias, right_transposed=True), x
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, other_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return other_grad, *(None,) * (len(ctx.needs_input_grad) - 1)
         x, weight, scales = ctx.saved_tensors
         dx = None
-        if ctx.needs_input_grad[0]:
-            dx = matrix_product(grad, weight) if scales is None else multiply(quantise_rows(grad, scales), weight)
+        if ctx.needs_input_grad[0] and scales is None:
+            dx = matrix_product(grad, weight, addend=other_grad)
+        elif ctx.needs_input_grad[0]:
+            dx = multiply(quantise_rows(grad, scales), weight)
+            dx = dx if other_grad is None else dx.add_(other_grad)
         dweights: tuple[Tensor | None, ...] = (None,) * (len(ctx.sizes) * (1 + ctx.biased))
         if any(ctx.needs_input_grad[5:]):
             dweights = torch.split(matrix_product(grad, x, left_transposed=True), ctx.sizes)
@@ -106,7 +115,37 @@ class _AdaptedLinear(torch.autograd.Function):
         return dx, None, None, None, dnarrow.t() @ x, grad.t() @ narrow
 
 
-_packed_linear: Callable[..., Tensor] = _PackedLinear.apply
+class _FeedForward(torch.autograd.Function):
+    """gelu(x W^T + bias) V^T, and x itself for the residual connection, see `feed_forward`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, inner_weight: Tensor, bias: Tensor, outer_weight: Tensor, forward_pass: ForwardPass
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        inner, slope = gelu_product(x, inner_weight, bias, any(ctx.needs_input_grad))
+        ctx.save_for_backward(x, inner_weight, outer_weight, inner, slope)
+        if forward_pass is ForwardPass.RECOMPUTE:
+            return x.new_empty(len(x), len(outer_weight)), x
+        return matrix_product(inner, outer_weight, right_transposed=True), x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor | None, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return residual_grad, None, None, None, None
+        x, inner_weight, outer_weight, inner, slope = ctx.saved_tensors
+        wants_x, wants_inner, wants_bias, wants_outer, _ = ctx.needs_input_grad
+        grad = grad.contiguous()
+        douter = matrix_product(grad, inner, left_transposed=True) if wants_outer else None
+        before, sums = slope_product(grad, outer_weight, slope)
+        dinner = matrix_product(before, x, left_transposed=True) if wants_inner else None
+        dx = matrix_product(before, inner_weight, addend=residual_grad) if wants_x else None
+        return dx, dinner, sums.to(grad.dtype) if wants_bias else None, douter, None
+
+
+_packed_linear: Callable[..., tuple[Tensor, Tensor]] = _PackedLinear.apply
+_feed_forward: Callable[..., tuple[Tensor, Tensor]] = _FeedForward.apply
 _adapted_linear: Callable[..., Tensor] = _AdaptedLinear.apply
 _block_diagonal: Callable[..., Tensor] = torch.block_diag
 
@@ -179,16 +218,19 @@ def _project(
     bias: Tensor | None,
     forward_pass: ForwardPass,
     int8: bool,
-) -> Tensor:
-    """Return the outputs of `layers`, for which `can_pack` holds, side by side, given all their weights and biases."""
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs of `layers`, for which `can_pack` holds, side by side, given all their weights and biases.
+
+    The second tensor is `x`, see `PackedLinear.branch`.
+    """
     if all(map(is_plain, layers)):
         if isinstance(weight, FrozenWeight):
-            return frozen_linear(x, weight, bias, forward_pass)
+            return frozen_linear(x, weight, bias, forward_pass), x
         int8 = int8 and layers[0].training and len(x) >= MIN_ROWS
         parameters = [layer.weight for layer in layers] + [layer.bias for layer in layers if bias is not None]
         return _packed_linear(x, weight, bias, forward_pass, int8, *parameters)
     downs, ups = zip(*(_lora_factors(layer, x.dtype) for layer in layers))
-    return _adapted_linear(x, weight, bias, forward_pass, torch.cat(downs), _block_diagonal(*ups))
+    return _adapted_linear(x, weight, bias, forward_pass, torch.cat(downs), _block_diagonal(*ups)), x
 
 
 def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
@@ -202,7 +244,7 @@ def linear(layer: Any, x: Tensor, int8: bool = False) -> Tensor:
         tokens. The weights are then fp32.
     """
     bias = None if layer.bias is None else layer.bias.detach()
-    return _project(x, [layer], _find_weight([layer]), bias, ForwardPass.ONLY, int8)
+    return _project(x, [layer], _find_weight([layer]), bias, ForwardPass.ONLY, int8)[0]
 
 
 def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass = ForwardPass.ONLY) -> Tensor:
@@ -216,7 +258,26 @@ def product(layer: Any, x: Tensor, int8: bool = False, forward_pass: ForwardPass
     forward_pass: which pass of a part under gradient checkpointing this is. The part must end with this product,
         because its values are undefined in the pass RECOMPUTE.
     """
-    return _project(x, [layer], _find_weight([layer]), None, forward_pass, int8)
+    return _project(x, [layer], _find_weight([layer]), None, forward_pass, int8)[0]
+
+
+def can_feed_forward(inner: Any, outer: Any, x: Tensor) -> bool:
+    """Return whether `feed_forward` can compute these two layers: both are torch.nn.Linear, and there are kernels."""
+    return type(inner) is nn.Linear and type(outer) is nn.Linear and kernels_for(x, inner.weight) is not None
+
+
+def feed_forward(x: Tensor, inner: nn.Linear, outer: nn.Linear, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
+    """Return gelu(inner(x)) W^T, where W is the weight of `outer`, and `x` for the residual connection.
+
+    Both are (tokens, hidden). The GELU is exact (with erf). It and its slope belong to the products before and after
+    it, and so does the sum of both gradients of `x`, if the second result is used instead of `x`.
+
+    Parameters
+    ----------
+    x, inner, outer: for which `can_feed_forward` holds. The bias of `outer` is left out: the next pass adds it.
+    forward_pass: see `product`.
+    """
+    return _feed_forward(x, inner.weight, inner.bias, outer.weight, forward_pass)
 
 
 class PackedLinear:
@@ -266,6 +327,14 @@ class PackedLinear:
         x: (tokens, inputs), in the dtype of the weights, unless these are of FrozenLinear layers.
         first: 0 for all layers; less than their number.
         int8: multiply 8-bit numbers, under the conditions of `linear`.
+        """
+        return self.branch(x, first, int8)[0]
+
+    def branch(self, x: Tensor, first: int = 0, int8: bool = False) -> tuple[Tensor, Tensor]:
+        """Return what calling this object returns, and `x` for what else needs it, such as a residual connection.
+
+        If the second result is used instead of `x`, the product that makes the gradient of `x` adds the gradient from
+        there, and no pass over memory is needed for it.
         """
         layers = self.layers[first:]
         if isinstance(_base_of(layers[0]), FrozenLinear):

@@ -26,6 +26,7 @@
 
 #pragma once
 
+#include "activations.h"
 #include "products.h"
 #include <algorithm>
 #include <cstdlib>
@@ -119,25 +120,79 @@ inline void pack_last_rows(const bf16 *a, int64_t inner, int64_t rows, int64_t b
         std::memcpy(y, reinterpret_cast<const word *>(a + i * inner) + first, size_t(count) * sizeof(word));
 }
 
-// A block of sums that still has to be rounded, biased and written to C.
+// 32 numbers of a row.
+struct Pair {
+    vec low, high;
+};
+inline Pair get_pair(const bf16 *p, __mmask32 mask) {
+    __m512i both = _mm512_maskz_loadu_epi16(mask, p);
+    return {widen(read<half>(&both)), widen(read<half>(reinterpret_cast<const uint16_t *>(&both) + W))};
+}
+inline void put_pair(bf16 *p, Pair x, __mmask32 mask) {
+    _mm512_mask_storeu_epi16(p, mask, (__m512i)_mm512_cvtne2ps_pbh((__m512)x.high, (__m512)x.low));
+}
+
+template <class T> T *moved(T *p, int64_t count) { return p ? p + count : p; }
+
+// What happens to a product before it is rounded and written, in the order of these pointers. A null pointer stands for
+// nothing.
+struct Ending {
+    const bf16 *bias;    // (cols,): it is added
+    const bf16 *factor;  // (rows, cols): the product is multiplied by it
+    const bf16 *addend;  // (rows, cols): it is added
+    float *column_sums;  // (cols,): the sums of the columns are added to it
+    bf16 *slope;         // (rows, cols): C becomes the GELU of the product, and this the GELU's slope
+    bool has_gelu;       // the same without a slope
+
+    // For the part of C that begins `number` numbers after its first one, in column `col`.
+    Ending from(int64_t number, int64_t col) const {
+        return {moved(bias, col),        moved(factor, number), moved(addend, number),
+                moved(column_sums, col), moved(slope, number),  has_gelu};
+    }
+    Pair apply(Pair x, int64_t number, __mmask32 mask) const {
+        if (bias) {
+            Pair b = get_pair(bias, mask);
+            x = {x.low + b.low, x.high + b.high};
+        }
+        if (factor) {
+            Pair f = get_pair(factor + number, mask);
+            x = {x.low * f.low, x.high * f.high};
+        }
+        if (addend) {
+            Pair a = get_pair(addend + number, mask);
+            x = {x.low + a.low, x.high + a.high};
+        }
+        if (column_sums) {
+            put(column_sums, read<vec>(column_sums) + x.low, W);
+            put(column_sums + W, read<vec>(column_sums + W) + x.high, W);
+        }
+        if (!has_gelu) return x;
+        Activation low = gelu<bf16>(x.low), high = gelu<bf16>(x.high);
+        if (slope) put_pair(slope + number, {low.slope, high.slope}, mask);
+        return {low.value, high.value};
+    }
+};
+
+// A block of sums that still has to be rounded and written to C.
 struct Rounding {
     const float *sums = nullptr;
     bf16 *to = nullptr;
-    const bf16 *bias = nullptr;  // null: none
+    Ending ending{};
     int64_t stride = 0, rows = 0, cols = 0, next = 0;
 
     bool is_left() const { return next < rows; }
+    // Asks for the memory of a row while its sums are still being made: without it, each row of 64 bytes is waited for.
+    void prefetch(int64_t row) const {
+        if (row >= rows) return;
+        __builtin_prefetch(to + row * stride, 1);
+        if (ending.slope) __builtin_prefetch(ending.slope + row * stride, 1);
+        if (ending.factor) __builtin_prefetch(ending.factor + row * stride);
+        if (ending.addend) __builtin_prefetch(ending.addend + row * stride);
+    }
     void write_row() {
         const float *from = sums + next * BLOCK_COLS;
-        vec low = read<vec>(from), high = read<vec>(from + W);
         __mmask32 mask = cols >= 32 ? ~__mmask32(0) : (__mmask32(1) << cols) - 1;
-        if (bias) {
-            __m512i both = _mm512_maskz_loadu_epi16(mask, bias);
-            low += widen(read<half>(&both));
-            high += widen(read<half>(reinterpret_cast<const uint16_t *>(&both) + W));
-        }
-        __m512bh pair = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-        _mm512_mask_storeu_epi16(to + next * stride, mask, (__m512i)pair);
+        put_pair(to + next * stride, ending.apply({read<vec>(from), read<vec>(from + W)}, next * stride, mask), mask);
         next++;
     }
     void finish() {
@@ -148,7 +203,7 @@ struct Rounding {
 // sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. `row` is the distance of two rows of A in words.
 // Meanwhile, the sums of the block `before` are rounded and written.
 inline void multiply_with_panel(const word *a, int64_t row, const word *panel, float *sums, int64_t words, bool adds,
-                                Rounding &before) {
+                                Rounding &before, const Rounding &after) {
     constexpr int64_t LINE = 4 * BLOCK_COLS;
     float *lower = sums + 16 * BLOCK_COLS;
     if (adds) {
@@ -172,6 +227,7 @@ inline void multiply_with_panel(const word *a, int64_t row, const word *panel, f
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
+        for (int64_t i = 0; i < each; i++) after.prefetch(k / 16 * each + i);
         for (int64_t i = 0; i < each && before.is_left(); i++) before.write_row();
     }
     before.finish();
@@ -184,7 +240,7 @@ inline void multiply_with_panel(const word *a, int64_t row, const word *panel, f
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Returns false if there is no memory for the packed factors.
-bool multiply_with_tiles(const bf16 *a, const bf16 *b, const bf16 *bias, bf16 *c, int64_t rows, int64_t cols,
+bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Ending &ending, bf16 *c, int64_t rows, int64_t cols,
                          int64_t inner, bool a_is_transposed, bool b_is_transposed, int threads) {
     int64_t words = filled_up(inner, STEP) / 2;
     // Rows that lie a multiple of a page apart would compete for the same lines of a cache.
@@ -195,8 +251,10 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const bf16 *bias, bf16 *c
     chunk = ceil_div(panels, chunks);
     int64_t parts = std::clamp(ceil_div(4 * int64_t(threads), chunks), int64_t(1), blocks);
     int64_t split = 2 * words > (a_is_transposed ? MOST_PACKED_INNER : MOST_INNER) ? SPLIT_INNER / 2 : words;
-    // Sums of the blocks that wait for more steps, or of this block and the one before; and the last rows of A.
-    int64_t most_sums = std::max<int64_t>(chunk, 2) * BLOCK_SUMS, of_thread = most_sums + BLOCK_ROWS * split;
+    // Sums of the blocks that wait for more steps, or of this block and the one before; the last rows of A; and sums of
+    // columns.
+    int64_t most_sums = std::max<int64_t>(chunk, 2) * BLOCK_SUMS, of_columns = ending.column_sums ? panels * BLOCK_COLS : 0;
+    int64_t of_thread = most_sums + BLOCK_ROWS * split + of_columns;
     int64_t of_panels = panels * words * BLOCK_COLS, of_rows = a_is_transposed ? blocks * BLOCK_ROWS * stride : 0;
     static thread_local Scratch scratch;
     word *packed = scratch.get(of_panels + of_rows + threads * of_thread), *rows_packed = packed + of_panels;
@@ -221,6 +279,11 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const bf16 *bias, bf16 *c
         }
         word *own = rows_packed + of_rows + omp_get_thread_num() * of_thread, *last_rows = own + most_sums;
         float *sums = reinterpret_cast<float *>(own);
+        Ending own_ending = ending;
+        if (of_columns) {
+            own_ending.column_sums = sums + most_sums + BLOCK_ROWS * split;
+            std::memset(own_ending.column_sums, 0, size_t(of_columns) * sizeof(float));
+        }
         Tiles<bf16> tiles;
         Rounding before;
         int64_t turn = 0;
@@ -241,34 +304,44 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const bf16 *bias, bf16 *c
                     for (int64_t p = first; p < end; p++) {
                         float *to = sums + (split < words ? p - first : turn++ & 1) * BLOCK_SUMS;
                         const word *panel = packed + (p * words + k) * BLOCK_COLS;
-                        multiply_with_panel(left, row, panel, to, count, k > 0, before);
-                        if (k + count < words) continue;
-                        int64_t col = p * BLOCK_COLS;
-                        before = Rounding{to, c + begin * cols + col, bias ? bias + col : nullptr, cols,
-                                          std::min(BLOCK_ROWS, rows - begin), std::min(BLOCK_COLS, cols - col), 0};
+                        Rounding after;
+                        if (k + count == words) {
+                            int64_t col = p * BLOCK_COLS, number = begin * cols + col;
+                            after = Rounding{to,   c + number, own_ending.from(number, col),
+                                             cols, std::min(BLOCK_ROWS, rows - begin), std::min(BLOCK_COLS, cols - col),
+                                             0};
+                        }
+                        multiply_with_panel(left, row, panel, to, count, k > 0, before, after);
+                        if (k + count == words) before = after;
                     }
                 }
             }
         }
         before.finish();
+        if (of_columns) {
+#pragma omp critical
+            for (int64_t j = 0; j < cols; j++) ending.column_sums[j] += own_ending.column_sums[j];
+        }
     }
     return true;
 }
 #endif
 
-// c (rows, cols) = a (rows, inner) b (inner, cols) + bias. A factor that is transposed is stored as (inner, rows), or
-// (cols, inner). `bias` may be null. *done is 1 if c has been computed: this CPU has tiles, and they can multiply these
+// c (rows, cols) = a (rows, inner) b (inner, cols), after what `Ending` does to it. A factor that is transposed is stored
+// as (inner, rows), or (cols, inner). *done is 1 if c has been computed: this CPU has tiles, and they can multiply these
 // sizes.
 template <class T>
-void matrix_product(const T *a, const T *b, const T *bias, T *c, int64_t *done, int64_t rows, int64_t cols,
-                    int64_t inner, int64_t a_is_transposed, int64_t b_is_transposed, int threads) {
+void matrix_product(const T *a, const T *b, const T *bias, const T *factor, const T *addend, float *column_sums,
+                    T *slope, T *c, int64_t *done, int64_t rows, int64_t cols, int64_t inner, int64_t a_is_transposed,
+                    int64_t b_is_transposed, int64_t has_gelu, int threads) {
     *done = 0;
 #ifdef __AMX_BF16__
     // Rows that are read as they lie in memory have to end with a whole tile.
     bool fits = inner % STEP == 0 || (a_is_transposed && !b_is_transposed);
     if constexpr (sizeof(T) == 2)
         if (HAS_TILES && fits && rows && cols && inner)
-            *done = multiply_with_tiles(a, b, bias, c, rows, cols, inner, a_is_transposed, b_is_transposed, threads);
+            *done = multiply_with_tiles(a, b, {bias, factor, addend, column_sums, slope, has_gelu != 0}, c, rows, cols,
+                                        inner, a_is_transposed, b_is_transposed, threads);
 #endif
 }
 

@@ -13,7 +13,8 @@ from torch.nn import functional
 from cpuft.train.fast.architectures import Heads
 from cpuft.train.fast.attention import Grid, attention
 from cpuft.train.fast.elementwise import NO_MASK, Mask, dropout_add_norm, gelu, kept_elements
-from cpuft.train.fast.projection import PackedLinear, linear, product
+from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
+from cpuft.train.fast.projection import PackedLinear, can_feed_forward, feed_forward, linear, product
 from tests.train.fast.encoders import relative_error
 
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2 / 256}
@@ -304,6 +305,64 @@ def test_linear(dtype: torch.dtype, tokens: int, run: Callable[[nn.Linear, Tenso
         assert mine.grad is not None
         assert theirs.grad is not None
         assert relative_error(mine.grad, theirs.grad) < TOLERANCE[dtype]
+
+
+@both_dtypes
+@pytest.mark.parametrize("tokens", [9, 1100])
+@pytest.mark.parametrize("run", [run_once, run_with_recompute])
+def test_feed_forward(dtype: torch.dtype, tokens: int, run: Callable[..., tuple[Tensor, Tensor]]) -> None:
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(64, 96), nn.Linear(96, 64, bias=False)]).to(dtype)
+    exact = nn.ModuleList([nn.Linear(64, 96), nn.Linear(96, 64, bias=False)]).double()
+    exact.load_state_dict(layers.state_dict())
+    if not can_feed_forward(*layers, torch.empty(0, dtype=dtype)):
+        return
+
+    def fast(x: Tensor) -> Tensor:
+        y, x = run(lambda forward_pass, x: feed_forward(x, *layers, forward_pass), x)  # type: ignore[misc]
+        return y + x * 3
+
+    def plain(x: Tensor) -> Tensor:
+        y: Tensor = exact[1](functional.gelu(exact[0](x)))
+        return y + x * 3
+
+    compare(fast, plain, [torch.randn(tokens, 64)], dtype)
+    for mine, theirs in zip(layers.parameters(), exact.parameters(), strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        assert relative_error(mine.grad, theirs.grad) < TOLERANCE[dtype]
+
+
+def test_feed_forward_makes_only_the_gradients_that_are_wanted() -> None:
+    layers, x = [nn.Linear(8, 12), nn.Linear(12, 8)], torch.randn(3, 8)
+    if not can_feed_forward(*layers, x):
+        return
+    layers[0].requires_grad_(False)
+    y, same = feed_forward(x, layers[0], layers[1], ForwardPass.ONLY)
+    assert torch.equal(same, x)
+    y.sum().backward()  # type: ignore[no-untyped-call]
+    assert layers[0].weight.grad is None
+    assert layers[1].weight.grad is not None
+    x.requires_grad_()
+    feed_forward(x, layers[0], layers[1], ForwardPass.ONLY)[1].sum().backward()  # type: ignore[no-untyped-call]
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones(3, 8))
+
+
+@both_dtypes
+@pytest.mark.parametrize("tokens", [9, 1100])
+def test_the_gradient_of_a_packed_layers_input_contains_that_of_its_other_use(dtype: torch.dtype, tokens: int) -> None:
+    torch.manual_seed(0)
+    layers, exact = [nn.Linear(64, 64).to(dtype) for _ in range(2)], [nn.Linear(64, 64).double() for _ in range(2)]
+    for mine, theirs in zip(layers, exact, strict=True):
+        theirs.load_state_dict(mine.state_dict())
+    packed = PackedLinear(layers)
+
+    def fast(x: Tensor) -> Tensor:
+        y, x = packed.branch(x)
+        return y + torch.cat([x, x], -1)
+
+    compare(fast, lambda x: torch.cat([layer(x) + x for layer in exact], -1), [torch.randn(tokens, 64)], dtype)
 
 
 def test_packed_linear_follows_weights_that_were_moved() -> None:

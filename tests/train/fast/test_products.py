@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cpuft.kernels import kernels_for
 from cpuft.train.fast import products
-from cpuft.train.fast.products import matrix_product
+from cpuft.train.fast.products import gelu_product, matrix_product, slope_product
 from cpuft.train.fast.projection import linear
 from tests.train.fast.encoders import relative_error
 
@@ -44,6 +44,42 @@ def test_products_are_those_of_fp64(
 
 
 @pytest.mark.parametrize("sizes", SIZES)
+@pytest.mark.parametrize("limit", [0, 1 << 62], ids=["kernel", "torch"])
+def test_products_and_what_follows_them_are_those_of_fp64(
+    sizes: tuple[int, int, int], limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernels_for(torch.empty(0)) is None:
+        return
+    monkeypatch.setattr(products, "_MIN_WORK", limit)
+    monkeypatch.setattr(products, "_MIN_ROWS", 0)
+    rows, columns, inner = sizes
+    left, right, bias = make_factors(*sizes)
+    addend = torch.randn(rows, columns).bfloat16()
+    exact = left.double() @ right.double()
+    assert relative_error(matrix_product(left, right, addend=addend), exact + addend.double()) < 8e-3
+    assert relative_error(matrix_product(left, right, bias, addend=addend), exact + bias.double() + addend) < 8e-3
+
+    right = (right.float() / inner**0.5).bfloat16()
+    before = (left.double() @ right.double() + bias.double()).requires_grad_()
+    wanted = nn.functional.gelu(before)
+    (wanted_slope,) = torch.autograd.grad(wanted.sum(), before)
+    weight = right.t().contiguous()
+    value, slope = gelu_product(left, weight, bias, True)
+    assert slope is not None
+    for found, what in ((value, wanted.detach()), (slope, wanted_slope)):
+        torch.testing.assert_close(found.double(), what, rtol=2e-2, atol=1e-2)
+        assert relative_error(found, what) < 8e-3
+    assert torch.equal(gelu_product(left, weight, bias, False)[0], value)
+    assert gelu_product(left, weight, bias, False)[1] is None
+
+    wanted = left.double() @ right.double() * slope.double()
+    found, sums = slope_product(left, right, slope)
+    assert relative_error(found, wanted) < 8e-3
+    assert sums.dtype == torch.float32
+    torch.testing.assert_close(sums.double(), wanted.sum(0), rtol=1e-2, atol=2e-2 * rows**0.5)
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_nothing_is_written_beside_the_product(sizes: tuple[int, int, int]) -> None:
     if (kernels := kernels_for(torch.empty(0))) is None:
         return
@@ -51,9 +87,14 @@ def test_nothing_is_written_beside_the_product(sizes: tuple[int, int, int]) -> N
     left, right, _ = make_factors(*sizes)
     room = torch.full((rows * columns + 128,), 7.0, dtype=torch.bfloat16)
     done = torch.zeros(1, dtype=torch.int64)
-    kernels.run("matrix_product", torch.bfloat16, left, right, None, room[64:], done, rows, columns, inner, 0, 0)
-    assert (room[:64] == 7).all()
-    assert (room[64 + rows * columns :] == 7).all()
+    slopes, sums = room.clone(), torch.full((columns + 32,), 7.0)
+    arrays = (left, right, None, None, None, sums[16:], slopes[64:], room[64:], done)
+    kernels.run("matrix_product", torch.bfloat16, *arrays, rows, columns, inner, 0, 0, 0)
+    for written in (room, slopes):
+        assert (written[:64] == 7).all()
+        assert (written[64 + rows * columns :] == 7).all()
+    assert (sums[:16] == 7).all()
+    assert (sums[16 + columns :] == 7).all()
     if done:
         assert relative_error(room[64:-64].view(rows, columns), left.double() @ right.double()) < 4e-3
 
@@ -64,7 +105,8 @@ def test_the_kernel_leaves_to_torch_what_it_cannot_multiply() -> None:
     done = torch.ones(1, dtype=torch.int64)
     left, right, _ = make_factors(40, 33, 45)
     result = torch.empty(40, 33, dtype=torch.bfloat16)
-    kernels.run("matrix_product", torch.bfloat16, left, right, None, result, done, 40, 33, 45, 0, 0)
+    arrays = (left, right, None, None, None, None, None, result, done)
+    kernels.run("matrix_product", torch.bfloat16, *arrays, 40, 33, 45, 0, 0, 0)
     assert not done
 
 
