@@ -24,11 +24,12 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from cpuft.compiler import find_compiler, read_cpu_flags
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.hardware import compiler_target, cpu_class
-from cpuft.kernels import kernel_status, plain_torch
+from cpuft.kernels import Kernels, kernel_status, plain_torch
 from cpuft.train.fast import products as fast_products
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.products import matrix_product
@@ -59,7 +60,8 @@ KINDS: dict[str, tuple[str, ...]] = {
         "aten::gather",
         "aten::scatter",
     ),
-    "products": ("aten::mm", "aten::addmm", "aten::_int_mm", "_PackedLinear", "_AdaptedLinear"),
+    # _FeedForward has the GELU in its products.
+    "products": ("aten::mm", "aten::addmm", "aten::_int_mm", "_PackedLinear", "_AdaptedLinear", "_FeedForward"),
     "dropout": ("_Dropout", "aten::dropout", "aten::native_dropout", "aten::bernoulli_"),
     "norms and activations": ("aten::native_layer_norm", "aten::gelu", "_Gelu", "_Glu", "_AddNorm", "aten::tanh"),
     "casts and copies": ("aten::copy_", "aten::fill_", "aten::cat", "aten::index", "aten::_to_copy", "aten::empty"),
@@ -318,15 +320,14 @@ def summarise(turns: list[dict[str, Any]], base: str) -> list[dict[str, Any]]:
 @contextlib.contextmanager
 def count_kernel_products() -> Iterator[Counter[KernelProduct]]:
     """Count the products that cpuft's own kernel makes inside of the `with` block."""
-    counted, run = Counter[KernelProduct](), fast_products._run
+    counted, is_done = Counter[KernelProduct](), fast_products._is_done
 
-    def count(*arguments: Any) -> bool:
-        _, _, _, _, result, inner, left_transposed, right_transposed = arguments
-        rows, columns = result.shape
-        counted[KernelProduct(rows, inner, columns, left_transposed, right_transposed)] += 1
-        return run(*arguments)
+    def count(kernels: Kernels, arrays: tuple[Tensor | None, ...], sizes: tuple[int, ...]) -> bool:
+        rows, columns, inner, left_transposed, right_transposed, _ = sizes
+        counted[KernelProduct(rows, inner, columns, bool(left_transposed), bool(right_transposed))] += 1
+        return is_done(kernels, arrays, sizes)
 
-    with mock.patch.object(fast_products, "_run", count):
+    with mock.patch.object(fast_products, "_is_done", count):
         yield counted
 
 
