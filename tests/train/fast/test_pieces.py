@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable
+from copy import deepcopy
 
 import pytest
 import torch
@@ -314,7 +314,7 @@ def test_linear(dtype: torch.dtype, tokens: int, run: Callable[[nn.Linear, Tenso
 def test_feed_forward(dtype: torch.dtype, tokens: int, run: Callable[..., tuple[Tensor, Tensor]]) -> None:
     torch.manual_seed(0)
     inner, outer = nn.Linear(64, 96).to(dtype), nn.Linear(96, 64, bias=False).to(dtype)
-    exact = copy.deepcopy(inner).double(), copy.deepcopy(outer).double()
+    exact = deepcopy(inner).double(), deepcopy(outer).double()
     if not can_feed_forward(inner, outer, torch.empty(0, dtype=dtype)):
         return
 
