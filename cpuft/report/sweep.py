@@ -232,14 +232,14 @@ class Sweep:
                 found.setdefault(one.run, {})[one.update] = one.metrics[self.metric]
         return found
 
-    def average_curve(self, trial: int) -> list[float]:
-        """Return the metric at the first, second, ... evaluation while training, of a configuration of Optuna.
+    def average_curve(self, trial: int) -> list[tuple[int, float]]:
+        """Return (number of updates, metric) at each evaluation while training, of a configuration of Optuna.
 
-        Each is the mean over those of its runs that have made so many evaluations.
+        The metric is the mean over those of its runs that have got so far.
         """
-        curves = [[value for _, value in sorted(self._curves.get(run, {}).items())] for run in self.list_runs(trial)]
-        longest = max(map(len, curves))
-        return [statistics.fmean(curve[at] for curve in curves if len(curve) > at) for at in range(longest)]
+        curves = [self._curves.get(run, {}) for run in self.list_runs(trial)]
+        updates = sorted({update for curve in curves for update in curve})
+        return [(update, statistics.fmean(curve[update] for curve in curves if update in curve)) for update in updates]
 
     def count_evaluations(self, run: int) -> int:
         """Return how many evaluations while training a run has made, in the folder of its last attempt."""

@@ -426,10 +426,10 @@ class SweepQueue:
     def _end_pruned(self, run: int) -> None:
         """Ask all active runs of a run's configuration to end at once, because of the last evaluation of this run."""
         number, last = self.sweep.find_trial(run), self.sweep.count_evaluations(run)
-        value = self.sweep.average_curve(number)[last - 1]
+        update, value = self.sweep.average_curve(number)[last - 1]
         reason = (
-            f"{self.sweep.metric} {value:.4f} at evaluation {last}, and no evaluation up to this one was as good as "
-            "the median of the finished configurations"
+            f"{self.sweep.metric} {value:.4f} after {update} updates, and no evaluation up to this one was as good as "
+            "the median of the finished configurations after the same share of their training"
         )
         for active in self._active:
             if active.start.run in self.sweep.list_runs(number):

@@ -238,27 +238,37 @@ class OptunaSearch:
     def is_pruned(self, sweep: Sweep, run: int) -> bool:
         """Return whether the pruner ends the configuration of a run after the last evaluation of the run.
 
-        The mean over those runs of the configuration that have got so far decides. The study gets the evaluation as
-        soon as all of them have. Raises CpuftError: the storage fails.
+        The mean over those runs of the configuration that have got so far decides. It is compared with what the
+        finished configurations had reached after the same share of their training. The study gets the evaluation as
+        soon as all runs of the configuration have got so far. Raises CpuftError: the storage fails.
         """
         number, last = sweep.find_trial(run), sweep.count_evaluations(run)
         if number not in self._open or self._pruner is None or not last:
             return False
+        curve = sweep.average_curve(number)[:last]
         with self._explain():
-            curve = sweep.average_curve(number)[:last]
             self._report(number, curve[: min(map(sweep.count_evaluations, sweep.list_runs(number)))])
-            # Optuna stores one value per evaluation for good. The mean over seeds changes until all of them are there.
-            trial = self._optuna.trial.create_trial(
-                state=self._optuna.trial.TrialState.RUNNING, intermediate_values=dict(enumerate(curve, start=1))
-            )
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # numpy warns of evaluations that are all NaN, which are pruned
-                return bool(self._pruner.prune(self._study, trial))
+        base, states = make_base_config(sweep.header.options), self._optuna.trial.TrialState
+        create_trial = self._optuna.trial.create_trial
+        progress = curve[-1][0] * _progress_per_update(base, sweep.trials[number - 1])
+        finished = self._optuna.create_study(direction=self._study.direction)
+        for other in sweep.trials:
+            status, result = judge_trial(sweep, other.number)
+            if status == DONE:
+                limit = progress / _progress_per_update(base, other)
+                reached = [value for update, value in sweep.average_curve(other.number) if update <= limit + 1e-6]
+                values = {last: reached[-1]} if reached else {}
+                finished.add_trial(create_trial(state=states.COMPLETE, value=result, intermediate_values=values))
+        values = {at: value for at, (_, value) in enumerate(curve, start=1)}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # numpy warns of evaluations that are all NaN, which are pruned
+            return bool(self._pruner.prune(finished, create_trial(state=states.RUNNING, intermediate_values=values)))
 
-    def _report(self, number: int, curve: Sequence[float]) -> None:
+    def _report(self, number: int, curve: Sequence[tuple[int, float]]) -> None:
+        """Give the study the evaluations that it does not have: it stores one value for each, for good."""
         trial, begin = self._open[number], self._reported.get(number, 0)
-        for at, value in enumerate(curve[begin:], start=begin + 1):
-            trial.report(value, at)
+        for update, value in curve[begin:]:
+            trial.report(value, update)
         self._reported[number] = max(begin, len(curve))
 
     def finish(self, sweep: Sweep, number: int, retried: Collection[int] = ()) -> None:
@@ -302,6 +312,15 @@ def judge_trial(sweep: Sweep, number: int, retried: Collection[int] = ()) -> tup
     metrics = [found[sweep.metric] for found in ends if sweep.metric in found]
     value = sum(metrics) / len(metrics) if metrics else float("nan")
     return (DONE, value) if value == value else (FAILED, 0.0)  # Optuna accepts no NaN
+
+
+def _progress_per_update(base: TrainConfig, trial: Trial) -> float:
+    """Return which share of its training a run of a configuration has made with one update.
+
+    A factor that is the same for all configurations of the sweep is left out. `base` has the options of all runs.
+    """
+    config = apply_assignment(base, trial.runs[0])
+    return config.batch_size * config.gradient_accumulation / trial.lengths[0]
 
 
 def name_parameters(spaces: Sequence[Space]) -> list[dict[str, str]]:

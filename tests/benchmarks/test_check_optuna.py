@@ -53,14 +53,16 @@ def test_a_pruned_configuration_costs_what_it_took_until_then() -> None:
 
 
 def test_the_median_over_seeds_decides() -> None:
-    fast, slow = Replay(10, 3, 3600.0, True), Replay(40, 20, 9000.0, True)
-    text, is_good = describe({0: fast, 1: slow, 2: fast}, 10_000.0)
+    fast, slow = Replay(10, 3, 3600.0, True, 0.9), Replay(40, 20, 9000.0, True, 0.9)
+    text, is_good = describe({0: fast, 1: slow, 2: fast}, 10_000.0, 0.9)
     assert is_good
-    assert "grid: 2.78 host-hours" in text
-    assert "median: 0.36 of the grid's host-hours; at most 0.5 is good" in " ".join(text.split())
-    assert not describe({0: fast, 1: slow, 2: slow}, 10_000.0)[1]
-    lost = Replay(40, 20, 1000.0, False)
-    text, is_good = describe({0: fast, 1: lost, 2: lost}, 10_000.0)
+    assert "grid: 2.78 host-hours, best accuracy 0.9000" in text
+    assert "median: 0.36 of the grid's host-hours; at most 0.5 of the grid's host-hours is good" in " ".join(
+        text.split()
+    )
+    assert not describe({0: fast, 1: slow, 2: slow}, 10_000.0, 0.9)[1]
+    lost = Replay(40, 20, 1000.0, False, 0.8)
+    text, is_good = describe({0: fast, 1: lost, 2: lost}, 10_000.0, 0.9)
     assert (is_good, "the best configuration is not found" in text) == (False, True)
 
 

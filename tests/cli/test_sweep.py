@@ -216,7 +216,7 @@ def test_a_search_on_this_machine_prunes_a_run(tmp_path: Path) -> None:
     (tmp_path / "t" / FILE_NAME).write_text("".join(format_journal_line(line) + "\n" for line in (header, *lines)))
     done = run_cpuft("sweep", "--resume", str(tmp_path / "t"), seconds=600)
     assert done.returncode == 0, done.stderr
-    assert re.search(r"run 6 of 6 was pruned after \d+ s: accuracy [0-9.]+ at evaluation 1, and until", done.stderr)
+    assert re.search(r"run 6 of 6 was pruned after \d+ s: accuracy [0-9.]+ after 1 updates, and until", done.stderr)
     assert read_sweep(str(tmp_path / "t")).list_with_status(PRUNED) == [6]
     assert (
         "6 runs: 5 done, 0 running, 0 queued, 0 failed, 1 pruned"

@@ -352,7 +352,7 @@ def test_runs_that_are_worse_than_the_median_are_pruned(launches: Launches) -> N
     sweep = read_sweep(str(launches.folder))
     done, pruned = sweep.list_with_status(DONE), sweep.list_with_status(PRUNED)
     assert sorted(done + pruned) == [*range(1, 10)]
-    metrics = {run: sweep.average_curve(run)[0] for run in sweep.numbers}
+    metrics = {run: sweep.average_curve(run)[0][1] for run in sweep.numbers}
     assert pruned
     for run in sweep.numbers:
         earlier = [metrics[one] for one in done if one < run]
@@ -360,7 +360,7 @@ def test_runs_that_are_worse_than_the_median_are_pruned(launches: Launches) -> N
     end = sweep.find_end(pruned[0])
     assert end is not None
     assert (end.exit_code, end.reason[:16]) == (143, f"accuracy {metrics[pruned[0]]:.4f} "[:16])
-    assert "at evaluation 1, and no evaluation up to this one was as good as the median" in end.reason
+    assert "after 10 updates, and no evaluation up to this one was as good as the median" in end.reason
     assert f"run {pruned[0]} of 9 was pruned after " in "".join(launches.said)
     # The evaluation at the end is none of those that are compared.
     assert {one.update for one in sweep.evaluations} == {10, 20}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import builtins
 import math
 import sqlite3
+import statistics
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +90,37 @@ def test_the_search_comes_near_the_best_and_prunes_what_is_worse_than_the_median
     assert min(distances) == min(distances[run - 1] for run in sweep.list_with_status(DONE))
 
 
+def test_evaluations_are_compared_after_the_same_share_of_the_training() -> None:
+    """Runs with a batch of 8 make eight times as many updates, and have learned less at the first evaluations."""
+    settings = replace(SETTINGS, spaces=[{"batch_size": "8,64", "epochs": "1,2", "learning_rate": "1e-6..1e-2"}])
+    search, sweep = OptunaSearch(settings, True), make_sweep(settings)
+    sweep = Sweep(sweep.folder, replace(sweep.header, options=[]))
+    seen = Counter[tuple[str, bool]]()
+
+    def count_updates(run: dict[str, str]) -> int:
+        return 640 * int(run["epochs"]) // int(run["batch_size"])
+
+    for number in range(1, 31):
+        sweep = sweep.add(search.propose(sweep))
+        run = sweep.header.runs[number - 1]
+        updates, quality = count_updates(run), metric_of(run)
+        end = AttemptEnd(number, 1, DONE, 0, 1.0, {"accuracy": quality})
+        sweep = sweep.add(AttemptStart(number, 1, "node1", f"run-{number}", 0.0))
+        for update in range(5, updates, 5):
+            sweep = sweep.add(Evaluation(number, 1, update, {"accuracy": quality - 0.5 * (1 - update / updates)}))
+            if search.is_pruned(sweep, number):
+                end = AttemptEnd(number, 1, PRUNED, 143, 1.0, {})
+                done = [sweep.header.runs[one - 1] for one in sweep.list_with_status(DONE)]
+                known = [one for one in done if 5 / count_updates(one) <= update / updates]
+                assert quality < statistics.median(map(metric_of, known))
+                break
+        seen[run["batch_size"], end.status == PRUNED] += 1
+        sweep = sweep.add(end)
+        search.finish(sweep, number)
+    assert seen["8", True]
+    assert seen["8", False]
+
+
 def test_a_smaller_metric_can_be_better() -> None:
     search, sweep = OptunaSearch(SETTINGS, False), make_sweep()
     for _ in range(30):
@@ -141,7 +174,7 @@ def test_each_configuration_is_trained_with_all_seeds_and_counts_by_their_mean()
     status, value = judge_trial(sweep, 1)
     assert (status, round(value, 9)) == (DONE, 0.7)
     assert search._study.trials[0].value == pytest.approx(0.7)
-    assert search._study.trials[0].intermediate_values == pytest.approx({1: 0.68, 2: 0.69, 3: 0.7})
+    assert search._study.trials[0].intermediate_values == pytest.approx({10: 0.68, 20: 0.69, 30: 0.7})
     # A run that failed is missing in the mean. Without any metric, Optuna learns of a failure.
     sweep = train(search, sweep, lambda run: 0.8 if run["seed"] == "1" else math.nan)
     assert judge_trial(sweep, 2) == (DONE, 0.8)
@@ -326,5 +359,5 @@ def test_evaluations_of_a_run_that_started_anew_count_once() -> None:
     ]
     for line in lines:
         sweep = sweep.add(line)
-    assert sweep.average_curve(1) == [0.7, 0.8]
+    assert sweep.average_curve(1) == [(10, 0.7), (20, 0.8)]
     assert sweep.count_evaluations(1) == 2
