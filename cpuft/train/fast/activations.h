@@ -28,9 +28,9 @@ template <class T> inline Activation gelu(vec v) {
 }
 
 #ifdef __AVX512BW__
-// The cdf and GELU's slope as Taylor polynomials of degree 3 around the middles of 32 segments, for bf16: they need half
-// as many instructions as the formula above. Their absolute errors are 1e-5 and 5e-5; bf16 rounds numbers near 1 by up
-// to 4e-3. Row k has the factors of the k-th power; that of middle n * WIDTH is at n modulo 32, for n from -16 to 15.
+// The cdf and GELU's slope as Taylor polynomials of degree 3 around the middles of 32 segments, for bf16: they need
+// half as many instructions as the formula above. Their absolute errors are 1e-5 and 5e-5; bf16 rounds numbers near 1 by
+// up to 4e-3. Row k has the factors of the k-th power; that of middle n * WIDTH is at n modulo 32, for n from -16 to 15.
 struct GeluSegments {
     static constexpr float WIDTH = 0.28f, LEAST = -16.49f * WIDTH, MOST = 15.49f * WIDTH;
     alignas(64) float cdf[4][32], slope[4][32];

@@ -136,7 +136,7 @@ template <class T> T *moved(T *p, int64_t count) { return p ? p + count : p; }
 
 // What happens to a product before it is rounded and written, in the order of these pointers. A null pointer stands for
 // nothing.
-struct Ending {
+struct Epilogue {
     const bf16 *bias;    // (cols,): it is added
     const bf16 *factor;  // (rows, cols): the product is multiplied by it
     const bf16 *addend;  // (rows, cols): it is added
@@ -145,7 +145,7 @@ struct Ending {
     bool has_gelu;       // the same without a slope
 
     // For the part of C that begins `number` numbers after its first one, in column `col`.
-    Ending from(int64_t number, int64_t col) const {
+    Epilogue from(int64_t number, int64_t col) const {
         return {moved(bias, col),        moved(factor, number), moved(addend, number),
                 moved(column_sums, col), moved(slope, number),  has_gelu};
     }
@@ -177,7 +177,7 @@ struct Ending {
 struct Rounding {
     const float *sums = nullptr;
     bf16 *to = nullptr;
-    Ending ending{};
+    Epilogue epilogue{};
     int64_t stride = 0, rows = 0, cols = 0, next = 0;
 
     bool is_left() const { return next < rows; }
@@ -185,14 +185,14 @@ struct Rounding {
     void prefetch(int64_t row) const {
         if (row >= rows) return;
         __builtin_prefetch(to + row * stride, 1);
-        if (ending.slope) __builtin_prefetch(ending.slope + row * stride, 1);
-        if (ending.factor) __builtin_prefetch(ending.factor + row * stride);
-        if (ending.addend) __builtin_prefetch(ending.addend + row * stride);
+        if (epilogue.slope) __builtin_prefetch(epilogue.slope + row * stride, 1);
+        if (epilogue.factor) __builtin_prefetch(epilogue.factor + row * stride);
+        if (epilogue.addend) __builtin_prefetch(epilogue.addend + row * stride);
     }
     void write_row() {
         const float *from = sums + next * BLOCK_COLS;
         __mmask32 mask = cols >= 32 ? ~__mmask32(0) : (__mmask32(1) << cols) - 1;
-        put_pair(to + next * stride, ending.apply({read<vec>(from), read<vec>(from + W)}, next * stride, mask), mask);
+        put_pair(to + next * stride, epilogue.apply({read<vec>(from), read<vec>(from + W)}, next * stride, mask), mask);
         next++;
     }
     void finish() {
@@ -201,7 +201,8 @@ struct Rounding {
 };
 
 // sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. `row` is the distance of two rows of A in words.
-// Meanwhile, the sums of the block `before` are rounded and written.
+// Meanwhile, the sums of the block `before` are rounded and written, and memory is asked for those of this block, which
+// `after` writes.
 inline void multiply_with_panel(const word *a, int64_t row, const word *panel, float *sums, int64_t words, bool adds,
                                 Rounding &before, const Rounding &after) {
     constexpr int64_t LINE = 4 * BLOCK_COLS;
@@ -240,7 +241,7 @@ inline void multiply_with_panel(const word *a, int64_t row, const word *panel, f
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Returns false if there is no memory for the packed factors.
-bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Ending &ending, bf16 *c, int64_t rows, int64_t cols,
+bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue, bf16 *c, int64_t rows, int64_t cols,
                          int64_t inner, bool a_is_transposed, bool b_is_transposed, int threads) {
     int64_t words = filled_up(inner, STEP) / 2;
     // Rows that lie a multiple of a page apart would compete for the same lines of a cache.
@@ -253,7 +254,8 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Ending &ending, bf1
     int64_t split = 2 * words > (a_is_transposed ? MOST_PACKED_INNER : MOST_INNER) ? SPLIT_INNER / 2 : words;
     // Sums of the blocks that wait for more steps, or of this block and the one before; the last rows of A; and sums of
     // columns.
-    int64_t most_sums = std::max<int64_t>(chunk, 2) * BLOCK_SUMS, of_columns = ending.column_sums ? panels * BLOCK_COLS : 0;
+    int64_t most_sums = std::max<int64_t>(chunk, 2) * BLOCK_SUMS;
+    int64_t of_columns = epilogue.column_sums ? panels * BLOCK_COLS : 0;
     int64_t of_thread = most_sums + BLOCK_ROWS * split + of_columns;
     int64_t of_panels = panels * words * BLOCK_COLS, of_rows = a_is_transposed ? blocks * BLOCK_ROWS * stride : 0;
     static thread_local Scratch scratch;
@@ -279,10 +281,10 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Ending &ending, bf1
         }
         word *own = rows_packed + of_rows + omp_get_thread_num() * of_thread, *last_rows = own + most_sums;
         float *sums = reinterpret_cast<float *>(own);
-        Ending own_ending = ending;
+        Epilogue own_epilogue = epilogue;
         if (of_columns) {
-            own_ending.column_sums = sums + most_sums + BLOCK_ROWS * split;
-            std::memset(own_ending.column_sums, 0, size_t(of_columns) * sizeof(float));
+            own_epilogue.column_sums = sums + most_sums + BLOCK_ROWS * split;
+            std::memset(own_epilogue.column_sums, 0, size_t(of_columns) * sizeof(float));
         }
         Tiles<bf16> tiles;
         Rounding before;
@@ -307,7 +309,7 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Ending &ending, bf1
                         Rounding after;
                         if (k + count == words) {
                             int64_t col = p * BLOCK_COLS, number = begin * cols + col;
-                            after = Rounding{to,   c + number, own_ending.from(number, col),
+                            after = Rounding{to,   c + number, own_epilogue.from(number, col),
                                              cols, std::min(BLOCK_ROWS, rows - begin), std::min(BLOCK_COLS, cols - col),
                                              0};
                         }
@@ -320,16 +322,16 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Ending &ending, bf1
         before.finish();
         if (of_columns) {
 #pragma omp critical
-            for (int64_t j = 0; j < cols; j++) ending.column_sums[j] += own_ending.column_sums[j];
+            for (int64_t j = 0; j < cols; j++) epilogue.column_sums[j] += own_epilogue.column_sums[j];
         }
     }
     return true;
 }
 #endif
 
-// c (rows, cols) = a (rows, inner) b (inner, cols), after what `Ending` does to it. A factor that is transposed is stored
-// as (inner, rows), or (cols, inner). *done is 1 if c has been computed: this CPU has tiles, and they can multiply these
-// sizes.
+// c (rows, cols) = a (rows, inner) b (inner, cols), after what `Epilogue` does to it. A factor that is transposed is
+// stored as (inner, rows), or (cols, inner). *done is 1 if c has been computed: this CPU has tiles, and they can
+// multiply these sizes.
 template <class T>
 void matrix_product(const T *a, const T *b, const T *bias, const T *factor, const T *addend, float *column_sums,
                     T *slope, T *c, int64_t *done, int64_t rows, int64_t cols, int64_t inner, int64_t a_is_transposed,
