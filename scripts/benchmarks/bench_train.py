@@ -384,10 +384,13 @@ def time_kernel_products(products: Counter[KernelProduct], limits: Limits, repea
     return sorted(lines, key=lambda line: -line["count"] * line["kernel_seconds"])
 
 
-def run_breakdown(workload: Workload, repeats: int = 5) -> dict[str, Any]:
+def run_breakdown(workload: Workload, limits: Limits, repeats: int = 5) -> dict[str, Any]:
     """Measure where the time of an accelerated step on one typical batch goes, and the limit set by its products.
 
-    `repeats`: steps that are profiled, see `measure_step`.
+    Parameters
+    ----------
+    limits: of this machine's registers and memory.
+    repeats: steps that are profiled, see `measure_step`.
     """
     torch.set_num_threads(workload.threads)
     model, rows = load(workload)
@@ -402,7 +405,6 @@ def run_breakdown(workload: Workload, repeats: int = 5) -> dict[str, Any]:
     found = measure_step(lambda: step(middle), bf16, repeats)
     with count_kernel_products() as counted:
         step(middle)
-    limits = measure_limits(workload.threads)
     by_shape = time_kernel_products(counted, limits, repeats)
     limit = time_products(found.products, repeats) + sum(line["count"] * line["kernel_seconds"] for line in by_shape)
     operations = sum(product.operations * count for product, count in found.products.items())
@@ -490,7 +492,7 @@ def run(options: argparse.Namespace) -> None:
             print(json.dumps(line), file=record, flush=True)
 
         torch.set_num_threads(options.threads)
-        first = header(options)
+        first, limits = header(options), measure_limits(options.threads)
         write(first)
         print(f"products on {options.threads} cores: {format_products(first['products'])}", flush=True)
         for kind in models:
@@ -502,7 +504,7 @@ def run(options: argparse.Namespace) -> None:
             for turn in run_rounds(names, workload, options.rounds):
                 write(turn)
                 turns.append(turn)
-            summary, breakdown = summarise(turns, names[0]), run_breakdown(workload, options.repeats)
+            summary, breakdown = summarise(turns, names[0]), run_breakdown(workload, limits, options.repeats)
             breakdowns[MODELS.get(kind, kind)] = breakdown
             for line in (*summary, breakdown):
                 write({"model": kind, **line})

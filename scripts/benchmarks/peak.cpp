@@ -8,6 +8,9 @@
 #include <immintrin.h>
 #endif
 #include <omp.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -16,6 +19,7 @@
 namespace {
 
 constexpr int64_t ROUNDS = 2000000;
+constexpr size_t HUGE_PAGE = 2 << 20;
 
 #ifdef __AMX_BF16__
 // Requests the tiles from Linux, see tiles.h.
@@ -130,13 +134,16 @@ extern "C" double measure_peak(int threads) {
 
 // Bytes per second that `threads` threads read (or write, if `writes` is 1) in blocks of `bytes`, each thread its part of
 // a block. Blocks of `total` bytes in all, at least two, take turns, as the tensors of a step do. 0 if there is not so
-// much memory.
+// much memory. It has huge pages where Linux grants them: with small ones, finding the pages takes longer than the bytes.
 extern "C" double measure_memory(int threads, int64_t bytes, int64_t total, int writes) {
     int64_t lines = bytes / int64_t(sizeof(Line)) / (4 * threads) * 4, of_block = lines * threads;
     int64_t blocks = total / bytes < 2 ? 2 : total / bytes;
-    size_t size = size_t(blocks * of_block) * sizeof(Line);
-    Line *memory = static_cast<Line *>(std::aligned_alloc(4096, (size + 4095) / 4096 * 4096));
+    size_t size = size_t(blocks * of_block) * sizeof(Line), reserved = (size + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    Line *memory = static_cast<Line *>(std::aligned_alloc(HUGE_PAGE, reserved));
     if (!memory) return 0.0;
+#ifdef MADV_HUGEPAGE
+    madvise(memory, reserved, MADV_HUGEPAGE);
+#endif
     auto pass = [&](bool is_writing) {
         for (int64_t i = 0; i < blocks; i++) {
 #pragma omp parallel num_threads(threads)

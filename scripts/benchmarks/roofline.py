@@ -20,7 +20,7 @@ from cpuft.hardware import compiler_target
 BLOCK_MEGABYTES = (5, 10, 20, 30)
 """Sizes of the blocks that are read and written, in MB of a million bytes: those of a step's tensors."""
 TOTAL_BYTES = 1 << 29
-"""Blocks of so many bytes take turns, more than the last-level cache holds of them for one process."""
+"""Blocks of so many bytes take turns, so that second-level caches hold none of them."""
 _REPEATS = 3
 MARKERS = {"output": "o", "gradient of an input": "s", "gradient of a weight": "D"}
 """matplotlib's marker for each kind of product."""
@@ -106,6 +106,7 @@ def draw_roofline(breakdowns: Mapping[str, dict[str, Any]], path: Path) -> None:
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullLocator
 
     with rc_context({"svg.fonttype": "none", "svg.hashsalt": "roofline", "font.size": 9}):
         figure = Figure(figsize=(7.5, 4.5), layout="constrained")
@@ -127,13 +128,14 @@ def draw_roofline(breakdowns: Mapping[str, dict[str, Any]], path: Path) -> None:
                 axes.plot(x, limit, **style | {"marker": "_", "markersize": 12})
         for label, style in MARKS.items():
             axes.plot([], [], color="black", linestyle="", label=label, **style)
-        _draw_limits(axes, next(iter(breakdowns.values())))
         axes.set(
             xscale="log", yscale="log", ylabel="TFLOP/s", xlabel="operations per byte that is read or written once"
         )
+        _draw_limits(axes, next(iter(breakdowns.values())))
         for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
             axis.set_major_formatter("{x:g}")
-            axis.set_minor_formatter("{x:g}")
+            axis.set_minor_locator(NullLocator())
         figure.legend(loc="outside lower center", ncols=2, fontsize="small")
         with write_atomically(path) as beside:
             figure.savefig(beside, format="svg", metadata={"Date": None})
@@ -142,7 +144,6 @@ def draw_roofline(breakdowns: Mapping[str, dict[str, Any]], path: Path) -> None:
 def _draw_limits(axes: Any, breakdown: dict[str, Any]) -> None:
     """Draw the registers' rate, and what memory would allow if all bytes were read, or all were written."""
     low, high = axes.get_xlim()
-    low, high = low / 1.3, high * 1.3
     peak = breakdown["peak_operations_per_second"] / 1e12
     axes.plot([low, high], [peak, peak], color="black", label=f"registers: {peak:.2f} TFLOP/s")
     for kind, style in (("read", "--"), ("written", ":")):

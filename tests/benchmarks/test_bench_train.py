@@ -23,6 +23,8 @@ from scripts.benchmarks.bench_train import (
     format_breakdown,
     format_summary,
     header,
+    parse_arguments,
+    run,
     summarise,
     time_kernel_products,
 )
@@ -158,6 +160,14 @@ def test_a_record_names_no_folder_of_this_machine_also_with_torch_2_8(monkeypatc
     assert header(options)["options"] == {"data": "MRPC", "model": "org/name", "rounds": "3", "isa": ""}
     monkeypatch.delattr("torch.cpu.get_capabilities", raising=False)
     assert header(options)["capabilities"] == []
+
+
+def test_a_roofline_needs_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.benchmarks.bench_train.kernels_for", lambda *tensors: None)
+    options = parse_arguments(["--data", str(tmp_path), "--roofline", str(tmp_path / "roofline.svg")])
+    with pytest.raises(CpuftError, match="products of cpuft's AMX kernel, which does not run here"):
+        run(options)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
