@@ -6,14 +6,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import json
 import os
 import platform
 import re
-import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -26,10 +23,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from cpuft.compiler import find_compiler, read_cpu_flags
 from cpuft.errors import CpuftError, install_command, suggest_names
-from cpuft.hardware import compiler_target, cpu_class
-from cpuft.kernels import Kernels, kernel_status, plain_torch
+from cpuft.hardware import cpu_class
+from cpuft.kernels import Kernels, kernel_status, kernels_for, plain_torch
 from cpuft.train.fast import products as fast_products
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.products import matrix_product
@@ -46,6 +42,7 @@ from scripts.benchmarks.contestants import (
     usual,
 )
 from scripts.benchmarks.figures import MODELS, keep_figures
+from scripts.benchmarks.roofline import Limits, check_plot, draw_roofline, measure_limits
 
 KINDS: dict[str, tuple[str, ...]] = {
     "optimizer": ("Optimizer.", "aten::_foreach_norm", "aten::linalg_vector_norm"),
@@ -109,6 +106,16 @@ class KernelProduct:
     def operations(self) -> int:
         """Floating-point operations: a multiplication and an addition for each term."""
         return 2 * self.rows * self.inner * self.columns
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of both factors in bf16."""
+        return 2 * self.inner * (self.rows + self.columns)
+
+    @property
+    def bytes_written(self) -> int:
+        """Bytes of the product in bf16."""
+        return 2 * self.rows * self.columns
 
 
 @dataclass(frozen=True)
@@ -242,6 +249,12 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         "--record", type=Path, default=Path("bench-train.jsonl"), help="file that results are appended to"
     )
     parser.add_argument("--isa", default="", choices=LIMITS, help="limit all contestants to this instruction set")
+    parser.add_argument(
+        "--roofline",
+        type=Path,
+        help="SVG file for a plot of the rates of cpuft's matrix products below the limits of registers and memory "
+        "(needs a CPU with AMX and matplotlib)",
+    )
     where = "where the figures of this class of CPU are kept, if nobody is left out"
     parser.add_argument("--figures", type=Path, default=Path("scripts/figures"), help=where)
     return parser.parse_args(arguments)
@@ -331,14 +344,11 @@ def count_kernel_products() -> Iterator[Counter[KernelProduct]]:
         yield counted
 
 
-def time_kernel_products(products: Counter[KernelProduct], peak: float, repeats: int = 5) -> list[dict[str, Any]]:
-    """Return a line for each product: how often a step makes it, and its seconds with the kernel and with torch.
+def time_kernel_products(products: Counter[KernelProduct], limits: Limits, repeats: int = 5) -> list[dict[str, Any]]:
+    """Return a line for each product: how often a step makes it, its seconds with the kernel and with torch, the rate
+    that registers and memory allow, and the kernel's shares of that rate and of the registers' rate.
 
     Seconds are medians of `repeats` calls in turn, with operands in memory.
-
-    Parameters
-    ----------
-    peak: floating-point operations per second of the registers; 0 if they are not known.
     """
     lines = []
     for one, count in products.items():
@@ -354,33 +364,34 @@ def time_kernel_products(products: Counter[KernelProduct], peak: float, repeats:
                     )
                     found += [time.perf_counter() - start] if number else []  # the first one gets its memory
         kernel, torch_seconds = median(seconds["kernel"]), median(seconds["torch"])
-        share = one.operations / kernel / peak if peak else 0.0
-        sizes = {"name": one.name, "rows": one.rows, "inner": one.inner, "columns": one.columns, "count": count}
-        lines.append({**sizes, "kernel_seconds": kernel, "torch_seconds": torch_seconds, "share_of_peak": share})
+        rate, limit = one.operations / kernel, limits.attainable(one.operations, one.bytes_read, one.bytes_written)
+        lines.append(
+            {
+                "name": one.name,
+                "rows": one.rows,
+                "inner": one.inner,
+                "columns": one.columns,
+                "count": count,
+                "operations": one.operations,
+                "bytes_read": one.bytes_read,
+                "bytes_written": one.bytes_written,
+                "kernel_seconds": kernel,
+                "torch_seconds": torch_seconds,
+                "share_of_peak": rate / limits.peak if limits.peak else 0.0,
+                "attainable_operations_per_second": limit,
+                "share_of_attainable": rate / limit if limit else 0.0,
+            }
+        )
     return sorted(lines, key=lambda line: -line["count"] * line["kernel_seconds"])
 
 
-def measure_peak(threads: int) -> float:
-    """Return the floating-point operations per second of products from registers: bf16 where this CPU multiplies it,
-    else fp32. 0 if there is no compiler."""
-    compiler = find_compiler(os.environ)
-    if compiler is None:
-        return 0.0
-    target = compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", ""), read_cpu_flags(os.environ))
-    options = ("-O3", f"-march={target}", "-std=c++17", "-fopenmp", "-fPIC", "-shared")
-    with tempfile.TemporaryDirectory() as folder:
-        library = Path(folder, "peak.so")
-        source = Path(__file__).with_name("peak.cpp")
-        subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True, timeout=120)
-        measure = ctypes.CDLL(str(library)).measure_peak
-        measure.restype = ctypes.c_double
-        return float(max(measure(threads) for _ in range(3)))
-
-
-def run_breakdown(workload: Workload, repeats: int = 5) -> dict[str, Any]:
+def run_breakdown(workload: Workload, limits: Limits, repeats: int = 5) -> dict[str, Any]:
     """Measure where the time of an accelerated step on one typical batch goes, and the limit set by its products.
 
-    `repeats`: steps that are profiled, see `measure_step`.
+    Parameters
+    ----------
+    limits: of this machine's registers and memory.
+    repeats: steps that are profiled, see `measure_step`.
     """
     torch.set_num_threads(workload.threads)
     model, rows = load(workload)
@@ -395,8 +406,7 @@ def run_breakdown(workload: Workload, repeats: int = 5) -> dict[str, Any]:
     found = measure_step(lambda: step(middle), bf16, repeats)
     with count_kernel_products() as counted:
         step(middle)
-    peak = measure_peak(workload.threads)
-    by_shape = time_kernel_products(counted, peak, repeats)
+    by_shape = time_kernel_products(counted, limits, repeats)
     limit = time_products(found.products, repeats) + sum(line["count"] * line["kernel_seconds"] for line in by_shape)
     operations = sum(product.operations * count for product, count in found.products.items())
     operations += sum(product.operations * count for product, count in counted.items())
@@ -408,7 +418,9 @@ def run_breakdown(workload: Workload, repeats: int = 5) -> dict[str, Any]:
         "share_of_limit": limit / found.seconds,
         "operations": operations,
         "operations_per_second": operations / limit,
-        "peak_operations_per_second": peak,
+        "peak_operations_per_second": limits.peak,
+        "read_bytes_per_second": limits.read,
+        "written_bytes_per_second": limits.written,
         "kernel_products": by_shape,
     }
 
@@ -437,13 +449,18 @@ def format_breakdown(line: dict[str, Any]) -> str:
     if line["peak_operations_per_second"]:
         peak = line["peak_operations_per_second"]
         rows.append(f"registers: {peak / 1e12:.2f} TFLOP/s; products have {rate * 1e14 / peak:.0f} % of that")
+        memory = [line[name] / 1e9 for name in ("read_bytes_per_second", "written_bytes_per_second")]
+        rows.append(f"memory: {memory[0]:.1f} GB/s are read, or {memory[1]:.1f} GB/s written")
     if line["kernel_products"]:
-        rows.append(f"{'products of cpuft, rows x inner x columns':56}{'kernel':>8}{'torch':>8}  TFLOP/s")
+        rows.append(f"{'products of cpuft, rows x inner x columns':56}{'kernel':>8}{'torch':>8}{'limit':>8}  TFLOP/s")
     for one in line["kernel_products"]:
         sizes = f"{one['name']:22}{one['rows']} x {one['inner']} x {one['columns']}"
-        operations = 2e-12 * one["rows"] * one["inner"] * one["columns"]
-        rates = f"{operations / one['kernel_seconds']:8.2f}{operations / one['torch_seconds']:8.2f}"
-        rows.append(f"  {one['count']:3d} times {sizes:45}{rates}  {100 * one['share_of_peak']:.0f} % of the peak")
+        rates = "".join(f"{one['operations'] / one[name] / 1e12:8.2f}" for name in ("kernel_seconds", "torch_seconds"))
+        rates += f"{one['attainable_operations_per_second'] / 1e12:8.2f}"
+        shares = (
+            f"{100 * one['share_of_peak']:.0f} % of the peak, {100 * one['share_of_attainable']:.0f} % of the limit"
+        )
+        rows.append(f"  {one['count']:3d} times {sizes:45}{rates}  {shares}")
     return "\n".join(rows)
 
 
@@ -463,14 +480,20 @@ def run(options: argparse.Namespace) -> None:
             f"--pool {options.pool} has no batch of {options.batch_size} examples: give --pool at least "
             f"{options.batch_size}, or a smaller --batch-size"
         )
+    if options.roofline:
+        check_plot(options.roofline)
+        kernels = kernels_for(torch.empty(1))
+        if kernels is None or not fast_products._has_tiles(kernels):
+            raise CpuftError("--roofline shows the products of cpuft's AMX kernel, which does not run here")
     model = options.model or offline_model()
+    breakdowns = {}
     with options.record.open("a") as record:
 
         def write(line: dict[str, Any]) -> None:
             print(json.dumps(line), file=record, flush=True)
 
         torch.set_num_threads(options.threads)
-        first = header(options)
+        first, limits = header(options), measure_limits(options.threads)
         write(first)
         print(f"products on {options.threads} cores: {format_products(first['products'])}", flush=True)
         for kind in models:
@@ -482,7 +505,8 @@ def run(options: argparse.Namespace) -> None:
             for turn in run_rounds(names, workload, options.rounds):
                 write(turn)
                 turns.append(turn)
-            summary, breakdown = summarise(turns, names[0]), run_breakdown(workload, options.repeats)
+            summary, breakdown = summarise(turns, names[0]), run_breakdown(workload, limits, options.repeats)
+            breakdowns[MODELS.get(kind, kind)] = breakdown
             for line in (*summary, breakdown):
                 write({"model": kind, **line})
             sizes = (options.max_length, options.batch_size, options.pool, options.evaluation_rows)
@@ -497,6 +521,9 @@ def run(options: argparse.Namespace) -> None:
                 found = {"header": first, "summary": summary, "breakdown": breakdown}
                 keep_figures(options.figures, first["class"], kind, found)
             print(f"\n{kind}\n\n{format_summary(summary, names[0])}\n\n{format_breakdown(breakdown)}", flush=True)
+    if options.roofline:
+        draw_roofline(breakdowns, options.roofline)
+        print(f"roofline: {options.roofline}", flush=True)
 
 
 def main() -> int:

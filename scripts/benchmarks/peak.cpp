@@ -1,11 +1,16 @@
-// The rate at which this CPU multiplies bf16 from registers: the limit of all matrix products.
+// The limits of all matrix products: the rate at which this CPU multiplies bf16 from registers, and the rates at which
+// it reads and writes memory.
 
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #ifdef __AVX2__
 #include <immintrin.h>
 #endif
 #include <omp.h>
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 #ifdef __AMX_BF16__
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -14,6 +19,7 @@
 namespace {
 
 constexpr int64_t ROUNDS = 2000000;
+constexpr size_t HUGE_PAGE = 2 << 20;
 
 #ifdef __AMX_BF16__
 // Requests the tiles from Linux, see tiles.h.
@@ -85,6 +91,29 @@ double multiply_vectors() {
 double multiply_vectors() { return 0.0; }
 #endif
 
+// A cache line. The compiler splits it where the registers are shorter.
+typedef uint64_t Line __attribute__((vector_size(64)));
+
+void read_lines(const Line *lines, int64_t count) {
+    Line found[4] = {};
+    for (int64_t i = 0; i < count; i += 4)
+        for (int k = 0; k < 4; k++) found[k] |= lines[i + k];
+    // Without a use of what was read, the compiler would leave out the loop.
+    Line all = found[0] | found[1] | found[2] | found[3];
+    asm volatile("" : : "m"(all));
+}
+
+// Stores that leave no copy in a cache, where the CPU has them: they need not read a line before they write it.
+void write_lines(Line *lines, int64_t count) {
+#ifdef __AVX512F__
+    for (int64_t i = 0; i < count; i++)
+        _mm512_stream_si512(reinterpret_cast<__m512i *>(lines + i), _mm512_set1_epi64(i));
+    _mm_sfence();
+#else
+    for (int64_t i = 0; i < count; i++) lines[i] = Line{} + uint64_t(i);
+#endif
+}
+
 double multiply() {
 #ifdef __AMX_BF16__
     if (HAS_TILES) return multiply_tiles();
@@ -101,4 +130,33 @@ extern "C" double measure_peak(int threads) {
 #pragma omp parallel num_threads(threads) reduction(+ : operations)
     operations += multiply();
     return operations / (omp_get_wtime() - begin);
+}
+
+// Bytes per second that `threads` threads read (or write, if `writes` is 1) in blocks of `bytes`, each thread its part of
+// a block. Blocks of `total` bytes in all, at least two, take turns, as the tensors of a step do. 0 if there is not so
+// much memory. It has huge pages where Linux grants them: with small ones, finding the pages takes longer than the bytes.
+extern "C" double measure_memory(int threads, int64_t bytes, int64_t total, int writes) {
+    int64_t lines = bytes / int64_t(sizeof(Line)) / (4 * threads) * 4, of_block = lines * threads;
+    int64_t blocks = total / bytes < 2 ? 2 : total / bytes;
+    size_t size = size_t(blocks * of_block) * sizeof(Line), reserved = (size + HUGE_PAGE - 1) / HUGE_PAGE * HUGE_PAGE;
+    Line *memory = static_cast<Line *>(std::aligned_alloc(HUGE_PAGE, reserved));
+    if (!memory) return 0.0;
+#ifdef MADV_HUGEPAGE
+    madvise(memory, reserved, MADV_HUGEPAGE);
+#endif
+    auto pass = [&](bool is_writing) {
+        for (int64_t i = 0; i < blocks; i++) {
+#pragma omp parallel num_threads(threads)
+            {
+                Line *own = memory + i * of_block + omp_get_thread_num() * lines;
+                is_writing ? write_lines(own, lines) : read_lines(own, lines);
+            }
+        }
+    };
+    pass(true); // The first writing of a page waits for the kernel, which clears it.
+    double begin = omp_get_wtime();
+    pass(writes);
+    double seconds = omp_get_wtime() - begin;
+    std::free(memory);
+    return double(size) / seconds;
 }

@@ -23,11 +23,13 @@ from scripts.benchmarks.bench_train import (
     format_breakdown,
     format_summary,
     header,
-    measure_peak,
+    parse_arguments,
+    run,
     summarise,
     time_kernel_products,
 )
 from scripts.benchmarks.contestants import Contestant, Workload, read_rows, thin_out
+from scripts.benchmarks.roofline import Limits
 
 
 def write_mrpc(folder: Path, rows: int) -> Path:
@@ -105,18 +107,22 @@ def test_products_of_the_kernel_are_counted_and_timed(monkeypatch: pytest.Monkey
         return
     output = KernelProduct(1100, 64, 96, left_transposed=False, right_transposed=True)
     assert dict(counted) == {output: 1}
-    (line,) = time_kernel_products(counted, 1e12, repeats=1)
+    # Both factors are read at 1 GB/s, and the result is written at 2 GB/s.
+    limits, limit = Limits(1e12, 1e9, 2e9), 2 * 1100 * 64 * 96 / (2e-9 * (1100 * 64 + 64 * 96) + 1e-9 * 1100 * 96)
+    (line,) = time_kernel_products(counted, limits, repeats=1)
     assert (line["name"], line["count"]) == ("output", 1)
     assert line["kernel_seconds"] > 0 < line["torch_seconds"]
+    assert line["attainable_operations_per_second"] == pytest.approx(limit)
+    assert line["share_of_attainable"] * limit == pytest.approx(line["share_of_peak"] * 1e12)
     told = {"seconds": 1.0, "kinds": {"products": 1.0}, "limit_seconds": 0.5, "share_of_limit": 0.5}
     told |= {"operations_per_second": 5e11, "peak_operations_per_second": 1e12, "kernel_products": [line]}
+    told |= {"read_bytes_per_second": 1e9, "written_bytes_per_second": 2e9}
+    line |= {"share_of_peak": 0.02, "share_of_attainable": 0.75}
     text = format_breakdown(told)
     assert "registers: 1.00 TFLOP/s; products have 50 % of that" in text
+    assert "memory: 1.0 GB/s are read, or 2.0 GB/s written" in text
     assert "1 times output                1100 x 64 x 96" in text
-
-
-def test_registers_have_a_rate() -> None:
-    assert measure_peak(1) > 1e9
+    assert text.endswith("0.05  2 % of the peak, 75 % of the limit")
 
 
 @pytest.mark.real
@@ -156,10 +162,22 @@ def test_a_record_names_no_folder_of_this_machine_also_with_torch_2_8(monkeypatc
     assert header(options)["capabilities"] == []
 
 
+def test_a_roofline_needs_the_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scripts.benchmarks.bench_train.kernels_for", lambda *tensors: None)
+    options = parse_arguments(["--data", str(tmp_path), "--roofline", str(tmp_path / "roofline.svg")])
+    with pytest.raises(CpuftError, match="products of cpuft's AMX kernel, which does not run here"):
+        run(options)
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     "words, message",
     [
         (("--contestants", "cpufd"), "'cpufd' is unknown: did you mean cpuft or cpuft-int8?"),
+        (
+            ("--roofline", "nowhere/roofline.svg"),
+            "--roofline nowhere/roofline.svg: give a file in an existing folder whose name ends with .svg",
+        ),
         (("--pool", "8"), "--pool 8 has no batch of 32 examples: give --pool at least 32, or a smaller --batch-size"),
     ],
 )
