@@ -186,6 +186,13 @@ first one was. Without these lists, four layers of Gemma-3-270M's sizes with gra
 0.6 GB for activations instead of 1.0, and a step of MiniLM took as long as before (three turns)."""
 
 
+_HUGE_PAGES = "glibc.malloc.hugetlb=1"
+"""glibc 2.35 and newer then asks for pages of 2 MB for all that malloc returns, if Linux allows that (madvise(2)).
+
+The tensors and the packed factors of a step are larger than what a CPU finds without a search through tables of pages of
+4 KB, and a virtual machine searches through two tables."""
+
+
 def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
     """Preload an allocator and Intel's OpenMP runtime if the host has them; make the allocator keep freed memory."""
     allocator = next((name for name in ("tcmalloc", "tcmalloc_minimal", "jemalloc") if name in libraries), "")
@@ -201,8 +208,8 @@ def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
         # 32 MiB is the largest threshold that glibc accepts (mallopt(3), M_MMAP_THRESHOLD).
         settings += (Setting("MALLOC_MMAP_THRESHOLD_", str(32 << 20), reason),)
         settings += (Setting("MALLOC_TRIM_THRESHOLD_", str(1 << 40), reason),)
-        reason = "glibc joins freed memory, so that the next tensors fit in it"
-        settings += (Setting("GLIBC_TUNABLES", _JOIN_FREED_BLOCKS, reason),)
+        reason = "glibc joins freed memory, so that the next tensors fit in it, and asks for large pages"
+        settings += (Setting("GLIBC_TUNABLES", f"{_JOIN_FREED_BLOCKS}:{_HUGE_PAGES}", reason),)
     return settings
 
 
