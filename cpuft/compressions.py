@@ -51,3 +51,11 @@ REMOVED_COMPRESSIONS = {
     "which sends as many bytes"
 }
 """Compressions of earlier versions, and the message for a user who gives them."""
+
+
+def count_ring_passes(members: int) -> float:
+    """Return how often a ring all-reduce between `members`, at least one, sends its payload over each link.
+
+    This is 2 (n - 1) / n: each of n members sends an n-th of the payload 2 (n - 1) times (Patarasuk and Yuan, 2009).
+    """
+    return 2 * (members - 1) / members

@@ -449,7 +449,8 @@ class TrainConfig:
     sync_every: int = _communication(
         1,
         "Average the parameters of all ranks only after this many updates, each rank training independently in between "
-        "(local SGD); 1 averages gradients at every update",
+        "(local SGD). It is for links on which nothing else is fast enough, because it costs accuracy: with 8, about "
+        "0.02 after 63 updates. 1 averages gradients at every update",
         least=1,
     )
     sync_schedule: str = _communication(

@@ -37,8 +37,13 @@ _host_option = partial(option, section=SECTIONS[0])
 class EstimateConfig:
     """The hosts for which `cpuft estimate` estimates, and the network between them."""
 
-    hosts: str = _host_option(
-        "1,2,4,8,16,32,64", "Numbers of hosts to estimate, separated by commas; each host has one rank", takes="N,N"
+    hosts: str = _host_option("1,2,4,8,16,32,64", "Numbers of hosts to estimate, separated by commas", takes="N,N")
+    ppn: int = _host_option(
+        1,
+        "Number of ranks on each host, which share its cores. With int8 and powersgd, only one of them sends gradients "
+        "to the other hosts",
+        least=1,
+        most=1024,
     )
     bandwidth: str = _host_option(
         "", "Bandwidth of the network between the hosts, such as 10gbit or 100mbit", takes="RATE"
@@ -137,7 +142,12 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     cores = config.cores or (rented.cores if rented else job.cores)
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
     notes = describe_job(job, network, run or "a probe of this machine") + _describe_instance(record, rented)
-    job = scale_cores(job, cores)
+    if config.ppn > 1:
+        notes.append(
+            f"each host has {config.ppn} ranks, each on an equal share of its cores; what the ranks of a single host "
+            "send each other is not counted."
+        )
+    job = scale_cores(job, cores, config.ppn)
     found = [estimate_hosts(job, network, number, price) for number in hosts]
     least_rate = find_least_rate(job, network, hosts) if len(hosts) > 1 else None
     if least_rate is not None:

@@ -11,7 +11,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, SHARDED_COMPRESSIONS
+from cpuft.compressions import (
+    AUTO_COMPRESSIONS,
+    COMPRESSION_FACTS,
+    COMPRESSIONS_WITH_FEEDBACK,
+    SHARDED_COMPRESSIONS,
+    count_ring_passes,
+)
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.hardware import CPU_SECONDS_PER_BYTE, CPU_SECONDS_PER_MESSAGE, ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Link, Measurement, Record
@@ -151,12 +157,13 @@ class Network:
         """
         return self.bits_per_second / 8 * (1.0 if self.measured else ETHERNET * RING_EFFICIENCY)
 
-    def all_reduce_seconds(self, nbytes: float, hosts: int) -> float:
-        """Return the seconds of a ring all-reduce of `nbytes` bytes; 0 for one host.
+    def all_reduce_seconds(self, nbytes: float, members: int) -> float:
+        """Return the seconds of a ring all-reduce of `nbytes` bytes between this many ranks; 0 for one rank.
 
-        2(n-1) messages of an n-th of the bytes each are sent one after another (Patarasuk and Yuan, 2009).
+        2(n-1) messages of an n-th of the bytes each are sent one after another (Patarasuk and Yuan, 2009). If hosts
+        have several ranks, each host sends the messages of only one of them to another host.
         """
-        return 2 * (hosts - 1) * (self.latency_seconds + nbytes / hosts / self.bytes_per_second)
+        return 2 * (members - 1) * (self.latency_seconds + nbytes / members / self.bytes_per_second)
 
 
 @dataclass(frozen=True)
@@ -174,7 +181,7 @@ class Job:
     rows: int
     """Examples of the whole training, all epochs together."""
     cores: float
-    """Cores of the host that the times are for."""
+    """Cores of the rank that the times are for: those of its host if it is the only one there."""
     levels: tuple[str, ...]
     """Compression levels that the job may use, from exact to the fewest bytes, such as ("none", "bf16", "int8")."""
     parameters: int
@@ -193,6 +200,8 @@ class Job:
     ready: tuple[tuple[float, float], ...] = ()
     """When gradients are ready, the first one first: (share of all numbers that are ready then, share of the last
     backward pass that has passed). Empty if that was not recorded: they become ready evenly."""
+    ranks_per_host: int = 1
+    """Number of ranks on each host. The times above are those of one of them on its share of the host's cores."""
 
     @property
     def step_seconds(self) -> float:
@@ -205,13 +214,21 @@ class Job:
             return share
         return next((passed for numbers, passed in self.ready if numbers >= share - 1e-9), self.ready[-1][1])
 
+    def count_members(self, hosts: int, sent_as: str) -> int:
+        """Return the number of ranks on `hosts` hosts that send gradients to each other.
+
+        With int8 and powersgd, gradients are averaged within each host first, and only one rank of each host sends.
+        """
+        return hosts if sent_as in COMPRESSIONS_WITH_FEEDBACK else hosts * self.ranks_per_host
+
     def sent_numbers(self, hosts: int) -> tuple[float, float]:
         """Return (numbers that an update on `hosts` hosts sends during the backward pass, numbers of embedding rows
         after it).
 
         The second one is 0 if embedding rows are not sent by themselves.
         """
-        return self.parameters, GradientSizes(tokens=self.words).count_tokens(hosts) * self.row
+        tokens = GradientSizes(tokens=self.words).count_tokens(hosts * self.ranks_per_host)
+        return self.parameters, tokens * self.row
 
     def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
         """Return (bytes that an update on `hosts` hosts sends during the backward pass, bytes of embedding rows after
@@ -231,7 +248,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Estimate for a number of hosts with one rank each and the recorded batch per rank (weak scaling)."""
+    """Estimate for a number of hosts and the recorded batch per rank (weak scaling)."""
 
     hosts: int
     step_seconds: float
@@ -376,12 +393,12 @@ def find_cores(record: Record) -> float:
     return min(bound, record.header.cores_allowed or bound)
 
 
-def scale_cores(job: Job, cores: float) -> Job:
-    """Return the job on a host with `cores` cores of the same kind; its times change in inverse proportion to the
-    cores.
+def scale_cores(job: Job, cores: float, ranks_per_host: int = 1) -> Job:
+    """Return the job on hosts with `cores` cores of the same kind, which this many ranks share equally.
 
-    `cores` is above 0.
+    Its times change in inverse proportion to the cores of a rank. `cores` is above 0.
     """
+    cores /= ranks_per_host
     factor = job.cores / cores
     return replace(
         job,
@@ -390,6 +407,7 @@ def scale_cores(job: Job, cores: float) -> Job:
         update_seconds=job.update_seconds * factor,
         error_seconds=job.error_seconds * factor,
         cores=cores,
+        ranks_per_host=ranks_per_host,
     )
 
 
@@ -459,7 +477,7 @@ def _fit(rows: Sequence[Measurement]) -> Network:
 
 
 def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -> Estimate:
-    """Estimate a step and the whole training on `hosts` hosts with one rank each.
+    """Estimate a step and the whole training on `hosts` hosts.
 
     The compression level is the first of the job's levels that is within 2 % of the fastest one. The interval of
     samples per second reaches from twice the known CPU cost of communication to none, and includes two standard errors
@@ -476,14 +494,15 @@ def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -
     error = SIGMAS * job.error_seconds
     slow = _step(job, network.scale_cpu_seconds(2.0), hosts, sent_as)[0] + error
     fast = max(_step(job, network.scale_cpu_seconds(0.0), hosts, sent_as)[0] - error, step / 2)
-    rate = hosts * job.samples / step
+    samples = hosts * job.ranks_per_host * job.samples
+    rate = samples / step
     seconds = job.rows / rate
     return Estimate(
         hosts,
         step,
         rate,
-        hosts * job.samples / slow,
-        hosts * job.samples / fast,
+        samples / slow,
+        samples / fast,
         job.step_seconds / step,
         seconds,
         seconds / 3600 * hosts * price,
@@ -499,28 +518,39 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     if hosts == 1:
         return job.step_seconds, 0.0, 0.0
     whole, words = job.sent_bytes(hosts, sent_as)
+    members = job.count_members(hosts, sent_as)
     # A sharded optimizer needs half an all-reduce of the gradients and half an all-reduce of the weights.
     share = 0.5 if job.gathered else 1.0
     buckets = max(MIN_BUCKETS, math.ceil(job.parameters / BUCKET_NUMBERS))
-    each = share * network.all_reduce_seconds(whole / buckets, hosts)
+    each = share * network.all_reduce_seconds(whole / buckets, members)
     # Each bucket is sent when it is ready and the one before it has been sent.
     backward, end = job.backward_seconds * job.last_backward, 0.0
     for number in range(1, buckets + 1):
         end = max(end, job.when_ready(number / buckets) * backward) + each
-    after = network.all_reduce_seconds(words, hosts) if words else 0.0
-    after += network.all_reduce_seconds(job.gathered, hosts) / 2 if job.gathered else 0.0
-    after += network.all_reduce_seconds(16, hosts)  # the loss and the number of tokens
+    after = network.all_reduce_seconds(words, members) if words else 0.0
+    after += network.all_reduce_seconds(job.gathered, members) / 2 if job.gathered else 0.0
+    after += network.all_reduce_seconds(16, hosts * job.ranks_per_host)  # the loss and the number of tokens
     waited = max(0.0, end - backward) + after
     # While a rank waits, communication takes nothing from computing.
     sending = buckets * each + after
     hidden = 1.0 - waited / sending if sending else 1.0
-    messages = 2 * (hosts - 1) * (buckets + bool(words) + bool(job.gathered) + 1)
-    sent = share * whole + words + job.gathered / 2
-    cpu = 2 * (hosts - 1) / hosts * sent * network.cpu_seconds_per_byte
+    messages = 2 * (members - 1) * (buckets + bool(words) + bool(job.gathered) + 1)
+    sent = count_ring_passes(members) * (share * whole + words + job.gathered / 2)
+    if members < hosts * job.ranks_per_host:
+        sent += _count_bytes_on_host(job, hosts)
+    cpu = sent * network.cpu_seconds_per_byte
     cpu += messages * network.cpu_seconds_per_message
     coding = COMPRESSION_FACTS[sent_as].coding_seconds * sum(job.sent_numbers(hosts))
     taken = (max(0.0, hidden) * cpu + coding) / job.cores
     return job.step_seconds + taken + waited, waited, taken
+
+
+def _count_bytes_on_host(job: Job, hosts: int) -> float:
+    """Return the bytes that the sending rank of a host exchanges with the host's other ranks in an update.
+
+    It receives their sum of all gradients in fp32, and sends them the mean. Other ranks of the host exchange no more.
+    """
+    return 2 * 4 * sum(job.sent_numbers(hosts))
 
 
 def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:

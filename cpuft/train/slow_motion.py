@@ -39,7 +39,7 @@ from cpuft.comm.compression.levels import LinkModel, choose_level
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
 from cpuft.comm.compression.table import list_levels, resolve_compression
 from cpuft.comm.watchdog import register
-from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS
+from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_ring_passes
 from cpuft.config import ReplayConfig, TrainConfig, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.hardware import CPU_SECONDS_PER_BYTE, ETHERNET
@@ -601,8 +601,7 @@ def choose_compression(config: ReplayConfig, times: LayerTimesLine, tokens: int,
     levels = {level.name: level for level in list_levels(layers, row * tokens, config.ranks, coding)}
     names = [name for name in AUTO_COMPRESSIONS if name in levels]
     names = names[names.index(resolve_compression("auto", precision)) :]
-    ring = 2 * (config.ranks - 1) / config.ranks
-    link = LinkModel(ring * 8 / (config.bits_per_second * ETHERNET), 0.0)
+    link = LinkModel(count_ring_passes(config.ranks) * 8 / (config.bits_per_second * ETHERNET), 0.0)
     compute = times.forward_seconds + times.backward_seconds
     return choose_level([levels[name] for name in names], compute, link)[0].name
 

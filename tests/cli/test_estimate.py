@@ -48,6 +48,19 @@ def test_numbers_for_programs(run_dir: Path) -> None:
     assert all(0 < one["efficiency"] < 1 and one["price"] > 0 for one in told["predictions"])
 
 
+def test_ranks_of_a_host_share_its_cores(run_dir: Path) -> None:
+    network = ("--bandwidth", "100mbit", "--hosts", "1,4", "--json")
+    one, two = (
+        json.loads(run_cpuft("estimate", str(run_dir), *network, "--ppn", ppn).stdout)["predictions"]
+        for ppn in ("1", "2")
+    )
+    assert two[0]["step_seconds"] == 2 * one[0]["step_seconds"]
+    assert two[0]["samples_per_second"] == one[0]["samples_per_second"]
+    table = run_cpuft("estimate", str(run_dir), *network[:-1], "--ppn", "2").stdout
+    assert "* each host has 2 ranks, each on an equal share of its cores;" in table
+    assert "each host has" not in run_cpuft("estimate", str(run_dir), *network[:-1]).stdout
+
+
 def test_the_doctor_measures_links_for_an_estimate(run_dir: Path, tmp_path: Path) -> None:
     links = [Link("a", "b", 40.0, 9e8), Link("b", "a", 60.0, 1.1e9), Link("a", "c", 0.0, 0.0, "timed out")]
     (tmp_path / "links.json").write_text(

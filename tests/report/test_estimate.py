@@ -296,3 +296,30 @@ def test_hosts_are_worth_it_as_long_as_the_last_bring_half() -> None:
 
     found = [on(1, 10), on(2, 19), on(4, 30), on(8, 45), on(16, 100)]
     assert count_worthwhile_hosts(found) == 4
+
+
+def test_a_host_with_several_ranks_sends_blocks_once() -> None:
+    network = Network(100e6, 0.0, 0.0, cpu_seconds_per_message=0.0)
+    two = scale_cores(replace(JOB, backward_seconds=0.0, row=0), 2, ranks_per_host=2)
+    assert (two.cores, two.step_seconds) == (1.0, 1.1)
+    for level, members in (("bf16", 8), ("int8", 4), ("powersgd", 4)):
+        job = replace(two, levels=(level,))
+        whole = job.sent_bytes(4, level)[0]
+        sent = 2 * (members - 1) / members * whole
+        assert estimate_hosts(job, network, 4).waited_seconds == pytest.approx(
+            sent / network.bytes_per_second, rel=1e-4
+        ), level
+    # Twice as many ranks train on twice as many examples, and the tokens of all ranks are sent.
+    free, alone = estimate_hosts(replace(two, levels=("int8",)), FREE, 4), estimate_hosts(JOB, FREE, 4)
+    assert free.samples_per_second * free.step_seconds == 2 * alone.samples_per_second * alone.step_seconds
+    assert two.sent_numbers(2)[1] == 0.0
+    assert replace(JOB, ranks_per_host=2).sent_numbers(2) == JOB.sent_numbers(4)
+
+
+def test_ranks_of_a_host_take_computing_time_to_add_up_their_gradients() -> None:
+    # Of ten buckets, the last one is waited for, which takes nothing from computing.
+    network, hidden = replace(FREE, cpu_seconds_per_byte=1e-9), 0.9
+    one, two = (estimate_hosts(replace(JOB, levels=("int8",), row=0, ranks_per_host=n), network, 4) for n in (1, 2))
+    assert two.taken_seconds - one.taken_seconds == pytest.approx(hidden * 1e-9 * 8 * 10_000_000, rel=1e-3)
+    one, two = (estimate_hosts(replace(JOB, row=0, ranks_per_host=n), network, 4) for n in (1, 2))
+    assert two.taken_seconds - one.taken_seconds == pytest.approx(hidden * 1e-9 * 0.25 * 40e6, rel=1e-3)

@@ -22,7 +22,7 @@ from cpuft.comm.compression.int8 import all_gather, split_by_parameter
 from cpuft.comm.process_group import ProgressThread, QueuedWork
 from cpuft.comm.watchdog import Operation, register
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
-from cpuft.rank.world import parse_world
+from cpuft.rank.world import World, parse_world
 
 Reduce = Callable[[Any], torch.futures.Future[torch.Tensor]]
 """Takes a DDP bucket; returns a future of its buffer, in which the gradients are then the mean over the ranks."""
@@ -46,6 +46,23 @@ def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
     if not 1 < local_size < len(places) or len(places) % local_size:
         return 0
     return local_size if all(place == (n % local_size, local_size) for n, place in enumerate(places)) else 0
+
+
+def find_ranks_per_host(world: World, group: dist.ProcessGroup) -> int:
+    """Return the number of ranks on each host if means over `group` can be hierarchical, else 0.
+
+    Collective: all ranks of `group` must call it together, and get the same number. See `count_ranks_per_host`.
+
+    Parameters
+    ----------
+    world: the place of this rank.
+    """
+    size = group.size()
+    if world.size != size or world.local_size == size:
+        return 0
+    places = torch.empty((size, 2), dtype=torch.int64)
+    all_gather(places.view(-1), torch.tensor([world.local_rank, world.local_size]), group=group)
+    return count_ranks_per_host([(int(local_rank), int(local_size)) for local_rank, local_size in places])
 
 
 @dataclass(frozen=True)
@@ -105,9 +122,9 @@ def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups |
     """Make the groups of hierarchical means, or return None where gradients are averaged among all ranks at once.
 
     Collective: all ranks of `group` must call it together, and all of them get groups, or all None. Means are
-    hierarchical if the compression has error feedback (int8 and powersgd; MPI and oneCCL do the same by themselves for
-    gradients that are sent as they are), `group` is the group of all ranks, and `count_ranks_per_host` is not 0. The
-    places of the ranks are those of the launcher's environment variables.
+    hierarchical if the compression has error feedback (int8 and powersgd; MPI does the same by itself for gradients
+    that are sent as they are, and gloo and oneCCL do not), `group` is the group of all ranks, and
+    `count_ranks_per_host` is not 0. The places of the ranks are those of the launcher's environment variables.
 
     Parameters
     ----------
@@ -117,12 +134,7 @@ def make_host_groups(compression: str, group: dist.ProcessGroup) -> HostGroups |
     """
     if compression not in COMPRESSIONS_WITH_FEEDBACK or group is not dist.group.WORLD:
         return None
-    world, size = parse_world(os.environ), group.size()
-    if world.size != size or world.local_size == size:
-        return None
-    places = torch.empty((size, 2), dtype=torch.int64)
-    all_gather(places.view(-1), torch.tensor([world.local_rank, world.local_size]), group=group)
-    per_host = count_ranks_per_host([(int(local_rank), int(local_size)) for local_rank, local_size in places])
+    per_host, size = find_ranks_per_host(parse_world(os.environ), group), group.size()
     if not per_host:
         return None
     timeout: timedelta = getattr(group, "timeout", _DEFAULT_TIMEOUT)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft.comm.compression import int8, powersgd
 from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, Reduce, make_host_groups
 from cpuft.comm.compression.levels import CompressionLevel
-from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS, REMOVED_COMPRESSIONS
+from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS, REMOVED_COMPRESSIONS, count_ring_passes
 from cpuft.errors import CpuftError, suggest_names
 
 
@@ -124,7 +124,7 @@ def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | 
 
 
 def list_levels(
-    parameters: Sequence[torch.Tensor], row_numbers: int, ranks: int, coding_seconds: float
+    parameters: Sequence[torch.Tensor], row_numbers: int, ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
     """Return what an update of a model sends with each compression: none, bf16, fp16, int8 and powersgd, in this order.
 
@@ -132,21 +132,30 @@ def list_levels(
     ----------
     parameters: the trained parameters, without a word embedding that is exchanged by rows.
     row_numbers: numbers in the embedding rows of an update; 0 without a row exchange.
-    ranks: number of ranks.
+    ranks: number of ranks of the all-reduce whose payload the bytes are.
     coding_seconds: time to encode and decode one number with int8. With powersgd, it is longer in the proportion of
         `COMPRESSION_FACTS`.
+    hosts: number of hosts, at least two, if the compressions with error feedback have hierarchical means; 0 if all
+        ranks average together. Between the first ranks of the hosts, an all-reduce of the same payload sends fewer
+        bytes over the link of a host than one between all ranks. The bytes of these levels are multiplied by this
+        ratio, so that they stay the payload of an all-reduce between all ranks.
     """
     coding = coding_seconds * (_count(parameters) + row_numbers) / COMPRESSION_FACTS["int8"].coding_seconds
-    return [
-        CompressionLevel(
-            name,
-            entry.layer_bytes(parameters, ranks),
-            entry.row_bytes(row_numbers, ranks),
-            entry.messages,
-            coding * COMPRESSION_FACTS[name].coding_seconds,
+    levels = []
+    for name, entry in TABLE.items():
+        facts = COMPRESSION_FACTS[name]
+        members = hosts if hosts and facts.has_feedback else ranks
+        share = count_ring_passes(members) / count_ring_passes(ranks) if members != ranks else 1.0
+        levels.append(
+            CompressionLevel(
+                name,
+                share * entry.layer_bytes(parameters, members),
+                share * entry.row_bytes(row_numbers, members),
+                entry.messages,
+                coding * facts.coding_seconds,
+            )
         )
-        for name, entry in TABLE.items()
-    ]
+    return levels
 
 
 def resolve_compression(requested: str, precision: str) -> str:

@@ -14,10 +14,12 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm.compression.embedding_rows import find_embedding
+from cpuft.comm.compression.hierarchical import find_ranks_per_host
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level
 from cpuft.comm.compression.powersgd import count_numbers
 from cpuft.comm.compression.table import list_levels, resolve_compression
+from cpuft.comm.registration import BACKENDS
 from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
 from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS
 from cpuft.config import TrainConfig
@@ -76,7 +78,8 @@ def choose_compression(
     allowed = [name for name in AUTO_COMPRESSIONS if config.shard == "none" or name in SHARDED_COMPRESSIONS]
     if earlier in allowed:
         return earlier, "as when the run began"
-    link = measure_link()
+    link, group = measure_link(), dist.group.WORLD
+    assert group is not None
     tokens = count_distinct_tokens(objective, config, prepared, world.size)
     exact = make_levels(model, tokens, world.size, 0.0)[0]
     if (exact.layer_bytes + exact.row_bytes) * link.seconds_per_byte <= _FAST_SECONDS:
@@ -86,13 +89,20 @@ def choose_compression(
     )
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # the slowest rank's times, so that all ranks choose the same
     seconds, coding = measured.tolist()
-    levels = {level.name: level for level in make_levels(model, tokens, world.size, coding)}
+    per_host = find_ranks_per_host(world, group)
+    hosts = world.size // per_host if per_host else 0
+    # Between two hosts with two ranks each, MPI's all-reduce sends its payload once over the link of a host, as one
+    # between the first ranks of the hosts does. Those of gloo and oneCCL send it 1.5 times, as a ring of all ranks.
+    ring = hosts if hosts and dist.get_backend() == BACKENDS["mpi"].torch_name else world.size
+    levels = {level.name: level for level in make_levels(model, tokens, ring, coding, hosts)}
     names = list(levels)[list(levels).index(base) :]
     level, reason = choose_level([levels[name] for name in names if name in allowed], seconds, link)
     return level.name, reason
 
 
-def make_levels(model: torch.nn.Module, tokens: float, ranks: int, coding_seconds: float) -> list[CompressionLevel]:
+def make_levels(
+    model: torch.nn.Module, tokens: float, ranks: int, coding_seconds: float, hosts: int = 0
+) -> list[CompressionLevel]:
     """Return what an update of a model sends with each compression: none, bf16, fp16, int8 and powersgd, in this order.
 
     The word embedding counts by rows if it can be exchanged by rows: a trained torch.nn.Embedding whose weight is not
@@ -101,14 +111,15 @@ def make_levels(model: torch.nn.Module, tokens: float, ranks: int, coding_second
     Parameters
     ----------
     tokens: number of distinct tokens in an update.
-    ranks: number of ranks.
+    ranks: number of ranks of the all-reduce whose payload the bytes are.
     coding_seconds: time to encode and decode one number with int8; with powersgd, it is longer.
+    hosts: number of hosts if int8 and powersgd have hierarchical means, else 0; see `list_levels`.
     """
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
     layers = [p for p in model.parameters() if p.requires_grad and p is not weight]
     row_numbers = 0 if weight is None else round(tokens * weight.shape[1])
-    return list_levels(layers, row_numbers, ranks, coding_seconds)
+    return list_levels(layers, row_numbers, ranks, coding_seconds, hosts)
 
 
 def measure_link() -> LinkModel:

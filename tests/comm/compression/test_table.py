@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch._C._distributed_c10d import HashStore, ProcessGroup
 
-from cpuft.comm.compression.table import TABLE, make_reduce, resolve_compression, wire_type_name
-from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS
+from cpuft.comm.compression.table import TABLE, list_levels, make_reduce, resolve_compression, wire_type_name
+from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS, COMPRESSIONS_WITH_FEEDBACK, count_ring_passes
 from cpuft.errors import CpuftError
 
 
@@ -38,3 +39,26 @@ def test_both_tables_hold_the_same_compressions() -> None:
 def test_a_removed_compression_is_answered_with_what_to_give_instead() -> None:
     with pytest.raises(CpuftError, match=r"late was removed.*: give --grad-compression int8"):
         make_reduce("late", ProcessGroup(HashStore(), 0, 1))
+
+
+@pytest.mark.parametrize("members, passes", [(1, 0.0), (2, 1.0), (4, 1.5), (64, 126 / 64)])
+def test_a_ring_sends_its_payload_almost_twice_over_each_link(members: int, passes: float) -> None:
+    assert count_ring_passes(members) == passes
+
+
+@pytest.mark.parametrize("hosts, ranks_per_host", [(2, 2), (2, 8), (8, 2)])
+def test_hierarchical_means_send_what_one_rank_per_host_would(hosts: int, ranks_per_host: int) -> None:
+    parameters, row_numbers, ranks = [torch.zeros(2048, 256), torch.zeros(512)], 2**16, hosts * ranks_per_host
+    alone = list_levels(parameters, row_numbers, hosts, 1e-9)
+    flat = list_levels(parameters, row_numbers, ranks, 1e-9)
+    found = list_levels(parameters, row_numbers, ranks, 1e-9, hosts)
+    for level, of_hosts, of_ranks in zip(found, alone, flat, strict=True):
+        if level.name not in COMPRESSIONS_WITH_FEEDBACK:
+            assert level == of_ranks
+            continue
+        # An all-reduce between n ranks sends its payload 2 (n - 1) / n times over the link of a host.
+        for name in ("layer_bytes", "row_bytes"):
+            sent = getattr(level, name) * 2 * (ranks - 1) / ranks
+            assert sent == pytest.approx(getattr(of_hosts, name) * 2 * (hosts - 1) / hosts)
+            assert getattr(level, name) < 0.97 * getattr(of_ranks, name)
+        assert (level.messages, level.coding_seconds) == (of_ranks.messages, of_ranks.coding_seconds)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
+from cpuft.comm.compression.levels import LinkModel
 from cpuft.config import TrainConfig
+from cpuft.rank.world import World
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import plan_updates
-from cpuft.train.exchange.compression import RANK_COUNTS, count_sent_numbers
+from cpuft.train.exchange import compression
+from cpuft.train.exchange.compression import RANK_COUNTS, choose_compression, count_sent_numbers
 from cpuft.train.objective.base import Objective
 from cpuft.train.objective.labels import Classification
 from tests.train.tokens import make_tokens
@@ -66,3 +72,27 @@ def test_a_model_without_words_of_its_own_sends_all() -> None:
 def test_factors_are_counted_where_they_are_fewer() -> None:
     found = count_sent_numbers(torch.nn.Linear(64, 100), OBJECTIVE, TrainConfig(), PREPARED)
     assert (found.parameters, found.factors) == (64 * 100 + 100, (64 + 100) * 32 + 100)
+
+
+@pytest.mark.parametrize(
+    "ranks_per_host, backend, chosen",
+    [(0, "cpuft_gloo", "bf16"), (8, "cpuft_gloo", "int8"), (8, "ccl", "int8"), (8, "mpi4py", "bf16")],
+)
+def test_auto_counts_that_hosts_with_several_ranks_send_blocks_once(
+    ranks_per_host: int, backend: str, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The measurements are given. Between all ranks, the time of coding outweighs what int8 saves.
+
+    MPI's all-reduce, whose time was measured, sends as little between hosts.
+    """
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(compression, "measure_link", lambda: LinkModel(1e-6, 0.0))
+    monkeypatch.setattr(compression, "find_ranks_per_host", lambda world, group: ranks_per_host)
+    monkeypatch.setattr(compression, "_measure_compute", lambda *_: 0.01)
+    monkeypatch.setattr(compression, "measure_coding_seconds", lambda: 1.2e-6)
+    monkeypatch.setattr(dist, "all_reduce", lambda *_, **options: None)
+    monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
+    found, reason = choose_compression(
+        TrainConfig(), "bf16", torch.nn.Linear(512, 512), OBJECTIVE, PREPARED, World(0, 16, 0, 8)
+    )
+    assert (found, "bf16 0." in reason) == (chosen, True)
