@@ -189,8 +189,8 @@ first one was. Without these lists, four layers of Gemma-3-270M's sizes with gra
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 """glibc 2.35 and newer then asks for pages of 2 MB for all that malloc returns, if Linux allows that (madvise(2)).
 
-The tensors and the packed factors of a step are larger than what a CPU finds without a search through tables of pages of
-4 KB, and a virtual machine searches through two tables."""
+The tensors and the packed factors of a step have more pages of 4 KB than a CPU remembers, and a virtual machine looks
+up each other page in two tables."""
 
 
 def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:

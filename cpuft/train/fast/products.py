@@ -99,7 +99,7 @@ def _run(
     slope: Tensor | None = None,
     has_gelu: bool = False,
 ) -> Tensor | None:
-    """Return the product, after what `Epilogue` in tiles.h does to it; None if torch is faster or there is no kernel."""
+    """Return the product after what `Epilogue` in tiles.h does to it; None without a kernel, or if torch is faster."""
     inner, rows = left.shape if left_transposed else left.shape[::-1]
     columns = len(right) if right_transposed else right.shape[1]
     large = rows * columns * inner >= _MIN_WORK and (left_transposed or rows >= _MIN_ROWS)

@@ -123,8 +123,11 @@ class _FeedForward(torch.autograd.Function):
         ctx: Any, x: Tensor, inner_weight: Tensor, bias: Tensor, outer_weight: Tensor, forward_pass: ForwardPass
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        inner, slope = gelu_product(x, inner_weight, bias, any(ctx.needs_input_grad))
-        ctx.save_for_backward(x, inner_weight, outer_weight, inner, slope)
+        wants_x, wants_inner, wants_bias, wants_outer, _ = ctx.needs_input_grad
+        inner, slope = gelu_product(x, inner_weight, bias, wants_x or wants_inner or wants_bias)
+        # Backward of a frozen layer does not need its input.
+        kept_inputs = x if wants_inner else None, inner if wants_outer else None
+        ctx.save_for_backward(*kept_inputs, inner_weight, outer_weight, slope)
         if forward_pass is ForwardPass.RECOMPUTE:
             return x.new_empty(len(x), len(outer_weight)), x
         return matrix_product(inner, outer_weight, right_transposed=True), x
@@ -134,10 +137,12 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return residual_grad, None, None, None, None
-        x, inner_weight, outer_weight, inner, slope = ctx.saved_tensors
+        x, inner, inner_weight, outer_weight, slope = ctx.saved_tensors
         wants_x, wants_inner, wants_bias, wants_outer, _ = ctx.needs_input_grad
         grad = grad.contiguous()
         douter = matrix_product(grad, inner, left_transposed=True) if wants_outer else None
+        if slope is None:
+            return residual_grad, None, None, douter, None
         before, sums = slope_product(grad, outer_weight, slope)
         dinner = matrix_product(before, x, left_transposed=True) if wants_inner else None
         dx = matrix_product(before, inner_weight, addend=residual_grad) if wants_x else None

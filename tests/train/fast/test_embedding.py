@@ -86,10 +86,10 @@ STEPS = (plainly, in_micro_batches, zeroing, adding_noise, looking_up_twice, ask
 RATE, MOST_STEPS = 1e-2, 5
 
 
-def make(kind: str, by_rows: bool, decay: float = 0.0) -> tuple[Any, Any]:
+def make(kind: str, by_rows: bool, decay: float = 0.0, precision: str = "auto") -> tuple[Any, Any]:
     model = make_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=decay)
-    accelerate(model, optimizer)
+    accelerate(model, optimizer, precision=precision)
     if not by_rows:
         del model.get_input_embeddings().forward
         getattr(model, MASTERS_ATTRIBUTE).embedding = None
@@ -109,7 +109,8 @@ def check_alike(one: Any, other: Any) -> None:
 @pytest.mark.parametrize("step", STEPS, ids=lambda step: step.__name__)
 @pytest.mark.parametrize("kind", KINDS)
 def test_updates_are_the_same(kind: str, step: Step, each_way: None) -> None:
-    (model, optimizer), (plain, theirs) = make(kind, True), make(kind, False)
+    # In bf16, the other order in which the norm is added up can round a weight up instead of down, and so change all.
+    (model, optimizer), (plain, theirs) = (make(kind, by_rows, precision="fp32") for by_rows in (True, False))
     for seed in (1, 2, 3, 4, 5):
         step(model, optimizer, seed)
         step(plain, theirs, seed)
