@@ -27,7 +27,8 @@ SOURCES = tuple(
     Path(cpuft.__file__).parent / name
     for name in (
         *("train/fast/kernels.cpp", "train/fast/attention.h", "train/fast/disentangled.h", "train/fast/products.h"),
-        *("train/fast/tiles.h", "train/fast/activations.h", "comm/compression/blocks.h", "vectors.h"),
+        *("train/fast/tiles.h", "train/fast/epilogue.h", "train/fast/activations.h"),
+        *("comm/compression/blocks.h", "vectors.h"),
     )
 )
 """The main C++ file, which is compiled, and the headers that it includes."""

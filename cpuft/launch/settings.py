@@ -157,11 +157,7 @@ def host_settings(
         Setting("GLOO_SOCKET_IFNAME", interface.name, interface.reason),
         Setting("FI_TCP_IFACE", interface.name, interface.reason),
         Setting("CCL_KVS_IFACE", interface.name, interface.reason),
-        # PyTorch's c10/core/alignment.h and c10/core/impl/alloc_cpu.cpp: for blocks of 2 MiB and more.
-        Setting(
-            "THP_MEM_ALLOC_ENABLE", "1", "huge pages for large tensors, which the kernel copies faster between ranks"
-        ),
-        *_memory_settings(facts.libraries),
+        *memory_settings(facts.libraries),
     )
 
 
@@ -193,11 +189,14 @@ The tensors and the packed factors of a step have more pages of 4 KB than a CPU 
 up each other page in two tables."""
 
 
-def _memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Preload an allocator and Intel's OpenMP runtime if the host has them; make the allocator keep freed memory."""
+def memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
+    """Preload an allocator and Intel's OpenMP runtime if the host has them; ask for huge pages; make the allocator keep
+    freed memory."""
     allocator = next((name for name in ("tcmalloc", "tcmalloc_minimal", "jemalloc") if name in libraries), "")
     preload = [libraries[name] for name in (allocator, "iomp5") if name in libraries]
-    settings: tuple[Setting, ...] = ()
+    # PyTorch's c10/core/alignment.h and c10/core/impl/alloc_cpu.cpp: for blocks of 2 MiB and more.
+    reason = "huge pages for large tensors, which the kernel copies faster between ranks"
+    settings: tuple[Setting, ...] = (Setting("THP_MEM_ALLOC_ENABLE", "1", reason),)
     if preload:
         names = " and ".join(name for name in (allocator, "iomp5") if name in libraries)
         settings += (Setting("LD_PRELOAD", ":".join(preload), f"{names}: found on this host"),)

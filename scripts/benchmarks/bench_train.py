@@ -1,6 +1,7 @@
 """A training step of cpuft against those of other tools, in turn: where its time goes, and what limits it.
 
-Started by scripts/bench-train."""
+All run in one process, which gets its memory as ranks of cpuft launch do, in pages of 2 MB. Started by
+scripts/bench-train."""
 
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.hardware import cpu_class
 from cpuft.kernels import Kernels, kernel_status, kernels_for, plain_torch
+from cpuft.launch.settings import memory_settings
 from cpuft.train.fast import products as fast_products
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.products import matrix_product
@@ -529,10 +531,11 @@ def run(options: argparse.Namespace) -> None:
 def main() -> int:
     """Run. Returns 2 for an error that the user can correct."""
     options = parse_arguments()
-    if LIMITS.get(options.isa, {}).items() - os.environ.items():
-        # torch asks what the CPU can do when it is imported.
+    variables = {setting.name: setting.value for setting in memory_settings({})} | LIMITS.get(options.isa, {})
+    if variables.items() - os.environ.items():
+        # glibc reads its settings when a process starts; torch asks what the CPU can do when it is imported.
         command = [sys.executable, "-m", "scripts.benchmarks.bench_train", *sys.argv[1:]]
-        os.execve(sys.executable, command, os.environ | LIMITS[options.isa])
+        os.execve(sys.executable, command, os.environ | variables)
     try:
         run(options)
     except CpuftError as error:

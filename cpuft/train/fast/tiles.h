@@ -23,10 +23,13 @@
 //      +----+   +----+----+
 //      | t5 |   | t2 | t3 |   C
 //      +----+   +----+----+
+//
+// The gradient of a weight is a sum over tokens, A^T B with two factors that are stored token by token. There each
+// thread makes a part of C alone, see `multiply_transposed`.
 
 #pragma once
 
-#include "activations.h"
+#include "epilogue.h"
 #include "products.h"
 #include <algorithm>
 #include <cstdlib>
@@ -36,13 +39,14 @@ namespace {
 
 #ifdef __AMX_BF16__
 
-constexpr int64_t BLOCK_ROWS = 32, BLOCK_COLS = 32, STEP = 32;
+constexpr int64_t STEP = 32;
 // Bytes of the panels that stay in the second-level cache, which has 2 MB on the CPUs with AMX.
 constexpr int64_t CHUNK_BYTES = 1200000;
 // Longer sums are made in parts of SPLIT_INNER numbers: 32 rows of so many fit into the first-level cache of 48 KB with
-// the sums. MOST_PACKED_INNER is the limit if A has been packed, because it was stored transposed.
-constexpr int64_t MOST_INNER = 1024, MOST_PACKED_INNER = 512, SPLIT_INNER = 384;
-constexpr int64_t BLOCK_SUMS = BLOCK_ROWS * BLOCK_COLS;
+// the sums.
+constexpr int64_t MOST_INNER = 1024, SPLIT_INNER = 384;
+// The most sums of a part of a weight's gradient: most of them stay in the second-level cache.
+constexpr int64_t PART_SUMS = 450000;
 
 // Memory for packed factors and sums, which stays for the next call and grows.
 class Scratch {
@@ -120,89 +124,9 @@ inline void pack_last_rows(const bf16 *a, int64_t inner, int64_t rows, int64_t b
         std::memcpy(y, reinterpret_cast<const word *>(a + i * inner) + first, size_t(count) * sizeof(word));
 }
 
-// 32 numbers of a row.
-struct Pair {
-    vec low, high;
-};
-inline Pair get_pair(const bf16 *p, __mmask32 mask) {
-    __m512i both = _mm512_maskz_loadu_epi16(mask, p);
-    return {widen(read<half>(&both)), widen(read<half>(reinterpret_cast<const uint16_t *>(&both) + W))};
-}
-inline void put_pair(bf16 *p, Pair x, __mmask32 mask) {
-    _mm512_mask_storeu_epi16(p, mask, (__m512i)_mm512_cvtne2ps_pbh((__m512)x.high, (__m512)x.low));
-}
-
-template <class T> T *moved(T *p, int64_t count) { return p ? p + count : p; }
-
-// What happens to a product before it is rounded and written, in the order of these pointers. A null pointer stands for
-// nothing.
-struct Epilogue {
-    const bf16 *bias;    // (cols,): it is added
-    const bf16 *factor;  // (rows, cols): the product is multiplied by it
-    const bf16 *addend;  // (rows, cols): it is added
-    float *column_sums;  // (cols,): the sums of the columns are added to it
-    bf16 *slope;         // (rows, cols): C becomes the GELU of the product, and this the GELU's slope
-    bool has_gelu;       // the same without a slope
-
-    // For the part of C that begins `number` numbers after its first one, in column `col`.
-    Epilogue from(int64_t number, int64_t col) const {
-        return {moved(bias, col),        moved(factor, number), moved(addend, number),
-                moved(column_sums, col), moved(slope, number),  has_gelu};
-    }
-    Pair apply(Pair x, int64_t number, __mmask32 mask) const {
-        if (bias) {
-            Pair b = get_pair(bias, mask);
-            x = {x.low + b.low, x.high + b.high};
-        }
-        if (factor) {
-            Pair f = get_pair(factor + number, mask);
-            x = {x.low * f.low, x.high * f.high};
-        }
-        if (addend) {
-            Pair a = get_pair(addend + number, mask);
-            x = {x.low + a.low, x.high + a.high};
-        }
-        if (column_sums) {
-            put(column_sums, read<vec>(column_sums) + x.low, W);
-            put(column_sums + W, read<vec>(column_sums + W) + x.high, W);
-        }
-        if (!has_gelu) return x;
-        Activation low = gelu<bf16>(x.low), high = gelu<bf16>(x.high);
-        if (slope) put_pair(slope + number, {low.slope, high.slope}, mask);
-        return {low.value, high.value};
-    }
-};
-
-// A block of sums that still has to be rounded and written to C.
-struct Rounding {
-    const float *sums = nullptr;
-    bf16 *to = nullptr;
-    Epilogue epilogue{};
-    int64_t stride = 0, rows = 0, cols = 0, next = 0;
-
-    bool is_left() const { return next < rows; }
-    // Asks for the memory of a row while its sums are still being made: without it, each row of 64 bytes is waited for.
-    void prefetch(int64_t row) const {
-        if (row >= rows) return;
-        __builtin_prefetch(to + row * stride, 1);
-        if (epilogue.slope) __builtin_prefetch(epilogue.slope + row * stride, 1);
-        if (epilogue.factor) __builtin_prefetch(epilogue.factor + row * stride);
-        if (epilogue.addend) __builtin_prefetch(epilogue.addend + row * stride);
-    }
-    void write_row() {
-        const float *from = sums + next * BLOCK_COLS;
-        __mmask32 mask = cols >= 32 ? ~__mmask32(0) : (__mmask32(1) << cols) - 1;
-        put_pair(to + next * stride, epilogue.apply({read<vec>(from), read<vec>(from + W)}, next * stride, mask), mask);
-        next++;
-    }
-    void finish() {
-        while (is_left()) write_row();
-    }
-};
-
 // sums (32, 32) = a b, or += if `adds`, of 32 rows of A and a panel. `row` is the distance of two rows of A in words.
 // Meanwhile, the sums of the block `before` are rounded and written, and memory is asked for those of this block, which
-// `after` writes.
+// `after` writes: 4 rows in each of the first 8 steps.
 inline void multiply_with_panel(const word *a, int64_t row, const word *panel, float *sums, int64_t words, bool adds,
                                 Rounding &before, const Rounding &after) {
     constexpr int64_t LINE = 4 * BLOCK_COLS;
@@ -218,7 +142,6 @@ inline void multiply_with_panel(const word *a, int64_t row, const word *panel, f
         _tile_zero(2);
         _tile_zero(3);
     }
-    int64_t each = (BLOCK_ROWS + words / 16 - 1) / (words / 16);
     for (int64_t k = 0; k < words; k += 16, a += 16) {
         _tile_stream_loadd(6, panel + k * BLOCK_COLS, LINE);
         _tile_stream_loadd(7, panel + k * BLOCK_COLS + 16, LINE);
@@ -228,8 +151,9 @@ inline void multiply_with_panel(const word *a, int64_t row, const word *panel, f
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
         _tile_dpbf16ps(3, 5, 7);
-        for (int64_t i = 0; i < each; i++) after.prefetch(k / 16 * each + i);
-        for (int64_t i = 0; i < each && before.is_left(); i++) before.write_row();
+        if (k >= 16 * BLOCK_ROWS / 4) continue;
+        for (int64_t i = 0; i < 4; i++) after.prefetch(k / 4 + i);
+        for (int64_t i = 0; i < 4 && before.is_left(); i++) before.write_row();
     }
     before.finish();
     _tile_stored(0, sums, LINE);
@@ -242,24 +166,20 @@ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Returns false if there is no memory for the packed factors.
 bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue, bf16 *c, int64_t rows, int64_t cols,
-                         int64_t inner, bool a_is_transposed, bool b_is_transposed, int threads) {
-    int64_t words = filled_up(inner, STEP) / 2;
-    // Rows that lie a multiple of a page apart would compete for the same lines of a cache.
-    int64_t stride = words + (words % 256 == 0 ? 16 : 0);
-    int64_t blocks = ceil_div(rows, BLOCK_ROWS), panels = ceil_div(cols, BLOCK_COLS);
+                         int64_t inner, bool b_is_transposed, int threads) {
+    int64_t words = inner / 2, blocks = ceil_div(rows, BLOCK_ROWS), panels = ceil_div(cols, BLOCK_COLS);
     int64_t chunk = std::clamp(CHUNK_BYTES / (4 * BLOCK_COLS * words), int64_t(1), panels);
     int64_t chunks = ceil_div(panels, chunk);
     chunk = ceil_div(panels, chunks);
-    int64_t parts = std::clamp(ceil_div(4 * int64_t(threads), chunks), int64_t(1), blocks);
-    int64_t split = 2 * words > (a_is_transposed ? MOST_PACKED_INNER : MOST_INNER) ? SPLIT_INNER / 2 : words;
+    int64_t parts = std::clamp(ceil_div(16 * int64_t(threads), chunks), int64_t(1), blocks);
+    int64_t split = inner > MOST_INNER ? SPLIT_INNER / 2 : words;
     // Sums of the blocks that wait for more steps, or of this block and the one before; the last rows of A; and sums of
     // columns.
     int64_t most_sums = std::max<int64_t>(chunk, 2) * BLOCK_SUMS;
     int64_t of_columns = epilogue.column_sums ? panels * BLOCK_COLS : 0;
-    int64_t of_thread = most_sums + BLOCK_ROWS * split + of_columns;
-    int64_t of_panels = panels * words * BLOCK_COLS, of_rows = a_is_transposed ? blocks * BLOCK_ROWS * stride : 0;
+    int64_t of_thread = most_sums + BLOCK_ROWS * split + of_columns, of_panels = panels * words * BLOCK_COLS;
     static thread_local Scratch scratch;
-    word *packed = scratch.get(of_panels + of_rows + threads * of_thread), *rows_packed = packed + of_panels;
+    word *packed = scratch.get(of_panels + threads * of_thread);
     if (!packed) return false;
 #pragma omp parallel num_threads(threads)
     {
@@ -267,19 +187,14 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
 #pragma omp for schedule(static)
             for (int64_t p = 0; p < panels; p++)
                 pack_transposed_panel(b, inner, cols, p * BLOCK_COLS, packed + p * words * BLOCK_COLS);
-        }
-        // All columns of a few rows at a time: these rows are read from one end to the other.
-        if (a_is_transposed || !b_is_transposed) {
+        } else {
+            // All columns of a few rows at a time: these rows are read from one end to the other.
 #pragma omp for schedule(static)
-            for (int64_t k = 0; k < words; k += W) {
-                for (int64_t p = 0; !b_is_transposed && p < panels; p++)
+            for (int64_t k = 0; k < words; k += W)
+                for (int64_t p = 0; p < panels; p++)
                     zip_step(b, inner, cols, p * BLOCK_COLS, k, packed + (p * words + k) * BLOCK_COLS);
-                for (int64_t i = 0; a_is_transposed && i < blocks; i++)
-                    transpose_step(a, inner, rows, i * BLOCK_ROWS, k, rows_packed + i * BLOCK_ROWS * stride + k,
-                                   stride);
-            }
         }
-        word *own = rows_packed + of_rows + omp_get_thread_num() * of_thread, *last_rows = own + most_sums;
+        word *own = packed + of_panels + omp_get_thread_num() * of_thread, *last_rows = own + most_sums;
         float *sums = reinterpret_cast<float *>(own);
         Epilogue own_epilogue = epilogue;
         if (of_columns) {
@@ -294,12 +209,10 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
             int64_t first = task / parts * chunk, end = std::min(panels, first + chunk), part = task % parts;
             for (int64_t i = part * blocks / parts; i < (part + 1) * blocks / parts; i++) {
                 for (int64_t k = 0; k < words; k += split) {
-                    int64_t count = std::min(split, words - k), begin = i * BLOCK_ROWS, row = inner / 2;
+                    int64_t count = std::min(split, words - k), begin = i * BLOCK_ROWS, row = words;
                     const word *left = reinterpret_cast<const word *>(a) + begin * row + k;
-                    if (a_is_transposed) {
-                        left = rows_packed + begin * stride + k;
-                        row = stride;
-                    } else if (begin + BLOCK_ROWS > rows) {
+                    bool is_last = k + count == words;
+                    if (begin + BLOCK_ROWS > rows) {
                         pack_last_rows(a, inner, rows, begin, k, count, last_rows);
                         left = last_rows, row = count;
                     }
@@ -307,23 +220,94 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
                         float *to = sums + (split < words ? p - first : turn++ & 1) * BLOCK_SUMS;
                         const word *panel = packed + (p * words + k) * BLOCK_COLS;
                         Rounding after;
-                        if (k + count == words) {
-                            int64_t col = p * BLOCK_COLS, number = begin * cols + col;
-                            after = Rounding{to,   c + number, own_epilogue.from(number, col),
-                                             cols, std::min(BLOCK_ROWS, rows - begin), std::min(BLOCK_COLS, cols - col),
-                                             0};
-                        }
+                        if (is_last) after = {to, c, own_epilogue, begin, p * BLOCK_COLS, rows, cols};
                         multiply_with_panel(left, row, panel, to, count, k > 0, before, after);
-                        if (k + count == words) before = after;
+                        if (is_last) before = after;
                     }
                 }
             }
         }
         before.finish();
+        _mm_sfence();  // what was written past the caches is visible to the other threads from here on
         if (of_columns) {
 #pragma omp critical
             for (int64_t j = 0; j < cols; j++) epilogue.column_sums[j] += own_epilogue.column_sums[j];
         }
+    }
+    return true;
+}
+
+// Into how many parts the rows and the columns of a weight's gradient are divided.
+struct Parts {
+    int64_t of_rows, of_cols;
+};
+// The division that takes least time: a thread reads the columns of A and of B that belong to its part, which takes as
+// long for one column as 200 multiplications.
+inline Parts choose_parts(int64_t rows, int64_t cols, int64_t threads) {
+    Parts best{};
+    double least = INFINITY;
+    for (int64_t m = 1; m <= ceil_div(rows, BLOCK_ROWS); m++)
+        for (int64_t n = 1; n <= ceil_div(cols, BLOCK_COLS); n++) {
+            double high = double(filled_up(ceil_div(rows, m), BLOCK_ROWS));
+            double wide = double(filled_up(ceil_div(cols, n), BLOCK_COLS));
+            double cost = double(ceil_div(m * n, threads)) * (high * wide + 200.0 * (high + wide));
+            bool fits = high * wide <= double(PART_SUMS);
+            if (fits && cost < least) best = {m, n}, least = cost;
+        }
+    return best;
+}
+
+// C (rows, cols) = A^T B for A (inner, rows) and B (inner, cols): the gradient of a weight, a sum over all tokens. Each
+// thread makes parts of C, adding the products of a few hundred tokens at a time to sums that stay in the second-level
+// cache, with the packed numbers of these tokens. Returns false if there is no memory for them.
+bool multiply_transposed(const bf16 *a, const bf16 *b, bf16 *c, int64_t rows, int64_t cols, int64_t inner,
+                         int threads) {
+    Epilogue epilogue{};
+    epilogue.past_caches = writes_past_caches(c, nullptr, cols);
+    Parts parts = choose_parts(rows, cols, threads);
+    int64_t high = filled_up(ceil_div(rows, parts.of_rows), BLOCK_ROWS), blocks = high / BLOCK_ROWS;
+    int64_t wide = filled_up(ceil_div(cols, parts.of_cols), BLOCK_COLS), panels = wide / BLOCK_COLS;
+    int64_t tokens = filled_up(ceil_div(inner, ceil_div(inner, SPLIT_INNER)), STEP), words = tokens / 2;
+    int64_t of_thread = high * wide + high * words + words * wide;
+    static thread_local Scratch scratch;
+    word *memory = scratch.get(threads * of_thread);
+    if (!memory) return false;
+#pragma omp parallel num_threads(threads)
+    {
+        word *own = memory + omp_get_thread_num() * of_thread, *turned = own + high * wide;
+        word *packed = turned + high * words;
+        float *sums = reinterpret_cast<float *>(own);
+        Tiles<bf16> tiles;
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t part = 0; part < parts.of_rows * parts.of_cols; part++) {
+            int64_t top = part / parts.of_cols * high, left = part % parts.of_cols * wide;
+            int64_t last_block = std::min(blocks, ceil_div(rows - top, BLOCK_ROWS));
+            int64_t last_panel = std::min(panels, ceil_div(cols - left, BLOCK_COLS));
+            Rounding before;
+            for (int64_t token = 0; token < inner; token += tokens) {
+                int64_t count = std::min(words, filled_up(inner - token, STEP) / 2);
+                for (int64_t k = 0; k < count; k += W) {
+                    for (int64_t p = 0; p < last_panel; p++)
+                        zip_step(b, inner, cols, left + p * BLOCK_COLS, token / 2 + k,
+                                 packed + (p * words + k) * BLOCK_COLS);
+                    for (int64_t i = 0; i < last_block; i++)
+                        transpose_step(a, inner, rows, top + i * BLOCK_ROWS, token / 2 + k,
+                                       turned + i * BLOCK_ROWS * words + k, words);
+                }
+                for (int64_t i = 0; i < last_block; i++)
+                    for (int64_t p = 0; p < last_panel; p++) {
+                        float *to = sums + (i * panels + p) * BLOCK_SUMS;
+                        Rounding after;
+                        if (token + tokens >= inner)
+                            after = {to, c, epilogue, top + i * BLOCK_ROWS, left + p * BLOCK_COLS, rows, cols};
+                        multiply_with_panel(turned + i * BLOCK_ROWS * words, words, packed + p * words * BLOCK_COLS,
+                                            to, count, token > 0, before, after);
+                        before = after;
+                    }
+            }
+            before.finish();
+        }
+        _mm_sfence();
     }
     return true;
 }
@@ -338,12 +322,15 @@ void matrix_product(const T *a, const T *b, const T *bias, const T *factor, cons
                     int64_t b_is_transposed, int64_t has_gelu, int threads) {
     *done = 0;
 #ifdef __AMX_BF16__
-    // Rows that are read as they lie in memory have to end with a whole tile.
-    bool fits = inner % STEP == 0 || (a_is_transposed && !b_is_transposed);
-    if constexpr (sizeof(T) == 2)
-        if (HAS_TILES && fits && rows && cols && inner)
-            *done = multiply_with_tiles(a, b, {bias, factor, addend, column_sums, slope, has_gelu != 0}, c, rows, cols,
-                                        inner, a_is_transposed, b_is_transposed, threads);
+    if constexpr (sizeof(T) == 2) {
+        if (!HAS_TILES || !rows || !cols || !inner) return;
+        bool past_caches = b_is_transposed && writes_past_caches(c, slope, cols);
+        Epilogue epilogue{bias, factor, addend, column_sums, slope, has_gelu != 0, past_caches};
+        if (a_is_transposed && !b_is_transposed && !epilogue.is_any())
+            *done = multiply_transposed(a, b, c, rows, cols, inner, threads);
+        else if (!a_is_transposed && inner % STEP == 0)  // its rows are read as they lie, and have to end with a tile
+            *done = multiply_with_tiles(a, b, epilogue, c, rows, cols, inner, b_is_transposed, threads);
+    }
 #endif
 }
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.launch.settings import _memory_settings
+from cpuft.launch.settings import memory_settings
 
 # glibc gives the top of its heap back beyond a threshold; more than 2 GiB, because an int is what mallopt takes.
 FAULTS = """
@@ -61,7 +61,7 @@ print(measure() - before, sum(parameter.nbytes for parameter in model.parameters
 
 
 def test_weights_that_are_converted_and_packed_leave_no_gaps(tmp_path: Path) -> None:
-    settings = {setting.name: setting.value for setting in _memory_settings({})}  # as ranks have them
+    settings = {setting.name: setting.value for setting in memory_settings({})}  # as ranks have them
     command = [sys.executable, "-c", PACKED]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=120, check=True, env=os.environ | settings, cwd=tmp_path
