@@ -34,7 +34,7 @@ COMPRESSION_FACTS = {
     # In slow motion, an update of MiniLM (10.6 million numbers) took 0.24 core seconds, and with bf16 0.09. With four
     # ranks and five seeds, it differed from exact gradients by -0.0009 (standard error 0.0007) on MRPC and by -0.0017
     # (0.0005) on SST-2.
-    "powersgd": CompressionFacts(2.0, coding_seconds=14e-9, is_automatic=True, has_feedback=True),
+    "powersgd": CompressionFacts(260 / 256, coding_seconds=14e-9, is_automatic=True, has_feedback=True),
 }
 """All compressions, from exact to the fewest bytes."""
 
