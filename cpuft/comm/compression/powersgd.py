@@ -1,40 +1,34 @@
-"""powersgd (Vogels et al. 2019, arXiv:1905.13727): low-rank factors of gradients are sent, with error feedback.
+"""powersgd (Vogels et al. 2019, arXiv:1905.13727): low-rank factors of gradients are sent as int8 blocks, with error
+feedback.
 
-The first updates send int8 blocks instead, because factors cost most accuracy there (see EXACT_UPDATES). torch's own
-hook has an option for this, too. It starts collectives in callbacks: with several buckets, their order differs between
-ranks, which then wait for each other for ever. Here the backward pass starts all collectives in the order of the
-buckets, which is the same on all ranks.
+The first updates send int8 blocks of whole gradients instead, because factors cost most accuracy there (see
+EXACT_UPDATES).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
-from cpuft.comm.compression.int8 import BlockReducer
+from cpuft.comm.compression.int8 import BlockMean, BlockReducer
 
-RANK = 32
-"""Columns of the factors. The paper trains with 2 (ResNet-18) and 4 (LSTM), for hundreds of epochs. For MiniLM, factors
-with 32 columns have a quarter of the bytes of int8. With the gradients of 63 updates of SST-2, the parameters end at a
-distance from the exact ones that is 18 % of the exact change, 23 % with 16 columns, and 13 % with 64."""
+RANK = 16
+"""Rows of the factors. The paper trains with 2 (ResNet-18) and 4 (LSTM), for hundreds of epochs. With the gradients of
+63 updates of SST-2, the parameters end at a distance from the exact ones that is 23 % of the exact change, 18 % with
+32 rows, and 13 % with 64."""
 EXACT_UPDATES = 6
-"""Updates at the beginning whose gradients are sent as int8 blocks. Without them the distance is 35 % with 16 columns
-instead of 23 %, and with four or eight of them it is 19 or 17 % with 32 columns."""
-
-_WIRE_TYPE = torch.bfloat16
-"""Type in which factors and small gradients are sent. Error feedback covers the rounding of factors."""
-_MAX_AHEAD = 2
-"""Buckets whose first factors may be under way while the backward pass continues, and as many with second ones."""
+"""Updates at the beginning whose gradients are sent as int8 blocks. Without them the distance is 35 %."""
 
 
 class Matrix:
-    """The approximation P Q^T of a parameter's gradient, and what has not been sent of the gradient yet.
+    """The approximation P^T Q of a parameter's gradient, and what has not been sent of the gradient yet.
 
     In each update, call `compute_p`, average its result over the ranks, then the same with `compute_q`, and then
-    `write_approximation`. The factors have r = min(rows, columns, RANK) columns.
+    `write_approximation`. The factors have r = min(rows, columns, RANK) rows. Their rows belong to the singular vectors
+    of the gradient, the largest one first, so that the numbers of an int8 block are of similar size.
 
     Parameters
     ----------
@@ -46,86 +40,79 @@ class Matrix:
         self.unsent = unsent
         rows, columns = unsent.shape
         # From the second update on, the last update's factor, to which the next one is close (the paper's warm start).
-        self.q = torch.randn(columns, min(rows, columns, RANK), generator=generator)
-        self.p = torch.empty(0)
+        self._q = torch.randn(min(rows, columns, RANK), columns, generator=generator)
+        self._p = torch.empty(0)
 
     def compute_p(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Add the gradient to what is unsent, and return this rank's P, to be averaged over the ranks in place.
+        """Add the gradient to what is unsent, and return this rank's P: fp32, shape (r, rows).
 
-        P is fp32, shape (rows, r). The gradient has rows * columns numbers in any shape, and does not change.
+        The gradient has rows * columns numbers in any shape, and does not change.
         """
-        self.unsent.add_(gradient.reshape(self.unsent.shape))
-        self.p = self.unsent @ torch.linalg.qr(self.q).Q
-        return self.p
+        self.unsent += gradient.view(self.unsent.shape)
+        return _orthonormalise(self._q) @ self.unsent.T
 
-    def compute_q(self) -> torch.Tensor:
-        """Return this rank's Q for the averaged P, to be averaged over the ranks in place: fp32, shape (columns, r)."""
-        self.p = torch.linalg.qr(self.p).Q
-        self.q = self.unsent.T @ self.p
-        return self.q
+    def compute_q(self, p: torch.Tensor) -> torch.Tensor:
+        """Return this rank's Q for the mean of P: fp32, shape (r, columns)."""
+        self._p = _orthonormalise(p)
+        return self._p @ self.unsent
 
-    def write_approximation(self, gradient: torch.Tensor) -> None:
-        """Write P Q^T with the averaged Q into the gradient, and subtract it from what is unsent."""
-        sent = self.p @ self.q.T
-        self.unsent.sub_(sent)
-        gradient.copy_(sent.view(gradient.shape))
+    def write_approximation(self, sent: torch.Tensor, mean: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Write P^T Q into the gradient, and subtract this rank's part of it from what is unsent.
+
+        Parameters
+        ----------
+        sent: the Q that `compute_q` has returned, without what rounding has left out of it.
+        mean: of what all ranks have sent of Q, the same on all ranks.
+        gradient: contiguous, rows * columns numbers in any shape. It is overwritten.
+        """
+        self.unsent.addmm_(self._p.T, sent, alpha=-1)
+        self._q = mean
+        p, q = (factor.to(gradient.dtype) for factor in (self._p, mean))
+        torch.mm(p.T, q, out=gradient.view(self.unsent.shape))
 
 
-class _MeanUnderWay:
-    """Tensors whose means over the ranks are under way as one message."""
+def _orthonormalise(factor: torch.Tensor) -> torch.Tensor:
+    """Return a matrix with orthonormal rows that span those of the factor, which has at least as many columns."""
+    columns: torch.Tensor = torch.linalg.qr(factor.T).Q
+    return columns.T
+
+
+_ENDED = object()
+"""What `next` returns for an iterator that has ended."""
+
+
+class _Message:
+    """Tensors whose means over the ranks are computed as one message of int8 blocks."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
-        self._tensors, self._work = tensors, None
-        if tensors:
-            packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).to(_WIRE_TYPE).div_(group.size())
-            self._means = torch.split(packed, [tensor.numel() for tensor in tensors])
-            self._work = dist.all_reduce(packed, group=group, async_op=True)
+        self._shapes = [tensor.shape for tensor in tensors]
+        self._blocks = BlockMean(torch.cat([tensor.reshape(-1) for tensor in tensors]), group)
+        self.means: list[torch.Tensor] = []
+        self.errors: list[torch.Tensor] = []
+        """What the means lack of this rank's tensors."""
 
-    def wait(self) -> None:
-        """Wait for the means, and write them into the tensors."""
-        if self._work:
-            self._work.wait()
-            for tensor, mean in zip(self._tensors, self._means, strict=True):
-                tensor.copy_(mean.view(tensor.shape))
+    def exchange(self) -> Iterator[None]:
+        """Send the tensors and receive `means`. At each `yield`, a message is under way."""
+        self._blocks.send()
+        yield
+        self._blocks.average_share()
+        yield
+        self.means, self.errors = self._split(self._blocks.finish()), self._split(self._blocks.error)
 
-
-class _BucketUnderWay:
-    """A bucket that is under way: its small gradients as they are; of the other ones, first P and then Q."""
-
-    def __init__(
-        self, bucket: GradBucket, find_matrix: Callable[[torch.Tensor], Matrix], group: dist.ProcessGroup
-    ) -> None:
-        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        self._buffer, self._group = bucket.buffer(), group
-        self.future = torch.futures.Future[torch.Tensor]()
-        self._matrices = [(find_matrix(parameter), g) for parameter, g in pairs if saves_bytes(g.shape)]
-        factors = [matrix.compute_p(gradient) for matrix, gradient in self._matrices]
-        small = [gradient for _, gradient in pairs if not saves_bytes(gradient.shape)]
-        self._means = [_MeanUnderWay(small, group), _MeanUnderWay(factors, group)]
-
-    def send_q(self) -> None:
-        """Wait for the mean of P, and send Q."""
-        self._means[1].wait()
-        self._means[1] = _MeanUnderWay([matrix.compute_q() for matrix, _ in self._matrices], self._group)
-
-    def finish(self) -> None:
-        """Wait for all means, write them into the bucket, and complete the future."""
-        for mean in self._means:
-            mean.wait()
-        for matrix, gradient in self._matrices:
-            matrix.write_approximation(gradient)
-        self.future.set_result(self._buffer)
+    def _split(self, numbers: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(numbers, [shape.numel() for shape in self._shapes])
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
 
 class PowerSGD:
-    """Averages DDP's buckets over a group's ranks: in the first updates as int8 blocks, then as factors.
+    """Averages DDP's buckets over a group's ranks: in the first updates as int8 blocks, then as factors in such blocks.
 
-    Gradients that factors would not make smaller are then sent as bf16, as factors are. One object belongs to one
+    Gradients that factors would not make smaller are sent as int8 blocks in all updates. One object belongs to one
     model.
 
     Parameters
     ----------
-    exact_updates: number of updates that are sent as int8 blocks.
+    exact_updates: number of updates that are sent as int8 blocks of whole gradients.
     """
 
     def __init__(self, group: dist.ProcessGroup, exact_updates: int = EXACT_UPDATES) -> None:
@@ -133,18 +120,20 @@ class PowerSGD:
         self._generator = torch.Generator().manual_seed(0)  # the same on all ranks
         self._blocks = BlockReducer(group)
         self._updates = 0
-        """Updates that are complete."""
+        """Updates of which the last bucket has been given."""
         self._matrices: dict[torch.Tensor, Matrix] = {}
-        self._sending_p: list[_BucketUnderWay] = []
-        self._sending_q: list[_BucketUnderWay] = []
+        self._unsent: dict[torch.Tensor, torch.Tensor] = {}
+        """Parameter -> what was not sent of its gradient, for gradients that are sent whole."""
+        self._under_way: list[Iterator[None]] = []
+        """What is left to do for the buckets that are under way."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
 
         It returns a future of the bucket's buffer, in its own type, which holds the mean or its approximation then. No
         other operation of the group may start until the futures of all buckets up to the last one are complete. With
-        factors, it waits for earlier buckets if more than two are under way, and all futures are complete when the last
-        bucket's call returns.
+        factors, it waits for the messages that the calls for earlier buckets have started, and all futures are complete
+        when the call for the last bucket returns.
         """
         is_exact = self._updates < self._exact_updates
         self._updates += bucket.is_last()
@@ -152,20 +141,47 @@ class PowerSGD:
 
     @torch.no_grad()
     def _reduce_as_factors(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        for parameter, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-            # The first update with factors sends what rounding to int8 blocks has left out. Gradients that are not
-            # sent as factors have no error feedback after that.
-            if not saves_bytes(gradient.shape) and (unsent := self._blocks.take_unsent(parameter)) is not None:
-                gradient += unsent.view(gradient.shape)
-        current = _BucketUnderWay(bucket, self._find_matrix, self._group)
-        self._sending_p.append(current)
-        ahead = 0 if bucket.is_last() else _MAX_AHEAD
-        while len(self._sending_p) > ahead:
-            self._sending_q.append(self._sending_p.pop(0))
-            self._sending_q[-1].send_q()
-        while len(self._sending_q) > ahead:
-            self._sending_q.pop(0).finish()
-        return current.future
+        future = torch.futures.Future[torch.Tensor]()
+        self._under_way.append(self._average(bucket, future))
+        # The order of messages depends on the order of the buckets only, so that it is the same on all ranks.
+        self._advance()
+        while bucket.is_last() and self._under_way:
+            self._advance()
+        return future
+
+    def _advance(self) -> None:
+        """Take one step with each bucket, the oldest first: wait for its message, and start the next one."""
+        ended = [one for one in self._under_way if next(one, _ENDED) is _ENDED]
+        self._under_way = [one for one in self._under_way if one not in ended]
+
+    def _average(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> Iterator[None]:
+        """Average a bucket, and complete its future. At each `yield`, a message is under way."""
+        pairs, buffer = list(zip(bucket.parameters(), bucket.gradients(), strict=True)), bucket.buffer()
+        matrices = [(self._find_matrix(one), gradient) for one, gradient in pairs if saves_bytes(one.shape)]
+        whole = [(one, gradient) for one, gradient in pairs if not saves_bytes(one.shape)]
+
+        first = _Message(
+            [matrix.compute_p(gradient) for matrix, gradient in matrices]
+            + [self._add_unsent(one, gradient) for one, gradient in whole],
+            self._group,
+        )
+        yield from first.exchange()
+        for (one, gradient), mean, error in zip(whole, first.means[len(matrices) :], first.errors[len(matrices) :]):
+            gradient.copy_(mean)
+            self._unsent[one] = error
+
+        if matrices:
+            factors = [matrix.compute_q(mean) for (matrix, _), mean in zip(matrices, first.means)]
+            second = _Message(factors, self._group)
+            yield from second.exchange()
+            for (matrix, gradient), q, mean, error in zip(matrices, factors, second.means, second.errors, strict=True):
+                matrix.write_approximation(q - error, mean, gradient)
+        future.set_result(buffer)
+
+    def _add_unsent(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a gradient and of what was not sent of it before: fp32."""
+        unsent = self._blocks.take_unsent(parameter) if parameter not in self._unsent else self._unsent[parameter]
+        return gradient.float() if unsent is None else gradient + unsent.view(gradient.shape)
 
     def _find_matrix(self, parameter: torch.Tensor) -> Matrix:
         if parameter not in self._matrices:
@@ -183,11 +199,6 @@ def count_numbers(shape: torch.Size) -> int:
     """
     rows, columns = _matrix_shape(shape)
     return min((rows + columns) * min(rows, columns, RANK), rows * columns)
-
-
-def count_bytes(shape: torch.Size) -> int:
-    """Return how many bytes are sent for a gradient of this shape: two for each of `count_numbers`."""
-    return count_numbers(shape) * _WIRE_TYPE.itemsize
 
 
 def saves_bytes(shape: torch.Size) -> bool:

@@ -88,9 +88,11 @@ TABLE = {
     ),
     "powersgd": Compression(
         make_reduce=lambda group: powersgd.PowerSGD(group).reduce,
-        layer_bytes=lambda parameters, ranks: sum(powersgd.count_bytes(parameter.shape) for parameter in parameters),
+        layer_bytes=lambda parameters, ranks: int8.encoded_bytes(
+            sum(powersgd.count_numbers(parameter.shape) for parameter in parameters), ranks
+        ),
         row_bytes=int8.encoded_bytes,
-        messages=5,
+        messages=6,
     ),
 }
 """All compressions, from exact to the fewest bytes, with the names of `cpuft.compressions`."""
@@ -104,8 +106,8 @@ def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | 
     Parameters
     ----------
     compression: `none`; `bf16` or `fp16`, which send half the bytes of fp32 gradients; `int8`, a quarter, as blocks of
-        8-bit numbers with error feedback; `powersgd`, the factors of a rank-32 approximation with error feedback, for
-        slow networks, and bf16 where the factors would be larger.
+        8-bit numbers with error feedback; `powersgd`, for slow networks, the factors of a rank-16 approximation in such
+        blocks, and whole gradients where the factors would be larger.
     hosts: what `make_host_groups` returned for the same compression and group. If it is given, gradients are averaged
         within each host first.
 

@@ -84,8 +84,9 @@ def blocks(reducer: BlockReducer, parameter: torch.Tensor) -> torch.Tensor:
 
 
 def factors(reducer: PowerSGD, parameter: torch.Tensor) -> torch.Tensor:
-    """Return what is unsent of a gradient; zeros for small gradients, which are sent whole as bf16."""
-    return reducer._matrices[parameter].unsent if parameter in reducer._matrices else torch.zeros(parameter.shape)
+    """Return what is unsent of a gradient that is sent as factors, or of a small one that is sent whole."""
+    matrix = reducer._matrices.get(parameter)
+    return reducer._unsent[parameter] if matrix is None else matrix.unsent
 
 
 def untouched() -> bool:

@@ -6,10 +6,23 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
+from cpuft.comm.compression.powersgd import Matrix
 from tests.comm.ranks import mpirun
 
-pytestmark = pytest.mark.real
+
+@pytest.mark.parametrize("dtype, off", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_two_factors_send_all_of_a_gradient_of_low_rank(dtype: torch.dtype, off: float) -> None:
+    generator = torch.Generator().manual_seed(1)
+    gradient = (torch.randn(100, 8, generator=generator) @ torch.randn(8, 80, generator=generator)).to(dtype)
+    matrix, received = Matrix(torch.zeros(100, 80), generator), torch.empty_like(gradient)
+    p = matrix.compute_p(gradient.view(-1))
+    q = matrix.compute_q(p)
+    assert (p.shape, q.shape) == ((16, 100), (16, 80))
+    matrix.write_approximation(q, q, received)
+    assert (received - gradient).norm() < off * gradient.norm()
+    assert matrix.unsent.norm() < off * gradient.norm()
 
 
 @pytest.fixture(scope="module", params=(2, 3))
@@ -22,13 +35,11 @@ def found(
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(request.param)]
 
 
-# PowerSGD sends small gradients as bf16 without feedback: an error of 8 bits of the largest.
-@pytest.mark.parametrize("compression, gap, lack", [("int8", 1e-6, 1e-4), ("powersgd", 5e-3, 0.1)])
-def test_nothing_is_lost_over_steps(
-    found: list[dict[str, dict[str, float]]], compression: str, gap: float, lack: float
-) -> None:
+@pytest.mark.parametrize("compression, lack", [("int8", 1e-4), ("powersgd", 0.1)])
+@pytest.mark.real
+def test_nothing_is_lost_over_steps(found: list[dict[str, dict[str, float]]], compression: str, lack: float) -> None:
     for one in found:
-        assert one[compression]["gap"] < gap
+        assert one[compression]["gap"] < 1e-6
         # Otherwise this test would also pass with exact sums.
         assert one[compression]["lack"] > lack
         assert one[compression]["differ"] < 1e-9
@@ -38,6 +49,7 @@ def test_nothing_is_lost_over_steps(
 # The rounding error of the last message is lost: 1/254 of its largest number, for each rank and for their mean.
 @pytest.mark.parametrize("sent_as, off", [("none", 1e-5), ("bf16", 0.1), ("int8", 0.1)])
 @pytest.mark.parametrize("how", ["", ", received"])
+@pytest.mark.real
 def test_local_sgd_ends_at_the_mean_of_the_ranks(
     found: list[dict[str, dict[str, float]]], sent_as: str, off: float, how: str
 ) -> None:
@@ -48,6 +60,7 @@ def test_local_sgd_ends_at_the_mean_of_the_ranks(
         assert walked["unnamed"] == 0
 
 
+@pytest.mark.real
 def test_the_mean_is_applied_one_synchronization_later_with_nesterovs_formula(
     found: list[dict[str, list[float]]],
 ) -> None:

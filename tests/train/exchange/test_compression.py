@@ -71,7 +71,7 @@ def test_a_model_without_words_of_its_own_sends_all() -> None:
 
 def test_factors_are_counted_where_they_are_fewer() -> None:
     found = count_sent_numbers(torch.nn.Linear(64, 100), OBJECTIVE, TrainConfig(), PREPARED)
-    assert (found.parameters, found.factors) == (64 * 100 + 100, (64 + 100) * 32 + 100)
+    assert (found.parameters, found.factors) == (64 * 100 + 100, (64 + 100) * 16 + 100)
 
 
 @pytest.mark.parametrize(
