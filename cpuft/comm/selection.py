@@ -33,6 +33,8 @@ as 20 buckets and 39 ms as 10 buckets (bf16: 40, 34 and 26 ms). Larger buckets l
 pass. DDP's default of 25 MiB hides nothing, because a small encoder's layers never fill it. Backward pass and
 communication of MiniLM in bf16 over gloo between two hosts with one core each (scripts/bench-comm) take 384 ms at
 1 Gbit/s with 0.5, 1, 2 or 4 MiB alike; at 500 Mbit/s they take 402, 411, 417 and 454 ms."""
+MIN_BUCKETS = 8
+"""Minimum number of gradient buckets, so that little is left to send when the backward pass ends."""
 MESSAGE_BYTES = 2**20
 """Size of the message with which backends are compared: about a compressed bucket, and short enough for a slow link."""
 TIE = 1.02

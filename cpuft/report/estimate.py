@@ -112,7 +112,7 @@ def find_instance(name: str, path: str = "") -> Instance:
 BUCKET_NUMBERS = 2**20
 """Parameters per gradient bucket; equal to the constant in `cpuft.comm.selection`."""
 MIN_BUCKETS = 8
-"""Least number of gradient buckets; equal to the constant in `cpuft.train.exchange.data_parallel`."""
+"""Least number of gradient buckets; equal to the constant in `cpuft.comm.selection`."""
 TIE_RATIO = 1.02
 """Compression levels whose step times differ by less count as equally fast; equal to the constant in
 `cpuft.comm.selection`."""

@@ -35,6 +35,7 @@ from torch import nn
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from cpuft.comm import start, take_traffic
+from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import LinkModel, choose_level
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
 from cpuft.comm.compression.table import list_levels, resolve_compression
@@ -65,6 +66,8 @@ on the number of bytes: 8 to 64 ranks with the adapters of MiniLM took 0.08 to 0
 """
 _HOP_SECONDS = 1e-3
 """How late a rank is woken by a message of another rank, while a quarter of this machine's CPU time is used."""
+_CODING_REPEATS = 5
+"""Measurements of the time that encoding takes, of which the shortest counts."""
 _LAST_MESSAGES = 3
 """Collectives of an update that no computing hides: the last bucket, embedding rows, and the sums for the record."""
 _MOST_LATE = 0.02
@@ -90,6 +93,8 @@ class Replay:
     """Distinct tokens in an update of all ranks, whose embedding rows are sent."""
     config: TrainConfig
     """How gradients or parameters are sent."""
+    coding_seconds: float
+    """Core seconds in which a rank encodes and decodes the messages of an update."""
 
     @property
     def before_seconds(self) -> float:
@@ -372,7 +377,7 @@ def _run_update(
 def find_hidden_share(intervals: Sequence[Interval], waiting_seconds: float) -> float:
     """Return the share of the time with messages under way in which the rank was not waiting: 0 to 1, 0 for none.
 
-    Only in this time does the CPU time of communication take something from computing.
+    Only in this time does the CPU time of sending and receiving take something from computing.
     """
     messages = sorted((one.begin, one.end) for one in intervals if one.nbytes)
     seconds, until = 0.0, -math.inf
@@ -586,28 +591,38 @@ def choose_slowdown(config: ReplayConfig, replayed: Replay, cores: int) -> float
     return max(LEAST_SLOWDOWN, busy / (PLANNED_BUSY * cores * step), late / (_MOST_LATE * step))
 
 
-def choose_compression(config: ReplayConfig, times: LayerTimesLine, tokens: int, precision: str) -> str:
+def choose_compression(
+    config: ReplayConfig, times: LayerTimesLine, tokens: int, precision: str, coding_seconds: float
+) -> str:
     """Return the compression that a launch would choose for these links with --grad-compression auto.
 
     It is the level with the shortest estimated step, from the bytes of an update, the rate of the links and the
-    recorded times. The time that encoding takes on the recorded hosts is that of `cpuft.compressions`.
+    recorded times.
+
+    Parameters
+    ----------
+    coding_seconds: core seconds to encode and decode one number with int8.
     """
     if config.grad_compression != "auto":
         return config.grad_compression
     trained = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in times.gradients]
     layers = [one for one, time in zip(trained, times.gradients, strict=True) if not time.by_rows]
     row = next((one.shape[1] for one in times.gradients if one.by_rows), 0)
-    coding = COMPRESSION_FACTS["int8"].coding_seconds / config.cores
-    levels = {level.name: level for level in list_levels(layers, row * tokens, config.ranks, coding)}
-    names = [name for name in AUTO_COMPRESSIONS if name in levels]
-    names = names[names.index(resolve_compression("auto", precision)) :]
+    levels = list_levels(layers, row * tokens, config.ranks, coding_seconds / config.cores)
+    names = AUTO_COMPRESSIONS[AUTO_COMPRESSIONS.index(resolve_compression("auto", precision)) :]
     link = LinkModel(count_ring_passes(config.ranks) * 8 / (config.bits_per_second * ETHERNET), 0.0)
     compute = times.forward_seconds + times.backward_seconds
-    return choose_level([levels[name] for name in names], compute, link)[0].name
+    return choose_level([level for level in levels if level.name in names], compute, link)[0].name
 
 
-def make_replay(record: Record, config: ReplayConfig) -> tuple[ReplayConfig, Replay]:
+def make_replay(
+    record: Record, config: ReplayConfig, coding_seconds: float = COMPRESSION_FACTS["int8"].coding_seconds
+) -> tuple[ReplayConfig, Replay]:
     """Return the configuration with a chosen compression, and what its ranks replay.
+
+    Parameters
+    ----------
+    coding_seconds: core seconds to encode and decode one number with int8. The hosts are taken for as fast at it.
 
     Raises CpuftError: the record does not have the times of a step.
     """
@@ -622,9 +637,12 @@ def make_replay(record: Record, config: ReplayConfig) -> tuple[ReplayConfig, Rep
     # Only the rows of an update's tokens are sent, so that others would only take memory.
     gradients = [replace(one, shape=[tokens, *one.shape[1:]]) if one.by_rows else one for one in times.gradients]
     times = replace(times, gradients=gradients)
-    config = replace(config, grad_compression=choose_compression(config, times, tokens, record.header.precision))
-    train = TrainConfig(grad_compression=config.grad_compression, sync_every=config.sync_every)
-    return config, Replay(times, tokens, train)
+    chosen = choose_compression(config, times, tokens, record.header.precision, coding_seconds)
+    config = replace(config, grad_compression=chosen)
+    train = TrainConfig(grad_compression=chosen, sync_every=config.sync_every)
+    each = coding_seconds * COMPRESSION_FACTS[chosen].coding_seconds / COMPRESSION_FACTS["int8"].coding_seconds
+    numbers = sum(torch.Size(one.shape).numel() for one in times.gradients)
+    return config, Replay(times, tokens, train, each * numbers / config.sync_every)
 
 
 def summarise(config: ReplayConfig, replayed: Replay, slowdown: float, found: Sequence[RankTimes]) -> ScalingLine:
@@ -637,6 +655,9 @@ def summarise(config: ReplayConfig, replayed: Replay, slowdown: float, found: Se
     step = statistics.median(steps) if config.sync_every == 1 else statistics.fmean(steps)
     cpu = statistics.fmean(rank.cpu_seconds for rank in found)
     hidden = statistics.fmean(rank.hidden for rank in found)
+    # Encoding and decoding take their time from computing even while the rank waits: in slow motion, they seem to need
+    # almost none of it.
+    coding = min(cpu, replayed.coding_seconds)
     cores = os.cpu_count() or 1
     busy = sum(rank.total_cpu_seconds for rank in found) / (sum(steps) * cores)
     if busy > MOST_BUSY:
@@ -656,7 +677,7 @@ def summarise(config: ReplayConfig, replayed: Replay, slowdown: float, found: Se
         cores=config.cores,
         ideal_seconds=replayed.step_seconds,
         step_seconds=step / slowdown,
-        taken_seconds=hidden * cpu / config.cores,
+        taken_seconds=(coding + hidden * (cpu - coding)) / config.cores,
         cpu_seconds=cpu,
         bytes_per_step=statistics.fmean(rank.nbytes for rank in found),
         machine_busy=busy,
@@ -670,7 +691,9 @@ def main(arguments: Sequence[str]) -> None:
     Raises CpuftError: the record has no times of a step, a rank failed, or this machine is too small.
     """
     path, *options = arguments
-    config, replayed = make_replay(read_record(path), parse_arguments(ReplayConfig, options))
+    torch.set_num_threads(1)
+    coding = min(measure_coding_seconds() for _ in range(_CODING_REPEATS))
+    config, replayed = make_replay(read_record(path), parse_arguments(ReplayConfig, options), coding)
     slowdown = config.slowdown or choose_slowdown(config, replayed, os.cpu_count() or 1)
     found = run_ranks(config, replayed, slowdown)
     print(format_line(summarise(config, replayed, slowdown, found)), flush=True)

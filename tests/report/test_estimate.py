@@ -33,7 +33,6 @@ from cpuft.report.estimate import (
     read_job,
     scale_cores,
 )
-from cpuft.train.exchange import data_parallel
 from tests.records import LAYER_TIMES, make_record
 
 HEAD = ",".join(INSTANCE_COLUMNS)
@@ -133,7 +132,7 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
 
 def test_buckets_are_those_that_ranks_send() -> None:
     assert estimate.BUCKET_NUMBERS == selection.BUCKET_ELEMENTS
-    assert estimate.MIN_BUCKETS == data_parallel.MIN_BUCKETS
+    assert estimate.MIN_BUCKETS == selection.MIN_BUCKETS
 
 
 def test_recorded_times_say_when_gradients_are_ready() -> None:

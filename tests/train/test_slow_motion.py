@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from cpuft.config import ReplayConfig, format_arguments, parse_arguments
 from cpuft.errors import CpuftError
@@ -104,6 +105,19 @@ def test_a_summary_has_the_slowest_rank_of_each_step_and_divides_by_the_slowdown
     assert line.taken_seconds == pytest.approx(0.5 * 0.02 / 0.5)
     assert line.intervals == [Interval("forward", 0.0, 0.1)]
     assert line.share + line.waiting + line.slowed == pytest.approx(1.0)
+
+
+def test_the_time_of_coding_is_taken_from_computing_even_while_a_rank_waits() -> None:
+    config, replayed = make_replay(RECORD, ReplayConfig(ranks=2, grad_compression="int8", cores=2), 1e-9)
+    numbers = sum(torch.Size(one.shape).numel() for one in replayed.times.gradients)
+    assert replayed.coding_seconds == pytest.approx(1e-9 * numbers)
+    cpu = 3 * replayed.coding_seconds
+    found = [RankTimes([4.0], cpu, 0.3, 1e6, 0.25, [])] * 2
+    taken = summarise(config, replayed, 10.0, found).taken_seconds
+    assert taken == pytest.approx((replayed.coding_seconds + 0.25 * 2 * replayed.coding_seconds) / 2)
+    # Coding cannot take more than all of communication.
+    found = [replace(found[0], cpu_seconds=replayed.coding_seconds / 2)] * 2
+    assert summarise(config, replayed, 10.0, found).taken_seconds == pytest.approx(replayed.coding_seconds / 4)
 
 
 def test_a_rank_replays_a_scaled_step_and_the_rows_of_the_update() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft.comm.compression import int8, powersgd
 from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, Reduce, make_host_groups
 from cpuft.comm.compression.levels import CompressionLevel
+from cpuft.comm.selection import BUCKET_ELEMENTS, MIN_BUCKETS
 from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS, REMOVED_COMPRESSIONS, count_ring_passes
 from cpuft.errors import CpuftError, suggest_names
 
@@ -155,6 +157,7 @@ def list_levels(
                 share * entry.row_bytes(row_numbers, members),
                 entry.messages,
                 coding * facts.coding_seconds,
+                max(MIN_BUCKETS, math.ceil(_count(parameters) / BUCKET_ELEMENTS)),
             )
         )
     return levels

@@ -19,15 +19,13 @@ from torch.optim import Optimizer
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
-from cpuft.comm.selection import BUCKET_ELEMENTS
+from cpuft.comm.selection import BUCKET_ELEMENTS, MIN_BUCKETS
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import set_gradient_rows
 
 UNUSED_ATTRIBUTE = "_cpuft_unused"
 """Attribute of a model: names of trained parameters that the first forward pass did not use (XLNet has some)."""
-MIN_BUCKETS = 8
-"""Minimum number of gradient buckets, so that little is left to send when the backward pass ends."""
 _MIN_COMPILED_BYTES = 2**20
 """Minimum bucket size with --compile: the size of DistributedDataParallel's own first bucket. torch's compiler splits
 a model where buckets end, and fails on smaller ones."""

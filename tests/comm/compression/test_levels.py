@@ -7,11 +7,12 @@ import pytest
 from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level, estimate_step_seconds
 from cpuft.errors import CpuftError
 
-# MiniLM's between four ranks: bytes of layers and of embedding rows, and a tenth of a second for coding.
-NONE = CompressionLevel("none", 43e6, 2.4e6, 2, 0.0)
-BF16 = CompressionLevel("bf16", 21.5e6, 1.2e6, 2, 0.0)
-INT8 = CompressionLevel("int8", 10.9e6, 0.6e6, 4, 0.1)
-POWERSGD = CompressionLevel("powersgd", 0.4e6, 0.6e6, 4, 0.1)
+# MiniLM's between four ranks: bytes of layers and of embedding rows, about a tenth of a second for coding, and ten
+# buckets.
+NONE = CompressionLevel("none", 43e6, 2.4e6, 2, 0.0, 10)
+BF16 = CompressionLevel("bf16", 21.5e6, 1.2e6, 2, 0.0, 10)
+INT8 = CompressionLevel("int8", 10.9e6, 0.6e6, 4, 0.1, 10)
+POWERSGD = CompressionLevel("powersgd", 0.4e6, 0.6e6, 4, 0.13, 10)
 ALL = (NONE, BF16, INT8, POWERSGD)
 
 
@@ -25,9 +26,11 @@ def link(megabits: float, latency: float = 1e-4) -> LinkModel:
     [
         (ALL, 4.0, link(10_000), "none"),
         (ALL, 4.0, link(1000), "none"),
-        (ALL, 0.3, link(1000), "int8"),
+        (ALL, 0.3, link(1000), "bf16"),
+        (ALL[:3], 0.3, link(300), "int8"),
         (ALL[:2], 0.3, link(1000), "bf16"),
-        (ALL, 4.0, link(100), "int8"),
+        (ALL, 4.0, link(100), "powersgd"),
+        (ALL, 16.0, link(100), "int8"),
         (ALL, 0.9, link(100), "powersgd"),
         (ALL[:2], 0.9, link(20), "bf16"),
         # With a long latency, the fewest messages win.
@@ -46,15 +49,16 @@ def test_the_first_level_that_costs_no_time_is_chosen(
 
 
 def test_the_estimate_of_a_step_counts_what_backward_does_not_hide() -> None:
-    # 65 MB at 1.25e8 bytes/s, of which the backward pass hides half a second; nothing hides embedding rows.
-    assert estimate_step_seconds(NONE, 1.0, link(1000, 0.01)) == pytest.approx(1 + 0.516 - 0.5 + 0.0288 + 0.02)
-    # All of the layers hidden; then rows, messages and coding.
-    assert estimate_step_seconds(POWERSGD, 1.0, link(1000, 0.01)) == pytest.approx(1 + 0.1 + 0.0072 + 0.04)
+    # 65 MB at 1.25e8 bytes/s, of which the backward pass hides 0.3 s; nothing hides embedding rows.
+    assert estimate_step_seconds(NONE, 0.6, link(1000, 0.01)) == pytest.approx(0.6 + 0.516 - 0.3 + 0.0288 + 0.02)
+    # All of the layers hidden but the last two of ten buckets; then rows, messages and coding.
+    late = 0.2 * 0.4e6 * 1.2e-8
+    assert estimate_step_seconds(POWERSGD, 1.0, link(1000, 0.01)) == pytest.approx(1 + late + 0.13 + 0.0072 + 0.04)
 
 
 def test_the_reason_names_all_estimates() -> None:
     assert choose_level((NONE, BF16), 0.5, link(1000))[1] == (
-        "a step computes 0.5 s and an all-reduce takes 667 Mbit/s: none 0.795 s, bf16 0.523 s"
+        "a step computes 0.5 s and an all-reduce takes 667 Mbit/s: none 0.795 s, bf16 0.566 s"
     )
 
 
