@@ -28,7 +28,7 @@ SOURCES = tuple(
     for name in (
         *("train/fast/kernels.cpp", "train/fast/attention.h", "train/fast/disentangled.h", "train/fast/products.h"),
         *("train/fast/tiles.h", "train/fast/epilogue.h", "train/fast/activations.h"),
-        *("comm/compression/blocks.h", "vectors.h"),
+        *("comm/compression/blocks.h", "comm/compression/factors.h", "vectors.h"),
     )
 )
 """The main C++ file, which is compiled, and the headers that it includes."""

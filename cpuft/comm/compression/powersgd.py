@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from cpuft.comm.compression.int8 import BlockMean, BlockReducer
+from cpuft.kernels import kernels_for
 
 RANK = 16
 """Rows of the factors. The paper trains with 2 (ResNet-18) and 4 (LSTM), for hundreds of epochs. With the gradients of
@@ -32,32 +33,50 @@ class Matrix:
 
     Parameters
     ----------
-    unsent: fp32, shape (rows, columns): what has not been sent so far. It changes with each update.
+    unsent: fp32, contiguous, shape (rows, columns): what has not been sent so far. It changes with each update.
     generator: makes the first Q; in the same state on all ranks.
     """
 
     def __init__(self, unsent: torch.Tensor, generator: torch.Generator) -> None:
-        self.unsent = unsent
+        self._unsent = unsent
         rows, columns = unsent.shape
         # From the second update on, the last update's factor, to which the next one is close (the paper's warm start).
         self._q = torch.randn(min(rows, columns, RANK), columns, generator=generator)
         self._p = torch.empty(0)
+        self._sent: torch.Tensor | None = None
+        """What this rank has sent of Q since the last update; P^T times this is still part of `_unsent`."""
+
+    @property
+    def unsent(self) -> torch.Tensor:
+        """What has not been sent so far: fp32, shape (rows, columns)."""
+        return self._unsent if self._sent is None else self._unsent - self._p.T @ self._sent
 
     def compute_p(self, gradient: torch.Tensor) -> torch.Tensor:
         """Add the gradient to what is unsent, and return this rank's P: fp32, shape (r, rows).
 
         The gradient has rows * columns numbers in any shape, and does not change.
         """
-        self.unsent += gradient.view(self.unsent.shape)
-        return _orthonormalise(self._q) @ self.unsent.T
+        q = _orthonormalise(self._q).contiguous()
+        left, right = (None, None) if self._sent is None else (self._p, self._sent)
+        kernels = kernels_for(gradient)
+        if kernels is not None:
+            p = torch.empty(len(q), len(self._unsent))
+            arrays = gradient.contiguous(), self._unsent, left, right, q, p
+            kernels.run("add_and_project", gradient.dtype, *arrays, *self._unsent.shape, len(q))
+            return p
+        if right is not None:
+            self._unsent.addmm_(self._p.T, right, alpha=-1)
+        self._unsent += gradient.view(self._unsent.shape)
+        return q @ self._unsent.T
 
     def compute_q(self, p: torch.Tensor) -> torch.Tensor:
         """Return this rank's Q for the mean of P: fp32, shape (r, columns)."""
-        self._p = _orthonormalise(p)
-        return self._p @ self.unsent
+        self._p = _orthonormalise(p).contiguous()
+        self._sent = None
+        return self._p @ self._unsent
 
     def write_approximation(self, sent: torch.Tensor, mean: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Write P^T Q into the gradient, and subtract this rank's part of it from what is unsent.
+        """Write P^T Q into the gradient. This rank's part of it is no longer unsent.
 
         Parameters
         ----------
@@ -65,10 +84,9 @@ class Matrix:
         mean: of what all ranks have sent of Q, the same on all ranks.
         gradient: contiguous, rows * columns numbers in any shape. It is overwritten.
         """
-        self.unsent.addmm_(self._p.T, sent, alpha=-1)
-        self._q = mean
+        self._sent, self._q = sent.contiguous(), mean
         p, q = (factor.to(gradient.dtype) for factor in (self._p, mean))
-        torch.mm(p.T, q, out=gradient.view(self.unsent.shape))
+        torch.mm(p.T, q, out=gradient.view(self._unsent.shape))
 
 
 def _orthonormalise(factor: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@
 #include "disentangled.h"
 #include "tiles.h"
 #include "../../comm/compression/blocks.h"
+#include "../../comm/compression/factors.h"
 #include "../../vectors.h"
 #include <cmath>
 #include <omp.h>
@@ -498,3 +499,4 @@ EXPORT(adamw)
 EXPORT(encode_blocks)
 EXPORT(average_blocks)
 EXPORT(decode_blocks)
+EXPORT(add_and_project)

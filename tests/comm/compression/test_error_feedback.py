@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from cpuft.comm.compression.powersgd import Matrix
+from cpuft.kernels import plain_torch
 from tests.comm.ranks import mpirun
 
 
@@ -23,6 +24,28 @@ def test_two_factors_send_all_of_a_gradient_of_low_rank(dtype: torch.dtype, off:
     matrix.write_approximation(q, q, received)
     assert (received - gradient).norm() < off * gradient.norm()
     assert matrix.unsent.norm() < off * gradient.norm()
+
+
+@pytest.mark.parametrize("shape", [(100, 80), (7, 33), (5, 1), (1, 40), (30, 300)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_factors_are_the_same_with_kernels_and_without(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """What each update sends and leaves unsent, over three updates; what is sent differs a little from Q."""
+    generator = torch.Generator().manual_seed(2)
+    start = torch.randn(shape, generator=generator)
+    one, other = (Matrix(start.clone(), torch.Generator().manual_seed(3)) for _ in range(2))
+    exact = start.clone()
+    for _ in range(3):
+        gradient = torch.randn(shape, generator=generator).to(dtype)
+        p = one.compute_p(gradient)
+        with plain_torch():
+            torch.testing.assert_close(other.compute_p(gradient), p, rtol=1e-4, atol=1e-4)
+        q, others_q = one.compute_q(p), other.compute_q(p)
+        torch.testing.assert_close(others_q, q, rtol=1e-4, atol=1e-4)
+        sent, received = q * 0.99, torch.empty_like(gradient)
+        exact += gradient.float() - one._p.T @ sent
+        for matrix in (one, other):
+            matrix.write_approximation(sent, q, received)
+            torch.testing.assert_close(matrix.unsent, exact, rtol=1e-4, atol=1e-4)
 
 
 @pytest.fixture(scope="module", params=(2, 3))
