@@ -93,6 +93,7 @@ def test_a_sweep_in_a_job_trains_one_run_on_each_host(slurm: Slurm) -> None:
     assert {start.place for start in sweep.starts} == {*names}
 
 
+@pytest.mark.proof  # it takes more than a minute
 def test_a_sweep_in_a_job_with_several_hosts_for_each_run(slurm: Slurm) -> None:
     words = ("sweep", *TRAINING, "--seed", "1,2", "--hosts-per-run", "2", "--run-dir", "pairs")
     code, text = slurm.submit(
@@ -107,6 +108,7 @@ def test_a_sweep_in_a_job_with_several_hosts_for_each_run(slurm: Slurm) -> None:
         assert [rank.host for rank in record.header.ranks] == start.place.split(",")
 
 
+@pytest.mark.proof  # it takes more than a minute
 def test_a_submitted_sweep_continues_when_its_job_is_started_again(slurm: Slurm) -> None:
     """Slurm's signal comes while two runs train; the next start resumes both."""
     longer = ("--task", "demo", "--max-steps", "60", "--precision", "fp32", "--batch-size", "8", "--no-save-model")
