@@ -610,7 +610,9 @@ def choose_compression(
     row = next((one.shape[1] for one in times.gradients if one.by_rows), 0)
     levels = list_levels(layers, row * tokens, config.ranks, coding_seconds / config.cores)
     names = AUTO_COMPRESSIONS[AUTO_COMPRESSIONS.index(resolve_compression("auto", precision)) :]
-    link = LinkModel(count_ring_passes(config.ranks) * 8 / (config.bits_per_second * ETHERNET), 0.0)
+    passes = count_ring_passes(config.ranks)
+    rate = config.bits_per_second / 8 * ETHERNET
+    link = LinkModel(passes / rate, 0.0, passes * CPU_SECONDS_PER_BYTE / config.cores)
     compute = times.forward_seconds + times.backward_seconds
     return choose_level([level for level in levels if level.name in names], compute, link)[0].name
 

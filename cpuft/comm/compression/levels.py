@@ -36,22 +36,26 @@ class CompressionLevel:
 
 @dataclass(frozen=True)
 class LinkModel:
-    """Measured cost of an all-reduce between these ranks: latency + bytes * seconds_per_byte."""
+    """Cost of an all-reduce between these ranks: latency + bytes * seconds_per_byte, which are measured."""
 
     seconds_per_byte: float
     latency_seconds: float
+    taken_seconds_per_byte: float = 0.0
+    """Seconds of computing that sending and receiving a byte of the payload takes from a rank."""
 
 
 def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link: LinkModel) -> float:
     """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`.
 
-    This is compute + coding + waiting + rows + messages * latency, where layers and rows are the seconds to send these
-    bytes, and waiting is the larger one of layers - OVERLAP * compute and of the late buckets' part of layers.
+    This is compute + coding + taken + waiting + rows + messages * latency, where layers and rows are the seconds to
+    send these bytes, taken is what sending all of them takes from computing, and waiting is the larger one of layers
+    - OVERLAP * compute and of the late buckets' part of layers.
     """
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     late = layers * LATE_BUCKETS / level.buckets
     waiting = max(late, layers - OVERLAP * compute_seconds) + rows + level.messages * link.latency_seconds
-    return compute_seconds + level.coding_seconds + waiting
+    taken = (level.layer_bytes + level.row_bytes) * link.taken_seconds_per_byte
+    return compute_seconds + level.coding_seconds + taken + waiting
 
 
 def choose_level(

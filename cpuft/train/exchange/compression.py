@@ -21,8 +21,9 @@ from cpuft.comm.compression.powersgd import count_numbers
 from cpuft.comm.compression.table import list_levels, resolve_compression
 from cpuft.comm.registration import BACKENDS
 from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
-from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS
+from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, count_ring_passes
 from cpuft.config import TrainConfig
+from cpuft.hardware import CPU_SECONDS_PER_BYTE
 from cpuft.rank.world import World
 from cpuft.record import GradientSizes
 from cpuft.train.data.archive import Prepared
@@ -126,11 +127,13 @@ def measure_link() -> LinkModel:
     """Measure all-reduces between all ranks, of 1 MiB and of 64 bytes, and return what they cost. Collective.
 
     The result is the same on all ranks. `latency_seconds` is the median time of the small ones; `seconds_per_byte` is 0
-    if the large ones take no longer. The measurement takes a fraction of a second to some seconds.
+    if the large ones take no longer. `taken_seconds_per_byte` is not measured. The measurement takes a fraction of a
+    second to some seconds.
     """
     small = measure_collective("", "all_reduce", "float32", 64, 5).median_seconds
     large = measure_collective("", "all_reduce", "float32", MESSAGE_BYTES, 3).median_seconds
-    return LinkModel(max(0.0, large - small) / MESSAGE_BYTES, small)
+    taken = count_ring_passes(dist.get_world_size()) * CPU_SECONDS_PER_BYTE / torch.get_num_threads()
+    return LinkModel(max(0.0, large - small) / MESSAGE_BYTES, small, taken)
 
 
 def _measure_compute(

@@ -56,6 +56,14 @@ def test_the_estimate_of_a_step_counts_what_backward_does_not_hide() -> None:
     assert estimate_step_seconds(POWERSGD, 1.0, link(1000, 0.01)) == pytest.approx(1 + late + 0.13 + 0.0072 + 0.04)
 
 
+def test_sending_takes_time_from_computing() -> None:
+    free, busy = LinkModel(1e-9, 0.0), LinkModel(1e-9, 0.0, 1e-8)
+    more = estimate_step_seconds(BF16, 1.0, busy) - estimate_step_seconds(BF16, 1.0, free)
+    assert more == pytest.approx(22.7e6 * 1e-8)
+    assert choose_level(ALL, 1.0, free)[0].name == "none"
+    assert choose_level(ALL, 1.0, busy)[0].name == "powersgd"
+
+
 def test_the_reason_names_all_estimates() -> None:
     assert choose_level((NONE, BF16), 0.5, link(1000))[1] == (
         "a step computes 0.5 s and an all-reduce takes 667 Mbit/s: none 0.795 s, bf16 0.566 s"
