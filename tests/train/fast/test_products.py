@@ -30,7 +30,7 @@ def make_factors(rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor, T
 def test_products_are_those_of_fp64(
     sizes: tuple[int, int, int], transposed: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for limit in ("_MIN_ROWS", "_MIN_WORK"):
+    for limit in ("_MIN_ROWS", "_MIN_TOKENS", "_MIN_WORK"):
         monkeypatch.setattr(products, limit, 0)
     left, right, bias = make_factors(*sizes)
     exact = left.double() @ right.double()
