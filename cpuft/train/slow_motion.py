@@ -624,7 +624,7 @@ def make_replay(
 
     Parameters
     ----------
-    coding_seconds: core seconds to encode and decode one number with int8. The hosts are taken for as fast at it.
+    coding_seconds: core seconds to encode and decode one number with int8, also on the simulated hosts.
 
     Raises CpuftError: the record does not have the times of a step.
     """
@@ -657,8 +657,8 @@ def summarise(config: ReplayConfig, replayed: Replay, slowdown: float, found: Se
     step = statistics.median(steps) if config.sync_every == 1 else statistics.fmean(steps)
     cpu = statistics.fmean(rank.cpu_seconds for rank in found)
     hidden = statistics.fmean(rank.hidden for rank in found)
-    # Encoding and decoding take their time from computing even while the rank waits: in slow motion, they seem to need
-    # almost none of it.
+    # Encoding and decoding always take time from computing. Their CPU time is not multiplied by the slowdown, so that
+    # almost none of it is in the measured step.
     coding = min(cpu, replayed.coding_seconds)
     cores = os.cpu_count() or 1
     busy = sum(rank.total_cpu_seconds for rank in found) / (sum(steps) * cores)

@@ -1,4 +1,5 @@
-// The first factor of a gradient for powersgd, and what is left of the gradients before, in one pass over memory.
+// For powersgd, in one pass over memory: the sum of a gradient and of what has not been sent of earlier gradients, and
+// the first factor of this sum.
 // `cpuft/comm/compression/powersgd.py` has the same in plain torch.
 
 #pragma once
@@ -9,7 +10,7 @@
 
 namespace {
 
-// Rows of a gradient that are computed at a time: a number of a factor that is read serves all of them.
+// Rows of a gradient that are computed at a time. A number of a factor is read once for all of them.
 constexpr int64_t GRADIENT_ROWS = 4;
 
 // `add_and_project` for N rows. `left` and `p` point to the column of the first of these rows.

@@ -12,8 +12,8 @@ OVERLAP = 0.5
 """Share of the forward and backward passes during which layers' gradients can be sent: the backward pass without its
 first layers."""
 LATE_BUCKETS = 2
-"""Buckets that become ready when the backward pass ends, so that nothing hides them. In a step of MiniLM with six
-buckets, the last two were ready within the last 4 % of the backward pass."""
+"""Buckets that become ready when the backward pass ends, so that no computing hides their messages. In a step of MiniLM
+with six buckets, the last two were ready within the last 4 % of the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +47,9 @@ class LinkModel:
 def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link: LinkModel) -> float:
     """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`.
 
-    This is compute + coding + taken + waiting + rows + messages * latency, where layers and rows are the seconds to
-    send these bytes, taken is what sending all of them takes from computing, and waiting is the larger one of layers
-    - OVERLAP * compute and of the late buckets' part of layers.
+    This is compute + coding + taken + max(late, layers - OVERLAP * compute) + rows + messages * latency. Here layers
+    and rows are the seconds to send these bytes, late is the part of layers that belongs to the late buckets, and taken
+    is the time that sending all bytes takes from computing.
     """
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     late = layers * LATE_BUCKETS / level.buckets

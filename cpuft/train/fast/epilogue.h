@@ -109,8 +109,8 @@ struct Rounding {
 };
 
 // Whether the rows of C and of the slope consist of whole cache lines. Then outputs and weights' gradients are written
-// past the caches, which saves reading the lines first: most of what a layer writes in forward is read next in backward.
-// Inputs' gradients are not written so, because they are read at once: it made backward 4 % slower.
+// past the caches, which saves reading the lines first: much of what a layer writes in forward is read again only in
+// backward. Inputs' gradients are read at once: when they were written so, too, backward of MiniLM was 4 % slower.
 inline bool writes_past_caches(const bf16 *c, const bf16 *slope, int64_t cols) {
     auto starts_line = [](const bf16 *p) { return reinterpret_cast<uintptr_t>(p) % 64 == 0; };
     return cols % BLOCK_COLS == 0 && starts_line(c) && starts_line(slope);
