@@ -50,7 +50,7 @@ _SIGNATURES = {
     "encode_blocks": "ppppqqqi",
     "average_blocks": "pppqqqi",
     "decode_blocks": "ppqqqi",
-    "add_and_project": "ppppppqqqi",
+    "add_gradient": "ppppqqqi",
 }
 """Types of each C++ function's parameters in their order: p pointer (or array of pointers), q int64, Q uint64,
 I uint32, f float, i int."""

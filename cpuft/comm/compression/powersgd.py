@@ -33,7 +33,8 @@ class Matrix:
 
     Parameters
     ----------
-    unsent: fp32, contiguous, shape (rows, columns): what has not been sent so far. It changes with each update.
+    unsent: in the type of the gradients, contiguous, shape (rows, columns): what has not been sent so far. It changes
+        with each update. With bf16, its rounding is lost, which is small beside what factors leave out.
     generator: makes the first Q; in the same state on all ranks.
     """
 
@@ -49,31 +50,29 @@ class Matrix:
     @property
     def unsent(self) -> torch.Tensor:
         """What has not been sent so far: fp32, shape (rows, columns)."""
-        return self._unsent if self._sent is None else self._unsent - self._p.T @ self._sent
+        unsent = self._unsent.float()
+        return unsent if self._sent is None else unsent - self._p.T @ self._sent
 
     def compute_p(self, gradient: torch.Tensor) -> torch.Tensor:
         """Add the gradient to what is unsent, and return this rank's P: fp32, shape (r, rows).
 
-        The gradient has rows * columns numbers in any shape, and does not change.
+        The gradient has rows * columns numbers in any shape, and the type of what is unsent. It does not change.
         """
-        q = _orthonormalise(self._q).contiguous()
         left, right = (None, None) if self._sent is None else (self._p, self._sent)
         kernels = kernels_for(gradient)
         if kernels is not None:
-            p = torch.empty(len(q), len(self._unsent))
-            arrays = gradient.contiguous(), self._unsent, left, right, q, p
-            kernels.run("add_and_project", gradient.dtype, *arrays, *self._unsent.shape, len(q))
-            return p
-        if right is not None:
-            self._unsent.addmm_(self._p.T, right, alpha=-1)
-        self._unsent += gradient.view(self._unsent.shape)
-        return q @ self._unsent.T
+            arrays = gradient.contiguous(), self._unsent, left, right
+            kernels.run("add_gradient", gradient.dtype, *arrays, *self._unsent.shape, len(self._q))
+        else:
+            summed = self._unsent.float() + gradient.view(self._unsent.shape)
+            self._unsent.copy_(summed if right is None else summed.addmm_(self._p.T, right, alpha=-1))
+        return (_orthonormalise(self._q).to(self._unsent.dtype) @ self._unsent.T).float()
 
     def compute_q(self, p: torch.Tensor) -> torch.Tensor:
         """Return this rank's Q for the mean of P: fp32, shape (r, columns)."""
         self._p = _orthonormalise(p).contiguous()
         self._sent = None
-        return self._p @ self._unsent
+        return (self._p.to(self._unsent.dtype) @ self._unsent).float()
 
     def write_approximation(self, sent: torch.Tensor, mean: torch.Tensor, gradient: torch.Tensor) -> None:
         """Write P^T Q into the gradient. This rank's part of it is no longer unsent.
@@ -175,7 +174,7 @@ class PowerSGD:
     def _average(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> Iterator[None]:
         """Average a bucket, and complete its future. At each `yield`, a message is under way."""
         pairs, buffer = list(zip(bucket.parameters(), bucket.gradients(), strict=True)), bucket.buffer()
-        matrices = [(self._find_matrix(one), gradient) for one, gradient in pairs if saves_bytes(one.shape)]
+        matrices = [(self._find_matrix(one, gradient), gradient) for one, gradient in pairs if saves_bytes(one.shape)]
         whole = [(one, gradient) for one, gradient in pairs if not saves_bytes(one.shape)]
 
         first = _Message(
@@ -201,10 +200,10 @@ class PowerSGD:
         unsent = self._blocks.take_unsent(parameter) if parameter not in self._unsent else self._unsent[parameter]
         return gradient.float() if unsent is None else gradient + unsent.view(gradient.shape)
 
-    def _find_matrix(self, parameter: torch.Tensor) -> Matrix:
+    def _find_matrix(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Matrix:
         if parameter not in self._matrices:
             unsent, shape = self._blocks.take_unsent(parameter), _matrix_shape(parameter.shape)
-            start = torch.zeros(shape) if unsent is None else unsent.view(shape)
+            start = gradient.new_zeros(shape) if unsent is None else unsent.view(shape).to(gradient.dtype)
             self._matrices[parameter] = Matrix(start, self._generator)
         return self._matrices[parameter]
 

@@ -17,7 +17,7 @@ from tests.comm.ranks import mpirun
 def test_two_factors_send_all_of_a_gradient_of_low_rank(dtype: torch.dtype, off: float) -> None:
     generator = torch.Generator().manual_seed(1)
     gradient = (torch.randn(100, 8, generator=generator) @ torch.randn(8, 80, generator=generator)).to(dtype)
-    matrix, received = Matrix(torch.zeros(100, 80), generator), torch.empty_like(gradient)
+    matrix, received = Matrix(torch.zeros(100, 80, dtype=dtype), generator), torch.empty_like(gradient)
     p = matrix.compute_p(gradient.view(-1))
     q = matrix.compute_q(p)
     assert (p.shape, q.shape) == ((16, 100), (16, 80))
@@ -27,25 +27,28 @@ def test_two_factors_send_all_of_a_gradient_of_low_rank(dtype: torch.dtype, off:
 
 
 @pytest.mark.parametrize("shape", [(100, 80), (7, 33), (5, 1), (1, 40), (30, 300)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_factors_are_the_same_with_kernels_and_without(shape: tuple[int, int], dtype: torch.dtype) -> None:
-    """What each update sends and leaves unsent, over three updates; what is sent differs a little from Q."""
+@pytest.mark.parametrize("dtype, off", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
+def test_factors_are_the_same_with_kernels_and_without(shape: tuple[int, int], dtype: torch.dtype, off: float) -> None:
+    """What each update sends and leaves unsent, over three updates; what is sent differs a little from Q.
+
+    With bf16, what is unsent is rounded after each of them.
+    """
     generator = torch.Generator().manual_seed(2)
-    start = torch.randn(shape, generator=generator)
+    start = torch.randn(shape, generator=generator).to(dtype)
     one, other = (Matrix(start.clone(), torch.Generator().manual_seed(3)) for _ in range(2))
-    exact = start.clone()
+    exact = start.float()
     for _ in range(3):
         gradient = torch.randn(shape, generator=generator).to(dtype)
         p = one.compute_p(gradient)
         with plain_torch():
-            torch.testing.assert_close(other.compute_p(gradient), p, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(other.compute_p(gradient), p, rtol=off, atol=off * float(p.abs().max()))
         q, others_q = one.compute_q(p), other.compute_q(p)
-        torch.testing.assert_close(others_q, q, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(others_q, q, rtol=off, atol=off * float(q.abs().max()))
         sent, received = q * 0.99, torch.empty_like(gradient)
         exact += gradient.float() - one._p.T @ sent
         for matrix in (one, other):
             matrix.write_approximation(sent, q, received)
-            torch.testing.assert_close(matrix.unsent, exact, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(matrix.unsent, exact, rtol=off, atol=off)
 
 
 @pytest.fixture(scope="module", params=(2, 3))
