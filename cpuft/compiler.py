@@ -28,6 +28,7 @@ SOURCES = tuple(
     for name in (
         *("train/fast/kernels.cpp", "train/fast/attention.h", "train/fast/disentangled.h", "train/fast/products.h"),
         *("train/fast/tiles.h", "train/fast/epilogue.h", "train/fast/activations.h"),
+        *("train/fast/norms.h", "train/fast/encoder_layer.h"),
         *("comm/compression/blocks.h", "comm/compression/factors.h", "vectors.h"),
     )
 )

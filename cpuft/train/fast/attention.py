@@ -69,7 +69,7 @@ class _Arguments:
         bias, heads, keys = self.bias, self.heads, self.keys
         sizes = (keys.batch, heads.count, heads.keys, self.queries.length, keys.length, heads.size)
         window = min(heads.back, keys.length), min(heads.ahead, keys.length)
-        strides = (query.stride(0), key.stride(0), *((0, 0, 0) if bias is None else _bias_strides(bias)))
+        strides = (query.stride(0), key.stride(0), *((0, 0, 0) if bias is None else bias_strides(bias)))
         places = (self.queries.rows, keys.rows)
         return bias, self.position_bias, *places, *sizes, *window, *strides, heads.factor, *self.mask.kernel_arguments
 
@@ -83,8 +83,11 @@ def _distance_columns(queries: int, keys: int) -> Tensor:
     return torch.arange(keys) - torch.arange(queries)[:, None] + keys - 1
 
 
-def _bias_strides(bias: Tensor) -> tuple[int, int, int]:
-    """Strides of batch, head and query, 0 for a dimension of size 1, which is broadcast."""
+def bias_strides(bias: Tensor) -> tuple[int, int, int]:
+    """Return the strides of batch, head and query, 0 for a dimension of size 1, which is broadcast.
+
+    `bias`: see `attention`.
+    """
     batch, head, query = (0 if size == 1 else step for size, step in zip(bias.shape[:3], bias.stride(), strict=False))
     return batch, head, query
 

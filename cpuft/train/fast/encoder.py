@@ -19,6 +19,7 @@ from cpuft.train.fast.architectures import ARCHITECTURES, Architecture, LayerPar
 from cpuft.train.fast.attention import Grid, attention, make_bias
 from cpuft.train.fast.disentangled import Distances, disentangled_attention
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
+from cpuft.train.fast.encoder_layer import attention_half, can_run_halves, feed_forward_half
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
 from cpuft.train.fast.projection import (
     PackedLinear,
@@ -209,12 +210,16 @@ def run_layer(parts: LayerParts, x: Tensor, layout: Layout, embeddings: Tensor |
     dropouts = (parts.attention_dropout, parts.attention_output_dropout, parts.outer_dropout)
     masks = [draw_mask(_dropout_rate(dropout), True) for dropout in dropouts]
     run = run_with_recompute if parts.recomputes and parts.attention_module.training else run_once
+    first_only = parts.is_last and layout.first_only
+    if can_run_halves(parts, x) and not first_only and layout.position_bias is None:
+        x = attention_half(parts, x, layout.grid, layout.bias, masks[0], masks[1])
+        return feed_forward_half(parts, x, masks[2])
     inputs = [x]
     if parts.positions is not None and layout.distances is not None and embeddings is not None:
         inputs.append(parts.positions.dropout(layout.distances.select(embeddings)).to(x.dtype))
     attended, x = run(partial(_attend, parts, layout, masks[0]), *inputs)
     context = product(parts.attention_output, attended, parts.int8)
-    if parts.is_last and layout.first_only:
+    if first_only:
         x = x[layout.first_rows]
     outer, x = run(partial(_feed_forward, parts, masks[1]), context, x)
     return dropout_add_norm(outer, parts.outer.bias, x, parts.outer_norm, masks[2])

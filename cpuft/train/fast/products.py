@@ -89,6 +89,24 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
     return times_slope(grad @ weight, slope) if product is None else (product, sums)
 
 
+def can_multiply(x: Tensor, weight: Tensor) -> bool:
+    """Return whether the kernel computes all products of a layer with such a weight, forward and backward.
+
+    It does if this CPU has tiles, the rows of `x` and of the weight consist of whole steps of the kernel, and there are
+    so many rows that torch is not faster.
+
+    Parameters
+    ----------
+    x: (tokens, inputs).
+    weight: (outputs, inputs), as torch stores the weight of a linear layer.
+    """
+    tokens, inputs = x.shape
+    large = tokens >= _MIN_ROWS and tokens * inputs * inputs >= _MIN_WORK
+    fits = inputs % _STEP == 0 and len(weight) % _STEP == 0 and x.dtype == weight.dtype == torch.bfloat16
+    kernels = kernels_for(x, weight) if large and fits else None
+    return kernels is not None and _has_tiles(kernels)
+
+
 def _run(
     left: Tensor,
     right: Tensor,

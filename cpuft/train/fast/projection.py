@@ -341,10 +341,16 @@ class PackedLinear:
         If the second result is used instead of `x`, the product that makes the gradient of `x` adds the gradient from
         there, and no pass over memory is needed for it.
         """
+        return _project(x, self.layers[first:], *self.current(first), ForwardPass.ONLY, int8)
+
+    def current(self, first: int = 0) -> tuple[Any, Tensor | None]:
+        """Return the weights and the biases of the layers from number `first` on, each as one tensor without gradients.
+
+        The weights of FrozenLinear layers are not expanded yet. Without biases, the second result is None.
+        """
         layers = self.layers[first:]
         if isinstance(_base_of(layers[0]), FrozenLinear):
-            weight = _find_weight(layers)
+            weight: Any = _find_weight(layers)
         else:
             weight = self._current([layer.weight for layer in layers])
-        bias = None if layers[0].bias is None else self._current([layer.bias for layer in layers])
-        return _project(x, layers, weight, bias, ForwardPass.ONLY, int8)
+        return weight, None if layers[0].bias is None else self._current([layer.bias for layer in layers])

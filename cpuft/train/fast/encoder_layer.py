@@ -1,0 +1,184 @@
+"""Both halves of an encoder layer with one call of C++ for each direction, so that no Python runs between the kernels.
+
+The attention half is `norm(x + dropout(attention(x)))` with its linear layers, and the feed-forward half is
+`norm(x + dropout(feed_forward(x)))`, as in BERT. `encoder_layer.h` lists their steps. `encoder.run_layer` runs the same
+steps one by one for all layers that `can_run_halves` refuses. There are two halves and not one whole layer so that the
+gradients of the feed-forward half are sent to other hosts while those of the attention half are computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from cpuft.kernels import Kernels, address_array, kernels_for
+from cpuft.train.fast.architectures import LayerParts
+from cpuft.train.fast.attention import Grid, bias_strides
+from cpuft.train.fast.elementwise import Mask
+from cpuft.train.fast.products import can_multiply
+
+
+@dataclass(frozen=True)
+class _Attention:
+    """What an attention half needs besides tensors with gradients."""
+
+    kernels: Kernels
+    grid: Grid
+    bias: Tensor | None
+    heads: int
+    factor: float
+    eps: float
+    score_mask: Mask
+    mask: Mask
+
+    def run(self, name: str, tensors: tuple[Tensor | None, ...]) -> None:
+        """Run a kernel on these tensors, in the order of `AttentionHalf` in encoder_layer.h."""
+        x = tensors[0]
+        assert x is not None
+        strides = (0, 0, 0) if self.bias is None else bias_strides(self.bias)
+        sizes = (*x.shape, self.grid.batch, self.grid.length, self.heads, *strides)
+        masks = (*self.score_mask.kernel_arguments, *self.mask.kernel_arguments)
+        _run(self.kernels, name, tensors, *sizes, self.factor, self.eps, *masks)
+
+
+@dataclass(frozen=True)
+class _FeedForward:
+    """What a feed-forward half needs besides tensors with gradients."""
+
+    kernels: Kernels
+    columns: int
+    """Outputs of its first linear layer."""
+    eps: float
+    mask: Mask
+
+    def run(self, name: str, tensors: tuple[Tensor | None, ...]) -> None:
+        """Run a kernel on these tensors, in the order of `FeedForwardHalf` in encoder_layer.h."""
+        x = tensors[0]
+        assert x is not None
+        _run(self.kernels, name, tensors, *x.shape, self.columns, self.eps, *self.mask.kernel_arguments)
+
+
+def _run(kernels: Kernels, name: str, tensors: tuple[Tensor | None, ...], *rest: int | float) -> None:
+    done = torch.zeros(1, dtype=torch.int64)
+    kernels.run(name, torch.bfloat16, address_array(tensors), done, *rest)
+    if not done.item():
+        raise MemoryError("there is not enough memory to pack the factors of a matrix product")
+
+
+class _AttentionHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, half: _Attention, packed_weight: Tensor, packed_bias: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        weight, bias, norm_weight, norm_bias = parameters[6:]
+        tokens, hidden = x.shape
+        packed, statistics = x.new_empty(tokens, 3 * hidden), torch.empty(2, tokens)
+        context, total, y = (torch.empty_like(x) for _ in range(3))
+        given = (x, packed_weight, packed_bias, weight, bias, norm_weight, norm_bias, half.bias, half.grid.rows)
+        half.run("attention_half_forward", (*given, packed, context, total, y, *statistics))
+        ctx.half = half
+        ctx.save_for_backward(x, packed_weight, weight, norm_weight, packed, context, total, statistics)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, packed_weight, weight, norm_weight, packed, context, total, statistics = ctx.saved_tensors
+        half, hidden = ctx.half, x.shape[1]
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dpacked_weight, dweight = torch.empty_like(packed_weight), torch.empty_like(weight)
+        dpacked_bias, dbias, dnorm = x.new_empty(3 * hidden), x.new_empty(hidden), torch.zeros(2, hidden)
+        dtotal, dproduct, dcontext, dpacked = (torch.empty_like(one) for one in (x, x, x, packed))
+        given = (x, packed_weight, None, weight, None, norm_weight, None, half.bias, half.grid.rows)
+        kept = (packed, context, total, None, *statistics)
+        made = (dx, dpacked_weight, dpacked_bias, dweight, dbias, *dnorm)
+        between = (dtotal, dproduct, dcontext, dpacked)
+        half.run("attention_half_backward", (*given, *kept, dy.contiguous(), *made, *between))
+        own = (*torch.split(dpacked_weight, hidden), *torch.split(dpacked_bias, hidden))
+        return dx, None, None, None, *own, dweight, dbias, *dnorm
+
+
+class _FeedForwardHalf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, half: _FeedForward, *parameters: Tensor) -> Tensor:
+        inner_weight, inner_bias, weight, _bias, norm_weight, _norm_bias = parameters
+        inner, slope = (x.new_empty(len(x), half.columns) for _ in range(2))
+        total, y, statistics = torch.empty_like(x), torch.empty_like(x), torch.empty(2, len(x))
+        half.run("feed_forward_half_forward", (x, *parameters, inner, slope, total, y, *statistics))
+        ctx.half = half
+        ctx.save_for_backward(x, inner_weight, inner_bias, weight, norm_weight, inner, slope, total, statistics)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, inner_weight, inner_bias, weight, norm_weight, inner, slope, total, statistics = ctx.saved_tensors
+        dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        dinner_weight, dinner_bias, dweight = (torch.empty_like(one) for one in (inner_weight, inner_bias, weight))
+        dbias, dnorm = x.new_empty(x.shape[1]), torch.zeros(2, x.shape[1])
+        between = (torch.empty_like(x), torch.empty_like(x), torch.empty_like(slope))
+        given = (x, inner_weight, None, weight, None, norm_weight, None, inner, slope, total, None, *statistics)
+        made = (dinner_weight, dinner_bias, dweight, dbias, *dnorm)
+        ctx.half.run("feed_forward_half_backward", (*given, dy.contiguous(), dx, *made, *between))
+        return dx, None, *made
+
+
+_attention_half: Callable[..., Tensor] = _AttentionHalf.apply
+_feed_forward_half: Callable[..., Tensor] = _FeedForwardHalf.apply
+
+
+def can_run_halves(parts: LayerParts, x: Tensor) -> bool:
+    """Return whether `attention_half` and `feed_forward_half` can compute this layer for `x`, (tokens, hidden).
+
+    There must be kernels with tiles, and so many tokens that they are faster than torch. Gradients are wanted, of all
+    parameters of the layer. It has neither adapters nor 8-bit products, and it recomputes nothing. All of its queries
+    look at all keys. What is added to its scores does not depend on distances; the caller has to check that.
+    """
+    if parts.int8 or parts.recomputes or not torch.is_grad_enabled() or not can_multiply(x, parts.inner.weight):
+        return False
+    heads, modules = parts.heads, [*parts.linears, parts.attention_norm, parts.outer_norm]
+    is_simple = heads.back < 0 and heads.ahead < 0 and heads.keys == heads.count and parts.positions is None
+    is_simple = is_simple and heads.count * heads.size == x.shape[1]
+    is_simple = is_simple and all(type(one) is nn.Linear for one in parts.linears)
+    return is_simple and all(one.requires_grad for module in modules for one in (module.weight, module.bias))
+
+
+def attention_half(
+    parts: LayerParts, x: Tensor, grid: Grid, bias: Tensor | None, score_mask: Mask, mask: Mask
+) -> Tensor:
+    """Return `norm(x + dropout(attention(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden).
+
+    Parameters
+    ----------
+    grid, bias: see `attention.attention`.
+    score_mask: dropout of the attention probabilities.
+    mask: dropout of the output of the linear layer after attention.
+    """
+    norm, output, packed, heads = parts.attention_norm, parts.attention_output, parts.packed, parts.heads
+    kernels = kernels_for(x)
+    assert packed is not None
+    assert kernels is not None
+    half = _Attention(kernels, grid, bias, heads.count, heads.factor, norm.eps, score_mask, mask)
+    weights, biases = ([getattr(layer, name) for layer in packed.layers] for name in ("weight", "bias"))
+    rest = (output.weight, output.bias, norm.weight, norm.bias)
+    return _attention_half(x.contiguous(), half, *packed.current(), *weights, *biases, *rest)
+
+
+def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Tensor:
+    """Return `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden).
+
+    Parameters
+    ----------
+    mask: dropout of the output of the second linear layer.
+    """
+    inner, outer, norm = parts.inner, parts.outer, parts.outer_norm
+    kernels = kernels_for(x)
+    assert kernels is not None
+    half = _FeedForward(kernels, len(inner.weight), norm.eps, mask)
+    parameters = (inner.weight, inner.bias, outer.weight, outer.bias, norm.weight, norm.bias)
+    return _feed_forward_half(x.contiguous(), half, *parameters)

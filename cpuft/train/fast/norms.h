@@ -1,0 +1,124 @@
+// Layer norm and RMSNorm, with the dropout and the residual before them; and the sums of columns.
+
+#pragma once
+
+#include "../../vectors.h"
+#include <cmath>
+#include <omp.h>
+#include <vector>
+
+namespace {
+
+// y = norm(sum), where sum = residual + dropout(x + shift). The norm is layer norm, or RMSNorm if `mean` is null. shift,
+// residual, weight and bias may be null: there is none. If `sum` is null, there is only the norm: y = norm(x).
+template <class T>
+void norm_forward(const T *x, const T *shift, const T *residual, const float *weight, const float *bias, T *sum, T *y,
+                  float *mean, float *rstd, int64_t rows, int64_t cols, uint64_t seed, uint32_t threshold, float scale,
+                  float eps, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        Lanes lanes(cols);
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows; i++) {
+            const T *xi = x + i * cols, *si = sum ? sum + i * cols : xi;
+            T *yi = y + i * cols;
+            const uint16_t *bits = threshold ? lanes.fill(seed, i * cols, cols) : nullptr;
+            for (int64_t j = 0; sum && j < cols; j += W) {
+                int64_t m = lanes_of(j, cols);
+                vec v = get(xi + j, m);
+                if (shift) v += get(shift + j, m);
+                if (bits) v = keep(v * scale, bits + j, threshold);
+                if (residual) v += get(residual + i * cols + j, m);
+                put(sum + i * cols + j, v, m);
+            }
+            vec total{}, squares{};  // of the sum rounded to T, as backward reads it
+            for (int64_t j = 0; mean && j < cols; j += W) total += get(si + j, lanes_of(j, cols));
+            float mu = sum_of(total) / float(cols);
+            for (int64_t j = 0; j < cols; j += W) {
+                int64_t m = lanes_of(j, cols);
+                vec d = LANE < int32_t(m) ? get(si + j, m) - mu : vec{};
+                squares += d * d;
+            }
+            float r = 1.0f / std::sqrt(sum_of(squares) / float(cols) + eps);
+            for (int64_t j = 0; j < cols; j += W) {
+                int64_t m = lanes_of(j, cols);
+                vec w = weight ? get(weight + j, m) : all(1.0f), b = bias ? get(bias + j, m) : vec{};
+                put(yi + j, (get(si + j, m) - mu) * r * w + b, m);
+            }
+            if (mean) mean[i] = mu;
+            rstd[i] = r;
+        }
+    }
+}
+
+// dresidual is the gradient of `sum`, given that of y, in dy, and that which `sum` has otherwise, in dsum (null: none).
+// dx is that of x; it may be dresidual if nothing was dropped. The gradients of the norm's weight and bias, and of the
+// shift, are added to `dweight`, `dbias` and `dshift`, each of which may be null. `mean` is null for RMSNorm.
+template <class T>
+void norm_backward(const T *dy, const T *dsum, const T *sum, const float *mean, const float *rstd, const float *weight,
+                   T *dx, T *dresidual, float *dweight, float *dbias, float *dshift, int64_t rows, int64_t cols,
+                   uint64_t seed, uint32_t threshold, float scale, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        Lanes lanes(cols);
+        std::vector<float> line(static_cast<size_t>(3 * cols));
+        float *dw = line.data(), *db = dw + cols, *ds = db + cols;
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows; i++) {
+            const T *dyi = dy + i * cols, *si = sum + i * cols;
+            T *dxi = dx + i * cols, *dri = dresidual + i * cols;
+            const uint16_t *bits = threshold ? lanes.fill(seed, i * cols, cols) : nullptr;
+            float mu = mean ? mean[i] : 0.0f, r = rstd[i];
+            vec ones{}, hats{};
+            for (int64_t j = 0; j < cols; j += W) {
+                int64_t m = lanes_of(j, cols);
+                vec d = get(dyi + j, m), z = (get(si + j, m) - mu) * r;  // where d is masked, it and its products are 0
+                vec w = weight ? get(weight + j, m) : all(1.0f);
+                if (dweight) put(dw + j, get(dw + j, m) + d * z, m);
+                if (dbias) put(db + j, get(db + j, m) + d, m);
+                vec g = d * w;
+                ones += g;
+                hats += g * z;
+            }
+            float first = mean ? sum_of(ones) / float(cols) : 0.0f, second = sum_of(hats) / float(cols);
+            for (int64_t j = 0; j < cols; j += W) {
+                int64_t m = lanes_of(j, cols);
+                vec w = weight ? get(weight + j, m) : all(1.0f);
+                vec z = (get(si + j, m) - mu) * r;
+                vec d = (get(dyi + j, m) * w - first - z * second) * r;
+                if (dsum) d += get(dsum + i * cols + j, m);
+                put(dri + j, d, m);
+                if (bits) {
+                    d = keep(d * scale, bits + j, threshold);
+                    put(dxi + j, d, m);
+                }
+                if (dshift) put(ds + j, get(ds + j, m) + d, m);
+            }
+        }
+#pragma omp critical
+        for (int64_t j = 0; j < cols; j++) {
+            if (dweight) dweight[j] += dw[j];
+            if (dbias) dbias[j] += db[j];
+            if (dshift) dshift[j] += ds[j];
+        }
+    }
+}
+
+// sums += the sum of all rows of x. The gradient of a linear layer's bias is this sum of its output's gradient.
+template <class T> void column_sums(const T *x, float *sums, int64_t rows, int64_t cols, int threads) {
+#pragma omp parallel num_threads(threads)
+    {
+        std::vector<float> line(static_cast<size_t>(cols));
+        float *mine = line.data();
+#pragma omp for schedule(static)
+        for (int64_t i = 0; i < rows; i++)
+            for (int64_t j = 0; j < cols; j += W) {
+                int64_t m = lanes_of(j, cols);
+                put(mine + j, get(mine + j, m) + get(x + i * cols + j, m), m);
+            }
+#pragma omp critical
+        for (int64_t j = 0; j < cols; j++) sums[j] += mine[j];
+    }
+}
+
+} // namespace
