@@ -74,7 +74,7 @@ def test_halves_compute_what_the_steps_do(
     for name, gradient in gradients.items():
         assert gradient.dtype == wanted[name].dtype
         # The gradient of a key's bias is zero but for rounding.
-        assert relative_error(gradient, wanted[name]) < 2e-3 or gradient.norm() < 1e-4, name
+        assert relative_error(gradient, wanted[name]) < 2e-3 or name.endswith("key.bias"), name
 
 
 def test_halves_without_a_gradient_of_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
