@@ -49,6 +49,8 @@ _SIGNATURES = {
     "quantise_rows": "ppppqqi",
     "dequantise": "pppppqqi",
     "dequantise_rows": "pppqqi",
+    "add_table_rows": "ppppppppqqqqqi",
+    "sum_table_rows": "ppppqqi",
     "square_sum": "pppqi",
     "adamw": "ppppppppqffffffffi",
     "encode_blocks": "ppppqqqi",

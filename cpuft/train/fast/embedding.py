@@ -1,4 +1,5 @@
-"""A token embedding whose gradient costs what the tokens of an update do, not what the vocabulary does.
+"""A token embedding whose gradient costs what the tokens of an update do, not what the vocabulary does; and the sum of
+token, position and type embeddings with its norm.
 
 The token embedding is half of a small encoder's parameters, and an update reads a fiftieth of its rows. Its gradient is
 kept in one buffer, of which only the rows of the update's tokens are written and cleared; the gradient's norm is taken
@@ -7,6 +8,7 @@ from these rows; and AdamW skips rows that no update has touched yet, whose mome
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from cpuft.comm.compression.embedding_rows import find_embedding
+from cpuft.kernels import Kernels, kernels_for
+from cpuft.train.fast.elementwise import apply_norm, read_norm
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -150,15 +154,168 @@ class _LookUp(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (tokens,) = ctx.saved_tensors
-        rows, places = tokens.unique(return_inverse=True)
-        values = torch.ops.aten.embedding_dense_backward(grad, places, len(rows), -1, False)
-        if ctx.padding is not None:
-            kept = rows != ctx.padding
-            rows, values = rows[kept], values[kept]
+        rows, values = _sum_by_row(grad, tokens, ctx.padding)
         return None, ctx.gradient.accumulate(rows, values), None, None
 
 
 _look_up: Callable[..., Tensor] = _LookUp.apply
+
+
+def _sum_by_row(grad: Tensor, numbers: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+    """Return the rows of a table that were looked up, ascending, and their gradients: (rows,) and (rows, width).
+
+    Parameters
+    ----------
+    grad: (..., width), of what was looked up.
+    numbers: (...) int64, of the rows.
+    padding: a row that gets no gradient; None for none.
+    """
+    kernels = kernels_for(grad)
+    if kernels is None:
+        rows, places = numbers.unique(return_inverse=True)
+        values = torch.ops.aten.embedding_dense_backward(grad, places, len(rows), -1, False)
+    else:
+        ascending, order = numbers.reshape(-1).sort(stable=True)
+        rows, counts = ascending.unique_consecutive(return_counts=True)
+        starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
+        torch.cumsum(counts, 0, out=starts[1:])
+        grad, values = grad.contiguous(), grad.new_empty(len(rows), grad.shape[-1])
+        kernels.run("sum_table_rows", grad.dtype, grad, order, starts, values, *values.shape)
+    if padding is None:
+        return rows, values
+    kept = rows != padding
+    return (rows, values) if bool(kept.all()) else (rows[kept], values[kept])
+
+
+class _SumOfRows(torch.autograd.Function):
+    """The sum of rows of up to three tables: those of words, of positions and of token types."""
+
+    @staticmethod
+    def forward(ctx: Any, total: Tensor, numbers: list[Tensor], owner: FusedEmbeddings, *tables: Tensor) -> Tensor:
+        ctx.save_for_backward(*numbers)
+        ctx.owner = owner
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        owner: FusedEmbeddings = ctx.owner
+        grads = list[Tensor | None]()
+        for numbers, table, is_wanted in zip(ctx.saved_tensors, owner.tables, ctx.needs_input_grad[3:], strict=True):
+            if not is_wanted:
+                grads.append(None)
+                continue
+            rows, values = _sum_by_row(grad, numbers, table.padding_idx)
+            is_word = table is owner.tables[0]
+            blank = None if is_word else torch.zeros_like(table.weight)
+            grads.append(
+                owner.gradient.accumulate(rows, values) if blank is None else blank.index_copy_(0, rows, values)
+            )
+        return None, None, None, *grads
+
+
+_sum_of_rows: Callable[..., Tensor] = _SumOfRows.apply
+
+
+def _count_positions(numbers: Tensor, padding: int | None) -> Tensor:
+    """Return the position of each token of `numbers`, (batch, length) int64, in the same shape.
+
+    They count from 0, or, with `padding`, from `padding + 1`, and only tokens other than `padding`, which are all at
+    position `padding`: RoBERTa's way.
+    """
+    if padding is None:
+        return torch.arange(numbers.shape[1]).expand(numbers.shape).contiguous()
+    is_token = numbers != padding
+    return is_token.cumsum(1) * is_token + padding
+
+
+_COUNTS_ALL_POSITIONS = {
+    "BertEmbeddings": True,
+    "ElectraEmbeddings": True,
+    "Embeddings": True,
+    "RobertaEmbeddings": False,
+    "XLMRobertaEmbeddings": False,
+    "CamembertEmbeddings": False,
+    "MPNetEmbeddings": False,
+}
+"""Classes of transformers (Embeddings is DistilBERT's) -> whether they count positions of padding, too."""
+
+
+class FusedEmbeddings:
+    """A module of transformers that adds word, position and token type embeddings, with its norm and dropout.
+
+    Its own forward makes eight passes over (batch, length, width) in fp32, and torch's backward of each embedding is
+    serial.
+
+    Parameters
+    ----------
+    module: its class is one of `_COUNTS_ALL_POSITIONS`.
+    gradient: of its word embedding.
+    """
+
+    def __init__(self, module: nn.Module, gradient: EmbeddingGradient) -> None:
+        self.module: Any = module
+        self.gradient = gradient
+        self._counts_all = _COUNTS_ALL_POSITIONS[type(module).__name__]
+
+    @property
+    def tables(self) -> list[Any]:
+        """The embeddings of words, of positions and, if there is one, of token types."""
+        own = self.module
+        types = getattr(own, "token_type_embeddings", None)
+        return [own.word_embeddings, own.position_embeddings, *([] if types is None else [types])]
+
+    def embed(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the embeddings of a batch, (batch, length, width): the module's forward after patching.
+
+        Its own forward runs if there are no gradients, no kernels, hooks on a part, or other arguments than ids of
+        tokens, token types and positions.
+        """
+        kind: Any = type(self.module)
+        given = dict(inspect.signature(kind.forward).bind(self.module, *args, **kwargs).arguments)
+        del given["self"]
+        words = given.pop("input_ids", None)
+        asked = (given.pop("position_ids", None), given.pop("token_type_ids", None))
+        total = None
+        is_usual = all(value is None or value in (0, {}) for value in given.values() if not isinstance(value, Tensor))
+        is_usual = is_usual and not any(isinstance(value, Tensor) for value in given.values())
+        if is_usual and words is not None and words.dim() == 2 and self._can_run():
+            total = self._add(words, *asked)
+        if total is None:
+            return kind.forward(self.module, *args, **kwargs)
+        norm = read_norm(self.module.LayerNorm)
+        assert norm is not None
+        return self.module.dropout(apply_norm(total, norm))
+
+    def _can_run(self) -> bool:
+        parts = (*self.tables, self.module.LayerNorm, self.module.dropout)
+        plain = all(not one._forward_hooks and not one._forward_pre_hooks for one in parts)
+        plain = plain and all(one.weight.dtype == torch.float32 and one.weight.is_contiguous() for one in self.tables)
+        return plain and torch.is_grad_enabled() and kernels_for(self.gradient.weight) is not None
+
+    def _add(self, words: Tensor, positions: Tensor | None, types: Tensor | None) -> Tensor | None:
+        """Return the sum of all embeddings; None if a number is not one of a table's rows."""
+        tables, kernels = self.tables, kernels_for(self.gradient.weight)
+        assert kernels is not None
+        if positions is None:
+            positions = _count_positions(words, None if self._counts_all else self.module.padding_idx)
+        types = torch.zeros_like(words) if types is None else types
+        numbers = [one.expand(words.shape).contiguous().long() for one in (words, positions, types)[: len(tables)]]
+        weights = [one.weight for one in tables]
+        total = weights[0].new_empty(*words.shape, weights[0].shape[1])
+        if not _run_sum(kernels, [one.detach() for one in weights], numbers, total):
+            return None
+        return _sum_of_rows(total, numbers, self, *weights)
+
+
+def _run_sum(kernels: Kernels, tables: list[Tensor], numbers: list[Tensor], total: Tensor) -> bool:
+    """Write the sums of rows to `total`; return whether all numbers are those of rows."""
+    outside = torch.zeros(1, dtype=torch.int64)
+    missing = [None] * (3 - len(tables))
+    sizes = (total[..., 0].numel(), total.shape[-1], *(len(table) for table in tables), *(0 for _ in missing))
+    arrays = (*tables, *missing, *numbers, *missing, total, outside)
+    kernels.run("add_table_rows", total.dtype, *arrays, *sizes)
+    return not outside.item()
 
 
 def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
@@ -167,11 +324,18 @@ def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
     Returns None, and changes nothing, if `model.get_input_embeddings` is missing or returns no torch.nn.Embedding, if
     the embedding's weight is frozen or shared with another module, if the model looks up more than input ids in it (see
     `check_lookups`), or if it has max_norm, scale_grad_by_freq or sparse set. The module keeps its class and gets
-    another `forward`, a bound method, so that a deep copy of the model copies it along.
+    another `forward`, a bound method, so that a deep copy of the model copies it along; and so does the module that
+    adds embeddings of positions to it, if that is known, see `FusedEmbeddings`.
     """
     embedding = find_embedding(model)
     if embedding is None or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
         return None
     gradient = EmbeddingGradient(embedding)
     vars(embedding)["forward"] = gradient.look_up
+    for module in model.modules():
+        is_known = type(module).__name__ in _COUNTS_ALL_POSITIONS and type(module).__module__.startswith(
+            "transformers."
+        )
+        if is_known and getattr(module, "word_embeddings", None) is embedding:
+            vars(module)["forward"] = FusedEmbeddings(module, gradient).embed
     return gradient

@@ -276,6 +276,52 @@ void dequantise_rows(const int8_t *x, const float *scales, T *y, int64_t rows, i
     }
 }
 
+// y = the sum of a row of each of up to three tables, whose numbers are `first`, `second` and `third`; a table that is
+// null is left out. *outside becomes 1 if a number is not one of a table's rows; then y is undefined.
+template <class T>
+void add_table_rows(const T *first_table, const T *second_table, const T *third_table, const int64_t *first,
+                    const int64_t *second, const int64_t *third, T *y, int64_t *outside, int64_t rows, int64_t cols,
+                    int64_t first_rows, int64_t second_rows, int64_t third_rows, int threads) {
+    *outside = 0;
+    auto row_of = [=](const T *table, const int64_t *numbers, int64_t i, int64_t size) {
+        if (numbers[i] >= 0 && numbers[i] < size) return table + numbers[i] * cols;
+#pragma omp atomic write
+        *outside = 1;
+        return table;
+    };
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int64_t i = 0; i < rows; i++) {
+        const T *a = row_of(first_table, first, i, first_rows);
+        const T *b = second_table ? row_of(second_table, second, i, second_rows) : nullptr;
+        const T *c = third_table ? row_of(third_table, third, i, third_rows) : nullptr;
+        for (int64_t j = 0; j < cols; j += W) {
+            int64_t m = lanes_of(j, cols);
+            vec v = get(a + j, m);
+            if (c) v += get(c + j, m);
+            if (b) v += get(b + j, m);
+            put(y + i * cols + j, v, m);
+        }
+    }
+}
+
+// Row u of y is the sum of the rows order[starts[u]] to order[starts[u + 1] - 1] of x: the gradient of a table's row.
+template <class T>
+void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, T *y, int64_t rows, int64_t cols,
+                    int threads) {
+    constexpr int64_t STRIP = 8 * W;  // columns that a thread adds up at a time: few rows may have many summands
+#pragma omp parallel for collapse(2) schedule(static) num_threads(threads)
+    for (int64_t u = 0; u < rows; u++)
+        for (int64_t first = 0; first < cols; first += STRIP) {
+            vec sums[STRIP / W]{};
+            int64_t end = cols - first < STRIP ? cols : first + STRIP;
+            for (int64_t i = starts[u]; i < starts[u + 1]; i++)
+                for (int64_t j = first; j < end; j += W)
+                    sums[(j - first) / W] += get(x + order[i] * cols + j, lanes_of(j, end));
+            for (int64_t j = first; j < end; j += W)
+                put(y + u * cols + j, sums[(j - first) / W], lanes_of(j, end));
+        }
+}
+
 // *sum += the sum of the squares of all numbers of `count` gradients.
 template <class G>
 void square_sum(const G *const *grads, const int64_t *sizes, double *sum, int64_t count, int threads) {
@@ -388,6 +434,8 @@ EXPORT(matrix_product)
 EXPORT(quantise_rows)
 EXPORT(dequantise)
 EXPORT(dequantise_rows)
+EXPORT(add_table_rows)
+EXPORT(sum_table_rows)
 EXPORT(square_sum)
 EXPORT(adamw)
 EXPORT(encode_blocks)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from cpuft.train.fast import embedding
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, clip_gradients, set_gradient_rows
-from cpuft.train.fast.embedding import EmbeddingGradient
+from cpuft.train.fast.embedding import EmbeddingGradient, FusedEmbeddings
+from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import KINDS, make_model
 
 Step = Callable[[Any, Any, int], None]
@@ -86,13 +89,19 @@ STEPS = (plainly, in_micro_batches, zeroing, adding_noise, looking_up_twice, ask
 RATE, MOST_STEPS = 1e-2, 5
 
 
+def make_whole_gradient(model: Any, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """What stands in for EmbeddingGradient.accumulate: a new tensor with all rows."""
+    return torch.zeros_like(model.get_input_embeddings().weight).index_copy_(0, rows, values)
+
+
 def make(kind: str, by_rows: bool, decay: float = 0.0, precision: str = "auto") -> tuple[Any, Any]:
     model = make_model(kind)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=decay)
     accelerate(model, optimizer, precision=precision)
     if not by_rows:
-        del model.get_input_embeddings().forward
-        getattr(model, MASTERS_ATTRIBUTE).embedding = None
+        masters = getattr(model, MASTERS_ATTRIBUTE)
+        masters.embedding.accumulate = functools.partial(make_whole_gradient, model)
+        masters.embedding = None
     return model, optimizer
 
 
@@ -115,6 +124,72 @@ def test_updates_are_the_same(kind: str, step: Step, each_way: None) -> None:
         step(model, optimizer, seed)
         step(plain, theirs, seed)
     check_alike(model, plain)
+
+
+def list_embedding_calls() -> dict[str, dict[str, torch.Tensor]]:
+    """Arguments of a module that adds embeddings, by what is special about them."""
+    words = torch.tensor([[5, 9, 1, 1], [7, 5, 63, 2]])
+    places = torch.tensor([[3, 2, 1, 0]])
+    types = torch.tensor([[0, 1, 1, 0], [1, 1, 0, 0]])
+    return {
+        "words": {"input_ids": words},
+        "a part of a batch": {"input_ids": words[:, 1:3]},
+        "positions": {"input_ids": words, "position_ids": places},
+        "types": {"input_ids": words, "token_type_ids": types},
+    }
+
+
+FUSED_KINDS = ("bert", "roberta", "electra", "distilbert", "mpnet")
+
+
+@pytest.mark.parametrize("kind", FUSED_KINDS)
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("what", list_embedding_calls())
+def test_sums_of_embeddings_are_those_of_their_own_module(kind: str, dropout: float, what: str, each_way: None) -> None:
+    given = list_embedding_calls()[what]
+    model = make_model(kind, dropout)
+    accelerate(model, torch.optim.AdamW(model.parameters()))
+    module: Any = next(one for one in model.modules() if hasattr(one, "word_embeddings"))
+    assert isinstance(module.forward.__self__, FusedEmbeddings)
+    if what == "types" and kind in ("distilbert", "mpnet"):
+        return  # they have no types
+    results = []
+    for forward in (module.forward, functools.partial(type(module).forward, module)):
+        torch.manual_seed(3)
+        found = forward(**given)
+        (found * torch.arange(found.numel()).view(found.shape).sin()).sum().backward()
+        results.append((found, {name: one.grad.clone() for name, one in module.named_parameters()}))
+        module.zero_grad(set_to_none=True)
+        vars(module.word_embeddings).pop("forward", None)  # from now on, torch's own
+    (found, gradients), (wanted, theirs) = results
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert gradients.keys() == theirs.keys()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, theirs[name], rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_what_is_unusual_is_left_to_the_module_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    need_kernels()
+    model, _ = make("bert", True)
+    module, sums = model.bert.embeddings, []
+    own = embedding._sum_of_rows
+    monkeypatch.setattr(embedding, "_sum_of_rows", lambda *given: sums.append(1) or own(*given))
+    words = torch.tensor([[5, 9, 1]])
+    module(words)
+    assert len(sums) == 1
+    with torch.no_grad():
+        module(words)
+    module(inputs_embeds=torch.zeros(1, 3, 32))
+    module(words, past_key_values_length=2)
+    looked_up: list[torch.Tensor] = []
+    hook = module.word_embeddings.register_forward_hook(lambda one, args, output: looked_up.append(output))
+    module(words)
+    hook.remove()
+    assert len(looked_up) == 1
+    for wrong in ({"input_ids": words + 60}, {"input_ids": words, "token_type_ids": words}, {"input_ids": -words}):
+        with pytest.raises(IndexError):
+            module(**wrong)
+    assert len(sums) == 1
 
 
 def test_with_decay_all_rows_move(each_way: None) -> None:
