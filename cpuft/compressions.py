@@ -31,10 +31,10 @@ COMPRESSION_FACTS = {
     # With four ranks and five seeds, int8 differed from exact gradients by +0.0003 (standard error 0.0005) on MRPC and
     # by -0.0018 (0.0011) on SST-2. `cpuft.comm.compression.int8.measure_coding_seconds` measured its coding.
     "int8": CompressionFacts(260 / 256, coding_seconds=3.5e-9, is_automatic=True, has_feedback=True),
-    # A core of a Xeon with AMX makes the factors and approximations of MiniLM's layers, in bf16, in 2.1 ns a number, and
-    # codes int8 blocks in 1.4 ns: this is scaled to the figure of int8, and rounded up. With four ranks and five seeds,
-    # the metric differed from that of exact gradients by -0.0010 (standard error 0.0007) on MRPC, and -0.0014 (0.0007)
-    # on SST-2.
+    # A core of a Xeon with AMX makes the factors and approximations of MiniLM's layers, in bf16, in 2.1 ns a number,
+    # and codes int8 blocks in 1.4 ns: this is scaled to the figure of int8, and rounded up. With four ranks and five
+    # seeds, the metric differed from that of exact gradients by -0.0010 (standard error 0.0007) on MRPC, and -0.0014
+    # (0.0007) on SST-2.
     "powersgd": CompressionFacts(260 / 256, coding_seconds=6.5e-9, is_automatic=True, has_feedback=True),
 }
 """All compressions, from exact to the fewest bytes."""

@@ -26,6 +26,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,8 @@ _LAST_MESSAGES = 3
 """Collectives of an update that no computing hides: the last bucket, embedding rows, and the sums for the record."""
 _MOST_LATE = 0.02
 """Share of a step that such delays may take: they are this machine's, and not those of a network."""
+_END_SECONDS = 5.0
+"""How long to wait for the exit codes of ranks, to explain why one of them ended."""
 _ALIGNMENT = 64
 """Bytes of a cache line."""
 _BURST_BYTES = 256 * 1024
@@ -489,8 +492,8 @@ def _run_rank(
         pipe.send(found)
         # The store of rank 0 must not end before the others have.
         pipe.recv()
-    except (CpuftError, OSError, RuntimeError, EOFError) as error:
-        pipe.send(f"rank {rank}: {error}")
+    except Exception as error:  # the process ends without a traceback
+        pipe.send(f"rank {rank}: {error or type(error).__name__}")
     finally:
         os._exit(0)
 
@@ -507,7 +510,7 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
     end = time.monotonic() + seconds
     rate = config.bits_per_second / 8
     pipes: list[Connection] = []
-    processes = []
+    processes: list[BaseProcess] = []
     numbers = share_numbers(replayed.times.gradients, size)
     for rank in range(size):
         own, other = context.Pipe()
@@ -517,21 +520,21 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
         other.close()
         pipes.append(own)
         processes.append(process)
-    _gather(pipes, end)
+    _gather(pipes, end, processes)
     queue = _BURST_BYTES + round(rate * _QUEUE_SECONDS)
     links = [plan_link(rank, one.pid or 0) for rank, one in enumerate(processes)]
     limits = [plan_limit(rank, rate / slowdown, queue) for rank in range(size)]
     _run_commands("ip", ["link set dev lo up", *(command for router, _ in links for command in router)])
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")
     _send(pipes, [own for _, own in links])
-    _gather(pipes, end)
+    _gather(pipes, end, processes)
     _send(pipes, ["start"] * size)
-    _gather(pipes, end)
+    _gather(pipes, end, processes)
     _run_commands("tc", [command for router, _ in limits for command in router])
     _send(pipes, [own for _, own in limits])
-    _gather(pipes, end)
+    _gather(pipes, end, processes)
     _send(pipes, ["go on"] * size)
-    found = _gather(pipes, end)
+    found = _gather(pipes, end, processes)
     _send(pipes, ["end"] * size)
     return found
 
@@ -541,8 +544,11 @@ def _send(pipes: Sequence[Connection], messages: Sequence[object]) -> None:
         pipe.send(message)
 
 
-def _gather(pipes: Sequence[Connection], end: float) -> list[Any]:
-    """Receive an object from every pipe. Raises CpuftError: it is the text of an error, or it does not come in time."""
+def _gather(pipes: Sequence[Connection], end: float, processes: Sequence[BaseProcess]) -> list[Any]:
+    """Receive an object from the pipe of every process.
+
+    Raises CpuftError: it is the text of an error, it does not come in time, or a process has ended without it.
+    """
     found: dict[int, Any] = {}
     while len(found) < len(pipes):
         waiting = [pipe for number, pipe in enumerate(pipes) if number not in found]
@@ -554,10 +560,25 @@ def _gather(pipes: Sequence[Connection], end: float) -> list[Any]:
                 try:
                     found[number] = pipe.recv()
                 except EOFError:
-                    raise CpuftError(f"rank {number} ended without a result: see the lines above") from None
+                    raise CpuftError(_explain_end(number, processes)) from None
                 if isinstance(found[number], str) and found[number].startswith("rank "):
                     raise CpuftError(found[number])
     return [found[number] for number in range(len(pipes))]
+
+
+def _explain_end(rank: int, processes: Sequence[BaseProcess]) -> str:
+    """Return the message for a rank that has ended without a result.
+
+    If the kernel runs out of memory, it kills one rank, and the others then end by themselves, perhaps before it is
+    noticed.
+    """
+    for process in processes:
+        process.join(_END_SECONDS / len(processes))
+    killed = [number for number, process in enumerate(processes) if process.exitcode == -_SIGKILL]
+    if killed:
+        why = "probably because this machine has too little memory"
+        return f"rank {killed[0]} was killed, {why}: give fewer hosts with --np"
+    return f"rank {rank} ended without a result (exit code {processes[rank].exitcode}): give fewer hosts with --np"
 
 
 def _message_seconds(config: ReplayConfig, replayed: Replay) -> float:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import pytest
@@ -27,6 +33,7 @@ from cpuft.train.slow_motion import (
     LEAST_SLOWDOWN,
     MOST_BUSY,
     RankTimes,
+    _gather,
     choose_slowdown,
     find_hidden_share,
     make_replay,
@@ -133,6 +140,30 @@ def test_a_rank_replays_a_scaled_step_and_the_rows_of_the_update() -> None:
 def test_auto_is_what_a_launch_would_choose_for_the_link(rate: int, compression: str) -> None:
     config, _ = make_replay(RECORD, ReplayConfig(bits_per_second=rate, grad_compression="auto"))
     assert config.grad_compression == compression
+
+
+def _end_with(code: int, pipe: Connection) -> None:
+    """End like a rank that the kernel kills (code 9), or that ends by itself."""
+    if code == 9:
+        os.kill(os.getpid(), signal.SIGKILL)
+    os._exit(code)
+
+
+@pytest.mark.parametrize(
+    "codes, told",
+    [((75, 9), "rank 1 was killed, probably because this machine has too little memory"), ((75, 0), "(exit code 75)")],
+)
+def test_a_rank_that_ends_without_a_result_is_explained(codes: tuple[int, int], told: str) -> None:
+    context = multiprocessing.get_context("fork")
+    pipes, processes = list[Connection](), list[BaseProcess]()
+    for code in codes:
+        own, other = context.Pipe()
+        processes.append(context.Process(target=_end_with, args=(code, other), daemon=True))
+        processes[-1].start()
+        other.close()
+        pipes.append(own)
+    with pytest.raises(CpuftError, match=f"{re.escape(told)}.*: give fewer hosts with --np"):
+        _gather(pipes, time.monotonic() + 10, processes)
 
 
 def test_a_record_without_times_names_the_option_that_records_them() -> None:
