@@ -206,11 +206,10 @@ class _SumOfRows(torch.autograd.Function):
                 grads.append(None)
                 continue
             rows, values = _sum_by_row(grad, numbers, table.padding_idx)
-            is_word = table is owner.tables[0]
-            blank = None if is_word else torch.zeros_like(table.weight)
-            grads.append(
-                owner.gradient.accumulate(rows, values) if blank is None else blank.index_copy_(0, rows, values)
-            )
+            if table.weight is owner.gradient.weight:
+                grads.append(owner.gradient.accumulate(rows, values))
+            else:
+                grads.append(torch.zeros_like(table.weight).index_copy_(0, rows, values))
         return None, None, None, *grads
 
 
@@ -276,10 +275,9 @@ class FusedEmbeddings:
         del given["self"]
         words = given.pop("input_ids", None)
         asked = (given.pop("position_ids", None), given.pop("token_type_ids", None))
+        has_more = any(isinstance(value, Tensor) or value not in (None, 0, {}) for value in given.values())
         total = None
-        is_usual = all(value is None or value in (0, {}) for value in given.values() if not isinstance(value, Tensor))
-        is_usual = is_usual and not any(isinstance(value, Tensor) for value in given.values())
-        if is_usual and words is not None and words.dim() == 2 and self._can_run():
+        if not has_more and words is not None and words.dim() == 2 and self._can_run():
             total = self._add(words, *asked)
         if total is None:
             return kind.forward(self.module, *args, **kwargs)
@@ -333,9 +331,8 @@ def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
     gradient = EmbeddingGradient(embedding)
     vars(embedding)["forward"] = gradient.look_up
     for module in model.modules():
-        is_known = type(module).__name__ in _COUNTS_ALL_POSITIONS and type(module).__module__.startswith(
-            "transformers."
-        )
+        kind = type(module)
+        is_known = kind.__name__ in _COUNTS_ALL_POSITIONS and kind.__module__.startswith("transformers.")
         if is_known and getattr(module, "word_embeddings", None) is embedding:
             vars(module)["forward"] = FusedEmbeddings(module, gradient).embed
     return gradient
