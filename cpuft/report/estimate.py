@@ -13,6 +13,7 @@ from typing import Any
 
 from cpuft.compressions import (
     AUTO_COMPRESSIONS,
+    AVX512_CODING_SHARE,
     COMPRESSION_FACTS,
     COMPRESSIONS_WITH_FEEDBACK,
     SHARDED_COMPRESSIONS,
@@ -202,6 +203,8 @@ class Job:
     backward pass that has passed). Empty if that was not recorded: they become ready evenly."""
     ranks_per_host: int = 1
     """Number of ranks on each host. The times above are those of one of them on its share of the host's cores."""
+    coding_share: float = 1.0
+    """The core seconds to encode and decode a number on these CPUs, as a share of those in COMPRESSION_FACTS."""
 
     @property
     def step_seconds(self) -> float:
@@ -316,6 +319,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         count_gathered_bytes(record),
         min(1.0, times.last_backward_seconds / times.backward_seconds) if times and times.backward_seconds else 1.0,
         list_ready_shares(times.gradients, times.last_backward_seconds) if times else (),
+        coding_share=AVX512_CODING_SHARE if "avx512f" in header.cpu_flags else 1.0,
     )
 
 
@@ -540,7 +544,7 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
         sent += _count_bytes_on_host(job, hosts)
     cpu = sent * network.cpu_seconds_per_byte
     cpu += messages * network.cpu_seconds_per_message
-    coding = COMPRESSION_FACTS[sent_as].coding_seconds * sum(job.sent_numbers(hosts))
+    coding = job.coding_share * COMPRESSION_FACTS[sent_as].coding_seconds * sum(job.sent_numbers(hosts))
     taken = (max(0.0, hidden) * cpu + coding) / job.cores
     return job.step_seconds + taken + waited, waited, taken
 

@@ -28,6 +28,7 @@ from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.hardware import cpu_class
 from cpuft.kernels import Kernels, kernel_status, kernels_for, plain_torch
 from cpuft.launch.settings import memory_settings
+from cpuft.train.fast import encoder as fast_encoder
 from cpuft.train.fast import products as fast_products
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.products import matrix_product
@@ -162,7 +163,7 @@ def measure_step(step: Callable[[], None], bf16: bool, repeats: int = 5) -> Brea
     """Profile `step`, a training step, once the allocator has settled.
 
     Its seconds are the median of `repeats` calls without the profiler; the kinds are those of the median call under
-    it: one call alone may have met the kernel zeroing new pages.
+    it: one call alone may have met the kernel zeroing new pages. Under the profiler, layers run step by step.
     """
     seconds = []
     for _ in range(repeats):
@@ -173,8 +174,23 @@ def measure_step(step: Callable[[], None], bf16: bool, repeats: int = 5) -> Brea
     return replace(profiles[repeats // 2], seconds=median(seconds))
 
 
+@contextlib.contextmanager
+def layers_in_steps() -> Iterator[None]:
+    """Let encoder layers run step by step, so that attention and each product are seen.
+
+    Otherwise, each half of a layer is one call of C++ for each direction, see `cpuft.train.fast.encoder_layer`.
+    """
+    own = fast_encoder.can_run_halves
+    fast_encoder.can_run_halves = lambda parts, x: False
+    try:
+        yield
+    finally:
+        fast_encoder.can_run_halves = own
+
+
 def _profile(step: Callable[[], None], bf16: bool) -> Breakdown:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profile:
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True)
+    with layers_in_steps(), profiler as profile:
         start = time.perf_counter()
         step()
         profiled = time.perf_counter() - start
@@ -406,7 +422,7 @@ def run_breakdown(workload: Workload, limits: Limits, repeats: int = 5) -> dict[
         step(middle)
     bf16 = has_bf16_products()
     found = measure_step(lambda: step(middle), bf16, repeats)
-    with count_kernel_products() as counted:
+    with layers_in_steps(), count_kernel_products() as counted:
         step(middle)
     by_shape = time_kernel_products(counted, limits, repeats)
     limit = time_products(found.products, repeats) + sum(line["count"] * line["kernel_seconds"] for line in by_shape)

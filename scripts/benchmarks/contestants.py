@@ -380,21 +380,30 @@ class Contestant:
         self._pipe, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(name, workload, theirs), daemon=True)
         self._process.start()
-        self._pipe.recv()
+        theirs.close()
+        self._name = name
+        self._receive()
 
     def turn(self) -> tuple[float, int]:
         """Train once on the examples; return samples per second and the peak memory so far in MB."""
         self._pipe.send("turn")
-        rows, seconds, megabytes = self._pipe.recv()
+        rows, seconds, megabytes = self._receive()
         return rows / seconds, megabytes
 
     def finish(self) -> float:
         """End the process, and return the accuracy on MRPC's development set after all turns."""
         self._pipe.send("evaluate")
-        accuracy = float(self._pipe.recv())
+        accuracy = float(self._receive())
         self._pipe.close()
         self._process.join()
         return accuracy
+
+    def _receive(self) -> Any:
+        """Receive what the process sends. Raises CpuftError: it has ended."""
+        try:
+            return self._pipe.recv()
+        except EOFError:
+            raise CpuftError(f"{self._name} ended before its turn was over: see the lines above") from None
 
 
 def _serve(name: str, workload: Workload, pipe: Connection) -> None:

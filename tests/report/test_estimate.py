@@ -233,6 +233,12 @@ def test_a_record_becomes_a_job() -> None:
     assert read_job(recorded(options={"grad_compression": "fp16"})).levels == ("fp16",)
 
 
+@pytest.mark.parametrize("flags, share", [(["avx2"], 1.0), (["avx2", "avx512f"], 0.4)])
+def test_coding_takes_less_time_on_cpus_with_avx512(flags: list[str], share: float) -> None:
+    record = recorded()
+    assert read_job(replace(record, header=replace(record.header, cpu_flags=flags))).coding_share == share
+
+
 @pytest.mark.parametrize(("bits", "sent_as"), [(1e15, "none"), (3e8, "bf16"), (5e7, "int8"), (1e6, "int8")])
 def test_gradients_are_foretold_to_be_sent_as_a_launch_would(bits: float, sent_as: str) -> None:
     job = replace(JOB, levels=("none", "bf16", "int8"))
@@ -254,6 +260,8 @@ def test_factors_are_fewer_than_what_they_stand_for() -> None:
 def test_blocks_take_compute() -> None:
     numbers = sum(JOB.sent_numbers(4))
     assert estimate_hosts(replace(JOB, levels=("int8",)), FREE, 4).taken_seconds == pytest.approx(3.5e-9 * numbers)
+    faster = replace(JOB, levels=("int8",), coding_share=0.4)
+    assert estimate_hosts(faster, FREE, 4).taken_seconds == pytest.approx(1.4e-9 * numbers)
 
 
 def test_a_control_group_allows_less_than_the_cores_there_are() -> None:
