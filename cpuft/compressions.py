@@ -32,16 +32,17 @@ COMPRESSION_FACTS = {
     # by -0.0018 (0.0011) on SST-2. `cpuft.comm.compression.int8.measure_coding_seconds` measured its coding.
     "int8": CompressionFacts(260 / 256, coding_seconds=3.5e-9, is_automatic=True, has_feedback=True),
     # A core of a Xeon with AMX makes the factors and approximations of MiniLM's layers, in bf16, in 2.1 ns a number,
-    # and codes int8 blocks in 1.4 ns: this is scaled to the figure of int8, and rounded up. With four ranks and five
-    # seeds, the metric differed from that of exact gradients by -0.0010 (standard error 0.0007) on MRPC, and -0.0014
-    # (0.0007) on SST-2.
+    # and codes int8 blocks in 1.4 ns. Scaled to the figure of int8, that is 5.3 ns; the rest is for coding what is
+    # sent. With four ranks and five seeds, the metric differed from that of exact gradients by -0.0010 (standard error
+    # 0.0007) on MRPC, and -0.0014 (0.0007) on SST-2.
     "powersgd": CompressionFacts(260 / 256, coding_seconds=6.5e-9, is_automatic=True, has_feedback=True),
 }
 """All compressions, from exact to the fewest bytes."""
 
 AVX512_CODING_SHARE = 0.4
 """The core seconds to encode and decode a number on a CPU with AVX-512, as a share of those above: 1.4 ns instead of
-3.5 with int8 on a Xeon of family 6, model 167. Other CPUs with AVX-512 were not measured."""
+3.5 with int8 on a Xeon of family 6, model 167. Other CPUs with AVX-512 were not measured, and powersgd is assumed to
+scale alike."""
 
 COMPRESSIONS = ("auto", *COMPRESSION_FACTS)
 """The values of --grad-compression."""

@@ -493,7 +493,7 @@ def _run_rank(
         # The store of rank 0 must not end before the others have.
         pipe.recv()
     except Exception as error:  # the process ends without a traceback
-        pipe.send(f"rank {rank}: {error or type(error).__name__}")
+        pipe.send(f"rank {rank}: {str(error) or type(error).__name__}")
     finally:
         os._exit(0)
 
@@ -554,31 +554,35 @@ def _gather(pipes: Sequence[Connection], end: float, processes: Sequence[BasePro
         waiting = [pipe for number, pipe in enumerate(pipes) if number not in found]
         ready = wait(waiting, timeout=max(0.0, end - time.monotonic()))
         if not ready:
-            raise CpuftError(f"{len(waiting)} of {len(pipes)} ranks did not end in time: give fewer ranks with --np")
+            raise CpuftError(f"{len(waiting)} of {len(pipes)} ranks did not end in time: give fewer hosts with --np")
         for number, pipe in enumerate(pipes):
             if number not in found and pipe in ready:
                 try:
                     found[number] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionError):
                     raise CpuftError(_explain_end(number, processes)) from None
                 if isinstance(found[number], str) and found[number].startswith("rank "):
-                    raise CpuftError(found[number])
+                    raise CpuftError(_find_killed(processes) or found[number])
     return [found[number] for number in range(len(pipes))]
 
 
-def _explain_end(rank: int, processes: Sequence[BaseProcess]) -> str:
-    """Return the message for a rank that has ended without a result.
+def _find_killed(processes: Sequence[BaseProcess]) -> str:
+    """Return the message for a rank that was killed; empty if there is none.
 
-    If the kernel runs out of memory, it kills one rank, and the others then end by themselves, perhaps before it is
-    noticed.
+    If the kernel runs out of memory, it kills one rank, and the others then end by themselves, or with errors of their
+    own, perhaps before the first one is noticed.
     """
     for process in processes:
         process.join(_END_SECONDS / len(processes))
-    killed = [number for number, process in enumerate(processes) if process.exitcode == -_SIGKILL]
-    if killed:
-        why = "probably because this machine has too little memory"
-        return f"rank {killed[0]} was killed, {why}: give fewer hosts with --np"
-    return f"rank {rank} ended without a result (exit code {processes[rank].exitcode}): give fewer hosts with --np"
+    killed = [rank for rank, process in enumerate(processes) if process.exitcode == -_SIGKILL]
+    why = "probably because this machine has too little memory: give fewer hosts with --np"
+    return f"rank {killed[0]} was killed, {why}" if killed else ""
+
+
+def _explain_end(rank: int, processes: Sequence[BaseProcess]) -> str:
+    """Return the message for a rank that has ended without a result."""
+    code = f"rank {rank} ended without a result (exit code {{}}): try again, or give fewer hosts with --np"
+    return _find_killed(processes) or code.format(processes[rank].exitcode)
 
 
 def _message_seconds(config: ReplayConfig, replayed: Replay) -> float:

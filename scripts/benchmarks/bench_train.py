@@ -28,7 +28,6 @@ from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.hardware import cpu_class
 from cpuft.kernels import Kernels, kernel_status, kernels_for, plain_torch
 from cpuft.launch.settings import memory_settings
-from cpuft.train.fast import encoder as fast_encoder
 from cpuft.train.fast import products as fast_products
 from cpuft.train.fast.acceleration import has_bf16_products
 from cpuft.train.fast.products import matrix_product
@@ -163,7 +162,8 @@ def measure_step(step: Callable[[], None], bf16: bool, repeats: int = 5) -> Brea
     """Profile `step`, a training step, once the allocator has settled.
 
     Its seconds are the median of `repeats` calls without the profiler; the kinds are those of the median call under
-    it: one call alone may have met the kernel zeroing new pages. Under the profiler, layers run step by step.
+    it: one call alone may have met the kernel zeroing new pages. Under the profiler, layers run step by step, which
+    takes a little longer (see `layers_in_steps`), so that the kinds do not add up to the seconds.
     """
     seconds = []
     for _ in range(repeats):
@@ -178,14 +178,10 @@ def measure_step(step: Callable[[], None], bf16: bool, repeats: int = 5) -> Brea
 def layers_in_steps() -> Iterator[None]:
     """Let encoder layers run step by step, so that attention and each product are seen.
 
-    Otherwise, each half of a layer is one call of C++ for each direction, see `cpuft.train.fast.encoder_layer`.
+    Otherwise, each half of a layer is one call of C++, see `cpuft.train.fast.encoder_layer`.
     """
-    own = fast_encoder.can_run_halves
-    fast_encoder.can_run_halves = lambda parts, x: False
-    try:
+    with mock.patch("cpuft.train.fast.encoder.can_run_halves", return_value=False):
         yield
-    finally:
-        fast_encoder.can_run_halves = own
 
 
 def _profile(step: Callable[[], None], bf16: bool) -> Breakdown:

@@ -402,8 +402,10 @@ class Contestant:
         """Receive what the process sends. Raises CpuftError: it has ended."""
         try:
             return self._pipe.recv()
-        except EOFError:
-            raise CpuftError(f"{self._name} ended before its turn was over: see the lines above") from None
+        except (EOFError, ConnectionError):
+            self._process.join()
+            code = f"exit code {self._process.exitcode}; -9 is probably a lack of memory"
+            raise CpuftError(f"the process of {self._name} has ended ({code}): see its lines above") from None
 
 
 def _serve(name: str, workload: Workload, pipe: Connection) -> None:

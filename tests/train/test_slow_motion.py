@@ -162,7 +162,7 @@ def test_a_rank_that_ends_without_a_result_is_explained(codes: tuple[int, int], 
         processes[-1].start()
         other.close()
         pipes.append(own)
-    with pytest.raises(CpuftError, match=f"{re.escape(told)}.*: give fewer hosts with --np"):
+    with pytest.raises(CpuftError, match=f"{re.escape(told)}.*give fewer hosts with --np"):
         _gather(pipes, time.monotonic() + 10, processes)
 
 

@@ -145,6 +145,11 @@ class FastDropout(nn.Dropout):
         return dropout(x, draw_mask(self.p, True))
 
 
+def is_exact_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
+    """Return whether this is the exact GELU (with erf): torch's function, or transformers' module GELUActivation."""
+    return type(activation).__name__ == "GELUActivation" or activation is functional.gelu
+
+
 def gelu_and_slope(x: Tensor, bias: Tensor, keeps_slope: bool) -> tuple[Tensor, Tensor | None]:
     """Return the exact GELU of `x + bias`, and its slope there if it is wanted: both like `x`, (rows, columns).
 

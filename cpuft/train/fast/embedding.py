@@ -172,11 +172,11 @@ def _sum_by_row(grad: Tensor, numbers: Tensor, padding: int | None) -> tuple[Ten
     """
     kernels = kernels_for(grad)
     if kernels is None:
-        rows, places = numbers.unique(return_inverse=True)
+        rows, places = torch.unique(numbers, return_inverse=True)
         values = torch.ops.aten.embedding_dense_backward(grad, places, len(rows), -1, False)
     else:
         ascending, order = numbers.reshape(-1).sort(stable=True)
-        rows, counts = ascending.unique_consecutive(return_counts=True)
+        rows, counts = torch.unique_consecutive(ascending, return_counts=True)
         starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=starts[1:])
         grad, values = grad.contiguous(), grad.new_empty(len(rows), grad.shape[-1])
@@ -219,8 +219,8 @@ _sum_of_rows: Callable[..., Tensor] = _SumOfRows.apply
 def _count_positions(numbers: Tensor, padding: int | None) -> Tensor:
     """Return the position of each token of `numbers`, (batch, length) int64, in the same shape.
 
-    They count from 0, or, with `padding`, from `padding + 1`, and only tokens other than `padding`, which are all at
-    position `padding`: RoBERTa's way.
+    They count from 0. With `padding`, they count from `padding + 1`, as in RoBERTa: only tokens other than `padding`,
+    and those have position `padding`.
     """
     if padding is None:
         return torch.arange(numbers.shape[1]).expand(numbers.shape).contiguous()
@@ -237,7 +237,8 @@ _COUNTS_ALL_POSITIONS = {
     "CamembertEmbeddings": False,
     "MPNetEmbeddings": False,
 }
-"""Classes of transformers (Embeddings is DistilBERT's) -> whether they count positions of padding, too."""
+"""The classes of transformers that `FusedEmbeddings` knows (Embeddings is DistilBERT's) -> whether they count positions
+of padding, too."""
 
 
 class FusedEmbeddings:
@@ -286,13 +287,19 @@ class FusedEmbeddings:
         return self.module.dropout(apply_norm(total, norm))
 
     def _can_run(self) -> bool:
-        parts = (*self.tables, self.module.LayerNorm, self.module.dropout)
-        plain = all(not one._forward_hooks and not one._forward_pre_hooks for one in parts)
-        plain = plain and all(one.weight.dtype == torch.float32 and one.weight.is_contiguous() for one in self.tables)
+        norm, tables = self.module.LayerNorm, self.tables
+        hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+        plain = not any(getattr(one, name) for one in (*tables, norm, self.module.dropout) for name in hooks)
+        plain = plain and all(type(one) is nn.Embedding and one.weight.dtype == torch.float32 for one in tables)
+        plain = plain and all(one.weight.is_contiguous() for one in tables) and read_norm(norm) is not None
+        plain = plain and getattr(self.module, "position_embedding_type", "absolute") == "absolute"
         return plain and torch.is_grad_enabled() and kernels_for(self.gradient.weight) is not None
 
     def _add(self, words: Tensor, positions: Tensor | None, types: Tensor | None) -> Tensor | None:
-        """Return the sum of all embeddings; None if a number is not one of a table's rows."""
+        """Return the sum of all embeddings.
+
+        None if an id is not a row of its table: the module's own forward then raises IndexError.
+        """
         tables, kernels = self.tables, kernels_for(self.gradient.weight)
         assert kernels is not None
         if positions is None:
@@ -307,7 +314,7 @@ class FusedEmbeddings:
 
 
 def _run_sum(kernels: Kernels, tables: list[Tensor], numbers: list[Tensor], total: Tensor) -> bool:
-    """Write the sums of rows to `total`; return whether all numbers are those of rows."""
+    """Write the sums of the tables' rows to `total`; return whether all numbers are rows of their table."""
     outside = torch.zeros(1, dtype=torch.int64)
     missing = [None] * (3 - len(tables))
     sizes = (total[..., 0].numel(), total.shape[-1], *(len(table) for table in tables), *(0 for _ in missing))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from cpuft.train.fast.architectures import ARCHITECTURES, Architecture, LayerParts, SharedLayers, find_architecture
 from cpuft.train.fast.attention import Grid, attention, make_bias
 from cpuft.train.fast.disentangled import Distances, disentangled_attention
-from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu
+from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu, is_exact_gelu
 from cpuft.train.fast.encoder_layer import attention_half, can_run_halves, feed_forward_half
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
 from cpuft.train.fast.projection import (
@@ -140,17 +140,13 @@ def read_parts(layer: nn.Module, is_last: bool, adapters: bool = False) -> Layer
     return parts if known else None
 
 
-def _is_exact_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
-    return type(activation).__name__ == "GELUActivation" or activation is nn.functional.gelu
-
-
 def _is_tanh_gelu(activation: Callable[[Tensor], Tensor]) -> bool:
     return type(activation).__name__ in ("NewGELUActivation", "GELUTanh")
 
 
 def _activate(activation: Callable[[Tensor], Tensor], x: Tensor, bias: Tensor) -> Tensor:
     """Return the activation of `x + bias`, (tokens, inner)."""
-    if _is_exact_gelu(activation):
+    if is_exact_gelu(activation):
         return gelu(x, bias)
     # The approximation as transformers writes it takes eight passes, and keeps a tensor for each.
     return nn.functional.gelu(x + bias, approximate="tanh") if _is_tanh_gelu(activation) else activation(x + bias)
@@ -189,7 +185,7 @@ def _feed_forward(
 ) -> tuple[Tensor, Tensor]:
     """The second part: from the attention's output to the two operands of the last norm."""
     x = dropout_add_norm(context, parts.attention_output.bias, x, parts.attention_norm, mask)
-    if _is_exact_gelu(parts.activation) and not parts.int8 and can_feed_forward(parts.inner, parts.outer, x):
+    if is_exact_gelu(parts.activation) and not parts.int8 and can_feed_forward(parts.inner, parts.outer, x):
         return feed_forward(x, parts.inner, parts.outer, forward_pass)
     inner = _activate(parts.activation, product(parts.inner, x, parts.int8), parts.inner.bias)
     return product(parts.outer, inner, parts.int8, forward_pass), x

@@ -1,5 +1,5 @@
-// Both halves of an encoder layer whose norms come last, such as BERT's, with one function for each direction, so that
-// no Python runs between the kernels:
+// Both halves of an encoder layer whose norms come last, such as BERT's, with one function for forward and one for
+// backward, so that no Python runs between the kernels:
 //
 //   attention half:     y = norm(x + dropout(attention(x P^T + packed bias) W^T + bias))
 //   feed-forward half:  y = norm(x + dropout(gelu(x V^T + inner bias) W^T + bias))
@@ -15,13 +15,13 @@
 
 namespace {
 
-// The tensors of an attention half, in the order in which Python lists them. Those from dy on are for backward only. dx
-// may be null, if it is not wanted.
+// The tensors of an attention half, in the order in which Python lists them. Those from dy on are used in backward
+// only. dx may be null, if it is not wanted.
 template <class T> struct AttentionHalf {
     const T *x, *packed_weight, *packed_bias, *weight, *bias;
     const float *norm_weight, *norm_bias;
     const float *score_bias;  // what is added to the scores; null: nothing
-    const int64_t *places;    // the row of each position; null: every position has its row
+    const int64_t *places;    // the row of each position of the batch, -1 for padding; null: all positions have rows
     T *packed, *context, *sum, *y;
     float *mean, *rstd;
     const T *dy;
@@ -30,7 +30,8 @@ template <class T> struct AttentionHalf {
     T *dsum, *dproduct, *dcontext, *dpacked;
 };
 
-// The tensors of a feed-forward half, as above. `slope` is that of the GELU, and `dbefore` the gradient before it.
+// The tensors of a feed-forward half, in the same way. `slope` is the derivative of the GELU, and `dbefore` the gradient
+// of its input.
 template <class T> struct FeedForwardHalf {
     const T *x, *inner_weight, *inner_bias, *weight, *bias;
     const float *norm_weight, *norm_bias;
@@ -84,7 +85,8 @@ template <class T> void round_all(const std::vector<float> &from, T *to) {
     for (size_t i = 0; i < from.size(); i++) store(to[i], from[i]);
 }
 
-// *done is 1 if the half has been computed, see matrix_product. The strides are those of the bias of scores.
+// *done is 1 if the half has been computed, see matrix_product. bias_batch, bias_head and bias_query are the
+// strides of `score_bias`.
 template <class T>
 void attention_half_forward(const AttentionHalf<T> *half, int64_t *done, int64_t tokens, int64_t hidden, int64_t batch,
                             int64_t length, int64_t heads, int64_t bias_batch, int64_t bias_head, int64_t bias_query,
@@ -156,7 +158,8 @@ void feed_forward_half_backward(const FeedForwardHalf<T> *half, int64_t *done, i
     products.weight(dproduct, t.inner, t.dweight, hidden, between, tokens);
     products.backward(dproduct, t.weight, nullptr, t.slope, dinner_bias.data(), t.dbefore, tokens, between, hidden);
     products.weight(t.dbefore, t.x, t.dinner_weight, between, hidden, tokens);
-    products.backward(t.dbefore, t.inner_weight, t.dsum, nullptr, nullptr, t.dx, tokens, hidden, between);
+    if (t.dx)
+        products.backward(t.dbefore, t.inner_weight, t.dsum, nullptr, nullptr, t.dx, tokens, hidden, between);
     round_all(dbias, t.dbias);
     round_all(dinner_bias, t.dinner_bias);
     *done = products.all_done;

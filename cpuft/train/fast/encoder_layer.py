@@ -1,4 +1,5 @@
-"""Both halves of an encoder layer with one call of C++ for each direction, so that no Python runs between the kernels.
+"""Both halves of an encoder layer, each as one call of C++ in forward and one in backward: no Python runs between the
+kernels.
 
 The attention half is `norm(x + dropout(attention(x)))` with its linear layers, and the feed-forward half is
 `norm(x + dropout(feed_forward(x)))`, as in BERT. `encoder_layer.h` lists their steps. `encoder.run_layer` runs the same
@@ -19,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from cpuft.kernels import Kernels, address_array, kernels_for
 from cpuft.train.fast.architectures import LayerParts
 from cpuft.train.fast.attention import Grid, bias_strides
-from cpuft.train.fast.elementwise import Mask
+from cpuft.train.fast.elementwise import Mask, is_exact_gelu
 from cpuft.train.fast.products import can_multiply
 
 
@@ -67,7 +68,7 @@ def _run(kernels: Kernels, name: str, tensors: tuple[Tensor | None, ...], *rest:
     done = torch.zeros(1, dtype=torch.int64)
     kernels.run(name, torch.bfloat16, address_array(tensors), done, *rest)
     if not done.item():
-        raise MemoryError("there is not enough memory to pack the factors of a matrix product")
+        raise MemoryError("there is not enough memory for the buffers of a matrix product: give a smaller --batch-size")
 
 
 class _AttentionHalf(torch.autograd.Function):
@@ -135,15 +136,21 @@ _feed_forward_half: Callable[..., Tensor] = _FeedForwardHalf.apply
 def can_run_halves(parts: LayerParts, x: Tensor) -> bool:
     """Return whether `attention_half` and `feed_forward_half` can compute this layer for `x`, (tokens, hidden).
 
-    There must be kernels with tiles, and so many tokens that they are faster than torch. Gradients are wanted, of all
-    parameters of the layer. It has neither adapters nor 8-bit products, and it recomputes nothing. All of its queries
-    look at all keys. What is added to its scores does not depend on distances; the caller has to check that.
+    That is so if all of this holds:
+
+    - the CPU has AMX, and the batch is so large that the kernel is faster than torch (`can_multiply`);
+    - autograd is on, and all parameters of the layer are trained;
+    - its linear layers are torch.nn.Linear, without adapters and 8-bit products, and its activation is exact GELU;
+    - it has no gradient checkpointing;
+    - every query sees all keys, and every head has keys and values of its own.
+
+    The caller has to check that the layout has no bias by distance, and that the layer has to compute all tokens.
     """
     if parts.int8 or parts.recomputes or not torch.is_grad_enabled() or not can_multiply(x, parts.inner.weight):
         return False
     heads, modules = parts.heads, [*parts.linears, parts.attention_norm, parts.outer_norm]
     is_simple = heads.back < 0 and heads.ahead < 0 and heads.keys == heads.count and parts.positions is None
-    is_simple = is_simple and heads.count * heads.size == x.shape[1]
+    is_simple = is_simple and heads.count * heads.size == x.shape[1] and is_exact_gelu(parts.activation)
     is_simple = is_simple and all(type(one) is nn.Linear for one in parts.linears)
     return is_simple and all(one.requires_grad for module in modules for one in (module.weight, module.bias))
 

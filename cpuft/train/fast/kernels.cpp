@@ -276,8 +276,8 @@ void dequantise_rows(const int8_t *x, const float *scales, T *y, int64_t rows, i
     }
 }
 
-// y = the sum of a row of each of up to three tables, whose numbers are `first`, `second` and `third`; a table that is
-// null is left out. *outside becomes 1 if a number is not one of a table's rows; then y is undefined.
+// y[i] = first_table[first[i]] + second_table[second[i]] + third_table[third[i]]. A table that is null is left out.
+// *outside becomes 1 if an index is not a row of its table; then y is undefined.
 template <class T>
 void add_table_rows(const T *first_table, const T *second_table, const T *third_table, const int64_t *first,
                     const int64_t *second, const int64_t *third, T *y, int64_t *outside, int64_t rows, int64_t cols,

@@ -171,9 +171,13 @@ def test_sums_of_embeddings_are_those_of_their_own_module(kind: str, dropout: fl
 def test_what_is_unusual_is_left_to_the_module_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     need_kernels()
     model, _ = make("bert", True)
-    module, sums = model.bert.embeddings, []
-    own = embedding._sum_of_rows
-    monkeypatch.setattr(embedding, "_sum_of_rows", lambda *given: sums.append(1) or own(*given))
+    module, sums, own = model.bert.embeddings, list[int](), embedding._sum_of_rows
+
+    def add(*given: Any) -> torch.Tensor:
+        sums.append(1)
+        return own(*given)
+
+    monkeypatch.setattr(embedding, "_sum_of_rows", add)
     words = torch.tensor([[5, 9, 1]])
     module(words)
     assert len(sums) == 1

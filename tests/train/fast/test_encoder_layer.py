@@ -90,7 +90,7 @@ def test_halves_without_a_gradient_of_their_input(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    "what", ["all", "no gradients", "frozen", "fp32", "checkpointing", "window", "another linear", "rows"]
+    "what", ["all", "no gradients", "frozen", "fp32", "checkpointing", "window", "another linear", "rows", "relu"]
 )
 def test_only_plain_layers_run_as_halves(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "_has_tiles", lambda kernels: True)
@@ -105,6 +105,8 @@ def test_only_plain_layers_run_as_halves(what: str, monkeypatch: pytest.MonkeyPa
         parts.heads = type(parts.heads)(4, 8, 1.0, back=3, ahead=3)
     elif what == "another linear":
         parts.outer = torch.nn.Bilinear(1, 1, 1)
+    elif what == "relu":
+        parts.activation = torch.nn.ReLU()
     elif what == "rows":
         monkeypatch.setattr(products, "_MIN_ROWS", 49)
     with torch.set_grad_enabled(what != "no gradients"):
