@@ -9,12 +9,12 @@
 
 namespace {
 
-// Rows of a gradient whose sums are in registers together, with two vectors of each: 16 vectors with AVX-512, and 8
-// with AVX2, which has half the registers.
+// Rows of a gradient that are computed together, two vectors of each at a time: 16 vectors are in registers with
+// AVX-512, and 8 with AVX2, which has half the registers.
 constexpr int64_t GRADIENT_ROWS = W == 16 ? 8 : 4;
 
-// `add_gradient` for N rows, and for V vectors of each, of which the last one has `lanes` numbers. All pointers point
-// to the first of these numbers, `left` to the first row's.
+// `add_gradient` for a block of N rows and V vectors of each row, of which the last one has `lanes` numbers. The
+// pointers point to the first number of the block; `left` points to the column of its first row.
 template <int64_t N, int64_t V, class T>
 void add_gradient_block(const T *gradient, T *unsent, const float *left, const float *right, int64_t rows,
                         int64_t cols, int64_t rank, int64_t lanes) {

@@ -30,8 +30,8 @@ template <class T> struct AttentionHalf {
     T *dsum, *dproduct, *dcontext, *dpacked;
 };
 
-// The tensors of a feed-forward half, in the same way. `slope` is the derivative of the GELU, and `dbefore` the gradient
-// of its input.
+// The tensors of a feed-forward half, in the same way. `slope` is the derivative of the GELU, and `dbefore` the
+// gradient of its input.
 template <class T> struct FeedForwardHalf {
     const T *x, *inner_weight, *inner_bias, *weight, *bias;
     const float *norm_weight, *norm_bias;

@@ -90,10 +90,11 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
 
 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
-    """Return whether the kernel computes all products of a layer with such a weight, forward and backward.
+    """Return whether the kernel computes the products of `x` with this weight, forward and backward.
 
-    It does if this CPU has tiles, the rows of `x` and of the weight consist of whole steps of the kernel, and there are
-    so many rows that torch is not faster.
+    It does if this CPU has AMX, both sizes of the weight are multiples of 32, and there are so many tokens that torch
+    is not faster. If that holds for the first layer of a feed-forward block, it holds for its second layer, and for the
+    attention before it.
 
     Parameters
     ----------
