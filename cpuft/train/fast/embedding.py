@@ -161,21 +161,21 @@ class _LookUp(torch.autograd.Function):
 _look_up: Callable[..., Tensor] = _LookUp.apply
 
 
-def _sum_by_row(grad: Tensor, numbers: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
+def _sum_by_row(grad: Tensor, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
     """Return the rows of a table that were looked up, ascending, and their gradients: (rows,) and (rows, width).
 
     Parameters
     ----------
     grad: (..., width), of what was looked up.
-    numbers: (...) int64, of the rows.
+    ids: (...) int64, the rows that were looked up.
     padding: a row that gets no gradient; None for none.
     """
     kernels = kernels_for(grad)
     if kernels is None:
-        rows, places = torch.unique(numbers, return_inverse=True)
+        rows, places = torch.unique(ids, return_inverse=True)
         values = torch.ops.aten.embedding_dense_backward(grad, places, len(rows), -1, False)
     else:
-        ascending, order = numbers.reshape(-1).sort(stable=True)
+        ascending, order = ids.reshape(-1).sort(stable=True)
         rows, counts = torch.unique_consecutive(ascending, return_counts=True)
         starts = torch.zeros(len(rows) + 1, dtype=torch.int64)
         torch.cumsum(counts, 0, out=starts[1:])
@@ -191,8 +191,8 @@ class _SumOfRows(torch.autograd.Function):
     """The sum of rows of up to three tables: those of words, of positions and of token types."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, numbers: list[Tensor], owner: FusedEmbeddings, *tables: Tensor) -> Tensor:
-        ctx.save_for_backward(*numbers)
+    def forward(ctx: Any, total: Tensor, ids: list[Tensor], owner: FusedEmbeddings, *tables: Tensor) -> Tensor:
+        ctx.save_for_backward(*ids)
         ctx.owner = owner
         return total
 
@@ -201,11 +201,11 @@ class _SumOfRows(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         owner: FusedEmbeddings = ctx.owner
         grads = list[Tensor | None]()
-        for numbers, table, is_wanted in zip(ctx.saved_tensors, owner.tables, ctx.needs_input_grad[3:], strict=True):
+        for ids, table, is_wanted in zip(ctx.saved_tensors, owner.tables, ctx.needs_input_grad[3:], strict=True):
             if not is_wanted:
                 grads.append(None)
                 continue
-            rows, values = _sum_by_row(grad, numbers, table.padding_idx)
+            rows, values = _sum_by_row(grad, ids, table.padding_idx)
             if table.weight is owner.gradient.weight:
                 grads.append(owner.gradient.accumulate(rows, values))
             else:
@@ -216,15 +216,15 @@ class _SumOfRows(torch.autograd.Function):
 _sum_of_rows: Callable[..., Tensor] = _SumOfRows.apply
 
 
-def _count_positions(numbers: Tensor, padding: int | None) -> Tensor:
-    """Return the position of each token of `numbers`, (batch, length) int64, in the same shape.
+def _count_positions(ids: Tensor, padding: int | None) -> Tensor:
+    """Return the position of each token of `ids`, (batch, length) int64, in the same shape.
 
     They count from 0. With `padding`, they count from `padding + 1`, as in RoBERTa: only tokens other than `padding`,
     and those have position `padding`.
     """
     if padding is None:
-        return torch.arange(numbers.shape[1]).expand(numbers.shape).contiguous()
-    is_token = numbers != padding
+        return torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
+    is_token = ids != padding
     return is_token.cumsum(1) * is_token + padding
 
 
@@ -305,20 +305,20 @@ class FusedEmbeddings:
         if positions is None:
             positions = _count_positions(words, None if self._counts_all else self.module.padding_idx)
         types = torch.zeros_like(words) if types is None else types
-        numbers = [one.expand(words.shape).contiguous().long() for one in (words, positions, types)[: len(tables)]]
+        ids = [one.expand(words.shape).contiguous().long() for one in (words, positions, types)[: len(tables)]]
         weights = [one.weight for one in tables]
         total = weights[0].new_empty(*words.shape, weights[0].shape[1])
-        if not _run_sum(kernels, [one.detach() for one in weights], numbers, total):
+        if not _run_sum(kernels, [one.detach() for one in weights], ids, total):
             return None
-        return _sum_of_rows(total, numbers, self, *weights)
+        return _sum_of_rows(total, ids, self, *weights)
 
 
-def _run_sum(kernels: Kernels, tables: list[Tensor], numbers: list[Tensor], total: Tensor) -> bool:
-    """Write the sums of the tables' rows to `total`; return whether all numbers are rows of their table."""
+def _run_sum(kernels: Kernels, tables: list[Tensor], ids: list[Tensor], total: Tensor) -> bool:
+    """Write the sums of the tables' rows to `total`; return whether all ids are rows of their table."""
     outside = torch.zeros(1, dtype=torch.int64)
     missing = [None] * (3 - len(tables))
     sizes = (total[..., 0].numel(), total.shape[-1], *(len(table) for table in tables), *(0 for _ in missing))
-    arrays = (*tables, *missing, *numbers, *missing, total, outside)
+    arrays = (*tables, *missing, *ids, *missing, total, outside)
     kernels.run("add_table_rows", total.dtype, *arrays, *sizes)
     return not outside.item()
 

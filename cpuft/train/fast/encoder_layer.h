@@ -132,15 +132,15 @@ void attention_half_backward(const AttentionHalf<T> *half, int64_t *done, int64_
     *done = products.all_done;
 }
 
-// `between` is the number of columns after the first product.
+// `inner_size` is the number of columns after the first product.
 template <class T>
 void feed_forward_half_forward(const FeedForwardHalf<T> *half, int64_t *done, int64_t tokens, int64_t hidden,
-                               int64_t between, float eps, uint64_t seed, uint32_t threshold, float scale,
+                               int64_t inner_size, float eps, uint64_t seed, uint32_t threshold, float scale,
                                int threads) {
     const FeedForwardHalf<T> &t = *half;
     Products<T> products{threads};
-    products.forward_gelu(t.x, t.inner_weight, t.inner_bias, t.inner, t.slope, tokens, between, hidden);
-    products.forward(t.inner, t.weight, nullptr, t.y, tokens, hidden, between);
+    products.forward_gelu(t.x, t.inner_weight, t.inner_bias, t.inner, t.slope, tokens, inner_size, hidden);
+    products.forward(t.inner, t.weight, nullptr, t.y, tokens, hidden, inner_size);
     norm_forward<T>(t.y, t.bias, t.x, t.norm_weight, t.norm_bias, t.sum, t.y, t.mean, t.rstd, tokens, hidden, seed,
                     threshold, scale, eps, threads);
     *done = products.all_done;
@@ -148,18 +148,19 @@ void feed_forward_half_forward(const FeedForwardHalf<T> *half, int64_t *done, in
 
 template <class T>
 void feed_forward_half_backward(const FeedForwardHalf<T> *half, int64_t *done, int64_t tokens, int64_t hidden,
-                                int64_t between, float, uint64_t seed, uint32_t threshold, float scale, int threads) {
+                                int64_t inner_size, float, uint64_t seed, uint32_t threshold, float scale,
+                                int threads) {
     const FeedForwardHalf<T> &t = *half;
     Products<T> products{threads};
-    std::vector<float> dbias(static_cast<size_t>(hidden)), dinner_bias(static_cast<size_t>(between));
+    std::vector<float> dbias(static_cast<size_t>(hidden)), dinner_bias(static_cast<size_t>(inner_size));
     T *dproduct = threshold ? t.dproduct : t.dsum;
     norm_backward<T>(t.dy, nullptr, t.sum, t.mean, t.rstd, t.norm_weight, dproduct, t.dsum, t.dnorm_weight,
                      t.dnorm_bias, dbias.data(), tokens, hidden, seed, threshold, scale, threads);
-    products.weight(dproduct, t.inner, t.dweight, hidden, between, tokens);
-    products.backward(dproduct, t.weight, nullptr, t.slope, dinner_bias.data(), t.dbefore, tokens, between, hidden);
-    products.weight(t.dbefore, t.x, t.dinner_weight, between, hidden, tokens);
+    products.weight(dproduct, t.inner, t.dweight, hidden, inner_size, tokens);
+    products.backward(dproduct, t.weight, nullptr, t.slope, dinner_bias.data(), t.dbefore, tokens, inner_size, hidden);
+    products.weight(t.dbefore, t.x, t.dinner_weight, inner_size, hidden, tokens);
     if (t.dx)
-        products.backward(t.dbefore, t.inner_weight, t.dsum, nullptr, nullptr, t.dx, tokens, hidden, between);
+        products.backward(t.dbefore, t.inner_weight, t.dsum, nullptr, nullptr, t.dx, tokens, hidden, inner_size);
     round_all(dbias, t.dbias);
     round_all(dinner_bias, t.dinner_bias);
     *done = products.all_done;

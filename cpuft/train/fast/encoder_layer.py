@@ -39,10 +39,8 @@ class _Attention:
 
     def run(self, name: str, tensors: tuple[Tensor | None, ...]) -> None:
         """Run a kernel on these tensors, in the order of `AttentionHalf` in encoder_layer.h."""
-        x = tensors[0]
-        assert x is not None
         strides = (0, 0, 0) if self.bias is None else bias_strides(self.bias)
-        sizes = (*x.shape, self.grid.batch, self.grid.length, self.heads, *strides)
+        sizes = (self.grid.batch, self.grid.length, self.heads, *strides)
         masks = (*self.score_mask.kernel_arguments, *self.mask.kernel_arguments)
         _run(self.kernels, name, tensors, *sizes, self.factor, self.eps, *masks)
 
@@ -59,14 +57,14 @@ class _FeedForward:
 
     def run(self, name: str, tensors: tuple[Tensor | None, ...]) -> None:
         """Run a kernel on these tensors, in the order of `FeedForwardHalf` in encoder_layer.h."""
-        x = tensors[0]
-        assert x is not None
-        _run(self.kernels, name, tensors, *x.shape, self.columns, self.eps, *self.mask.kernel_arguments)
+        _run(self.kernels, name, tensors, self.columns, self.eps, *self.mask.kernel_arguments)
 
 
 def _run(kernels: Kernels, name: str, tensors: tuple[Tensor | None, ...], *rest: int | float) -> None:
-    done = torch.zeros(1, dtype=torch.int64)
-    kernels.run(name, torch.bfloat16, address_array(tensors), done, *rest)
+    """Run a kernel; `rest` follows the shape of the first tensor, which is the half's input."""
+    x, done = tensors[0], torch.zeros(1, dtype=torch.int64)
+    assert x is not None
+    kernels.run(name, torch.bfloat16, address_array(tensors), done, *x.shape, *rest)
     if not done.item():
         raise MemoryError("there is not enough memory for the buffers of a matrix product: give a smaller --batch-size")
 
@@ -98,8 +96,8 @@ class _AttentionHalf(torch.autograd.Function):
         given = (x, packed_weight, None, weight, None, norm_weight, None, half.bias, half.grid.rows)
         kept = (packed, context, total, None, *statistics)
         made = (dx, dpacked_weight, dpacked_bias, dweight, dbias, *dnorm)
-        between = (dtotal, dproduct, dcontext, dpacked)
-        half.run("attention_half_backward", (*given, *kept, dy.contiguous(), *made, *between))
+        scratch = (dtotal, dproduct, dcontext, dpacked)
+        half.run("attention_half_backward", (*given, *kept, dy.contiguous(), *made, *scratch))
         own = (*torch.split(dpacked_weight, hidden), *torch.split(dpacked_bias, hidden))
         return dx, None, None, None, *own, dweight, dbias, *dnorm
 
@@ -122,10 +120,10 @@ class _FeedForwardHalf(torch.autograd.Function):
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         dinner_weight, dinner_bias, dweight = (torch.empty_like(one) for one in (inner_weight, inner_bias, weight))
         dbias, dnorm = x.new_empty(x.shape[1]), torch.zeros(2, x.shape[1])
-        between = (torch.empty_like(x), torch.empty_like(x), torch.empty_like(slope))
+        scratch = (torch.empty_like(x), torch.empty_like(x), torch.empty_like(slope))
         given = (x, inner_weight, None, weight, None, norm_weight, None, inner, slope, total, None, *statistics)
         made = (dinner_weight, dinner_bias, dweight, dbias, *dnorm)
-        ctx.half.run("feed_forward_half_backward", (*given, dy.contiguous(), dx, *made, *between))
+        ctx.half.run("feed_forward_half_backward", (*given, dy.contiguous(), dx, *made, *scratch))
         return dx, None, *made
 
 
