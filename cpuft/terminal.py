@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import math
 import os
 import select
 import socket
@@ -77,15 +78,26 @@ def check_stdout() -> None:
         raise CpuftError(f"standard output could not be written ({lost.strerror}): make room on the disk it goes to")
 
 
-def detect_dead_peer(connection: socket.socket) -> None:
-    """Make the kernel end a TCP connection about 7 s after the other host is gone; reads then raise an OSError. See
-    tcp(7).
+DEAD_PEER_SECONDS = 7.0
+"""How long a host may be silent, unless `detect_dead_peer` is told otherwise."""
+_LONGEST_INTERVAL = 10_000
+"""Seconds between two probes; the kernel takes up to 32,767 for three of them."""
+
+
+def detect_dead_peer(connection: socket.socket, seconds: float = DEAD_PEER_SECONDS) -> None:
+    """Make the kernel end a TCP connection after the other host is gone; reads then raise an OSError. See tcp(7).
+
+    Parameters
+    ----------
+    seconds: about how long after. The kernel sends the first of four probes after three sevenths of this time.
 
     Raises OSError: the socket is closed or not TCP.
     """
+    interval = min(math.ceil(seconds / 7), _LONGEST_INTERVAL)
+    limits = (("KEEPIDLE", 3 * interval), ("KEEPINTVL", interval), ("KEEPCNT", 4), ("USER_TIMEOUT", 7000 * interval))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 3), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 4), ("TCP_USER_TIMEOUT", 7000)):
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+    for name, value in limits:
+        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
 
 
 WIDTH = 120

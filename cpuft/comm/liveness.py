@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import hmac
 import json
+import math
 import os
 import secrets
 import socket
@@ -26,11 +27,14 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.errors import CpuftError
 from cpuft.rank.process import FOREIGN_STORE_ENTRY
-from cpuft.terminal import detect_dead_peer
+from cpuft.terminal import DEAD_PEER_SECONDS, detect_dead_peer
 
 KEY_VARIABLE = "CPUFT_RUN_KEY"
 """Environment variable with the run's key, which is the same for all ranks. If the launcher has not set it, the first
 rank makes a key and shares it through the store."""
+PEER_SECONDS_VARIABLE = "CPUFT_PEER_SECONDS"
+"""Environment variable with the seconds without any answer after which another rank's host counts as lost; 7 without
+it. On a link that is full for seconds, the kernel's probes can be lost although the host lives."""
 MAX_UNVERIFIED = 256
 """Most connections without a hello. One more closes the oldest of them."""
 WELCOME = b"welcome\n"
@@ -88,6 +92,7 @@ class Hub:
     ) -> None:
         self._key, self._missing, self._report = key, {str(rank).encode() for rank in ranks}, report
         self._hello_seconds = hello_seconds
+        self._peer_seconds = read_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
         listener = socket.create_server((host, 0), backlog=1024)
         self.port: int = listener.getsockname()[1]
         """The port on which the hub listens."""
@@ -114,7 +119,7 @@ class Hub:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a connection from its hello to its end."""
         address, *_ = writer.get_extra_info("peername") or ("nowhere",)
-        detect_dead_peer(writer.get_extra_info("socket"))
+        detect_dead_peer(writer.get_extra_info("socket"), self._peer_seconds)
         hello = asyncio.create_task(self._verify(reader, writer))
         self._unverified.append(hello)
         if len(self._unverified) > MAX_UNVERIFIED:
@@ -330,7 +335,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
             connection.sendall(name + b" " + make_proof(key, nonce, name) + b"\n")
             if lines.readline(_HELLO_BYTES) == WELCOME:
                 connection.settimeout(None)
-                detect_dead_peer(connection)
+                detect_dead_peer(connection, read_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS))
                 return connection, lines
             connection.close()
         time.sleep(_RETRY_SECONDS)
@@ -338,6 +343,26 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
         f"rank {rank} could not join the first rank at {address[0]} port {address[1]} within {seconds:.0f} s: "
         f"check whether this rank runs twice, and whether a firewall separates the two hosts"
     )
+
+
+def read_seconds(variable: str, default: float) -> float:
+    """Return the seconds that an environment variable holds, or `default` if it is not set or empty.
+
+    Raises CpuftError: it is not a number above 0.
+    """
+    text = os.environ.get(variable, "")
+    if not text:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < math.inf:
+        raise CpuftError(
+            f"the environment variable {variable}={text} is not a positive number of seconds: unset it, or set it for "
+            "example to 300"
+        )
+    return seconds
 
 
 def _own_address() -> str:

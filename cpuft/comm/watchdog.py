@@ -6,7 +6,6 @@ Each process has one register of pending operations and one watchdog, which all 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import socket
 import sys
@@ -14,13 +13,12 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from torch._C._distributed_c10d import Store
 
 from cpuft.comm.liveness import LivenessConnection
-from cpuft.errors import RESUMABLE, CpuftError
+from cpuft.errors import RESUMABLE
 from cpuft.rank.diagnostics import start_reporting, wait_for_stack_dump
 from cpuft.rank.process import abort_job, format_failure, remove_shared_memory
 from cpuft.rank.world import parse_world
@@ -470,25 +468,3 @@ def take_traffic() -> Traffic:
     The count then begins at zero again. Groups of other backends are not counted.
     """
     return register.take_traffic()
-
-
-def choose_timeout(given: timedelta) -> float:
-    """Return the timeout of a group's operations in seconds.
-
-    This is the environment variable CPUFT_COMM_TIMEOUT if it is set and not empty, else `given`.
-
-    Raises CpuftError: the variable is not a number above 0.
-    """
-    text = os.environ.get(TIMEOUT_VARIABLE, "")
-    if not text:
-        return given.total_seconds()
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise CpuftError(
-            f"the environment variable {TIMEOUT_VARIABLE}={text} is not a positive number of seconds: unset it, or set "
-            "it for example to 300"
-        )
-    return seconds

@@ -13,6 +13,8 @@ processes, so that nothing remains on the machine.
 from __future__ import annotations
 
 import ctypes
+import gc
+import importlib
 import math
 import mmap
 import multiprocessing
@@ -40,12 +42,14 @@ from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import LinkModel, choose_level
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
 from cpuft.comm.compression.table import list_levels, resolve_compression
+from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
 from cpuft.comm.watchdog import register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_ring_passes
 from cpuft.config import ReplayConfig, TrainConfig, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.hardware import CPU_SECONDS_PER_BYTE, ETHERNET
 from cpuft.record import GradientTime, Interval, LayerTimesLine, Record, ScalingLine, format_line, read_record
+from cpuft.terminal import DEAD_PEER_SECONDS
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
 
@@ -171,18 +175,20 @@ class _ReplayedGradient(torch.autograd.Function):
 class SharedNumbers:
     """Numbers in memory that all ranks on this machine share, so that it holds more of them."""
 
-    noise: torch.Tensor
-    """fp32, one-dimensional, at least as long as the largest gradient: the beginning of every gradient."""
+    noise: dict[str, torch.Tensor]
+    """By dtype of gradients: one-dimensional, at least as long as the largest gradient, the beginning of each of them.
+    """
     zeros: torch.Tensor
     """uint8, one-dimensional: the memory of all parameters. Ranks write nothing but zeros to it."""
 
 
 def share_numbers(gradients: Sequence[GradientTime], ranks: int) -> SharedNumbers:
     """Return the numbers for ranks that are forked afterwards; the noise is longer than a gradient by their number."""
-    noise = max(torch.Size(one.shape).numel() for one in gradients) + ranks
+    count = max(torch.Size(one.shape).numel() for one in gradients) + ranks
     memory = mmap.mmap(-1, sum(_count_weight_bytes(one) for one in gradients))
-    generator = torch.Generator().manual_seed(0)
-    return SharedNumbers(torch.randn(noise, generator=generator), torch.frombuffer(memory, dtype=torch.uint8))
+    noise = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    by_dtype = {dtype: noise.to(getattr(torch, dtype)) for dtype in {one.dtype for one in gradients}}
+    return SharedNumbers(by_dtype, torch.frombuffer(memory, dtype=torch.uint8))
 
 
 def _count_weight_bytes(gradient: GradientTime) -> int:
@@ -203,10 +209,7 @@ class ReplayedModel(nn.Module):
 
     def __init__(self, gradients: Sequence[GradientTime], timer: Timer, numbers: SharedNumbers) -> None:
         super().__init__()
-        self._gradients, self._timer = gradients, timer
-        self._values = {
-            dtype: numbers.noise.to(getattr(torch, dtype)) for dtype in {gradient.dtype for gradient in gradients}
-        }
+        self._gradients, self._timer, self._noise = gradients, timer, numbers.noise
         self._embedding: nn.Embedding | None = None
         self._parameters_by_name = nn.ParameterDict()
         # A model lists its parameters from the first layer on, which is the last one to get its gradients.
@@ -244,7 +247,7 @@ class ReplayedModel(nn.Module):
     def _make_gradient(self, number: int) -> torch.Tensor:
         one = self._gradients[number]
         self._timer.wait_until(one.ready_seconds)
-        return self._values[one.dtype][: torch.Size(one.shape).numel()].view(one.shape)
+        return self._noise[one.dtype][: torch.Size(one.shape).numel()].view(one.shape)
 
 
 @dataclass
@@ -475,6 +478,8 @@ def _run_rank(
         torch.set_num_threads(1)
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         os.environ |= {"MASTER_ADDR": address_of(0), "MASTER_PORT": str(_PORT), "GLOO_SOCKET_IFNAME": "eth0"}
+        # Probes of a connection wait in queues as slow as all other messages.
+        os.environ[PEER_SECONDS_VARIABLE] = str(DEAD_PEER_SECONDS * slowdown)
         timeout = 120.0 + 20 * replayed.step_seconds * slowdown
         store = TCPStore(address_of(0), _PORT, size, rank == 0, timedelta(seconds=timeout))
         start("gloo", timeout, PrefixStore("world", store), rank, size)
@@ -486,7 +491,7 @@ def _run_rank(
             pipe.recv()
 
         # Each rank's gradients begin at another place, so that no two ranks have the same.
-        own = replace(numbers, noise=numbers.noise[rank:])
+        own = replace(numbers, noise={dtype: noise[rank:] for dtype, noise in numbers.noise.items()})
         found = replay(replayed, slowdown, config.updates, own, limit_link)
         dist.barrier()
         pipe.send(found)
@@ -512,6 +517,10 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     numbers = share_numbers(replayed.times.gradients, size)
+    # DistributedDataParallel imports this. Ranks share the memory of what has been imported before they are forked, as
+    # long as the garbage collector does not write to its objects.
+    importlib.import_module("torch._dynamo")
+    gc.freeze()
     for rank in range(size):
         own, other = context.Pipe()
         given = (rank, size, other, slowdown, config, replayed, numbers)
