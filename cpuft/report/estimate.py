@@ -224,25 +224,29 @@ class Job:
         """
         return hosts if sent_as in COMPRESSIONS_WITH_FEEDBACK else hosts * self.ranks_per_host
 
-    def sent_numbers(self, hosts: int) -> tuple[float, float]:
+    def sent_numbers(self, hosts: int, sent_as: str = "none") -> tuple[float, float]:
         """Return (numbers that an update on `hosts` hosts sends during the backward pass, numbers of embedding rows
         after it).
 
-        The second one is 0 if embedding rows are not sent by themselves.
+        The second one is 0 if embedding rows are not sent by themselves. With int8 and powersgd, a host sends only its
+        own rows, and then the means of all rows arrive: so it is the mean of both.
         """
-        tokens = GradientSizes(tokens=self.words).count_tokens(hosts * self.ranks_per_host)
+        sizes = GradientSizes(tokens=self.words)
+        tokens = sizes.count_tokens(hosts * self.ranks_per_host)
+        if sent_as in COMPRESSIONS_WITH_FEEDBACK:
+            tokens = (tokens + sizes.count_tokens(self.ranks_per_host)) / 2
         return self.parameters, tokens * self.row
 
     def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
         """Return (bytes that an update on `hosts` hosts sends during the backward pass, bytes of embedding rows after
-        it).
+        it), both as the payload of an all-reduce.
 
         Parameters
         ----------
         sent_as: compression level, a key of COMPRESSION_FACTS; KeyError for another. With powersgd, embedding rows are
             sent as int8.
         """
-        layers, words = self.sent_numbers(hosts)
+        layers, words = self.sent_numbers(hosts, sent_as)
         in_factors = sent_as == "powersgd"
         layers = self.factors if in_factors else layers
         row_facts = COMPRESSION_FACTS["int8" if in_factors else sent_as]
@@ -544,7 +548,7 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
         sent += _count_bytes_on_host(job, hosts)
     cpu = sent * network.cpu_seconds_per_byte
     cpu += messages * network.cpu_seconds_per_message
-    coding = job.coding_share * COMPRESSION_FACTS[sent_as].coding_seconds * sum(job.sent_numbers(hosts))
+    coding = job.coding_share * COMPRESSION_FACTS[sent_as].coding_seconds * sum(job.sent_numbers(hosts, sent_as))
     taken = (max(0.0, hidden) * cpu + coding) / job.cores
     return job.step_seconds + taken + waited, waited, taken
 

@@ -12,7 +12,7 @@ take that gradient through the model. So the batch of the loss may be larger tha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cpuft.train.data.order import Indices
+from cpuft.train.data.order import Indices, select_for_rank
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.embeddings import EmbeddingObjective
 from cpuft.train.precision import autocast
@@ -55,11 +55,8 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
     examples: all examples of the update, at least one; this rank has every n-th.
     """
     objective, config, world, tokens = _get_objective(setup), setup.config, setup.world, setup.prepared.train
-    size, batches = config.batch_size * world.size, []
-    for start in range(0, len(examples), size):
-        group = examples[start : start + size]
-        # By length, so that all ranks have as many tokens.
-        group = group[np.argsort(-tokens.lengths[group], kind="stable")]
+    batches = []
+    for group in _list_groups(setup, examples):
         most = config.micro_batch or config.batch_size
         shares = [deal(group[rank :: world.size], most) for rank in range(world.size)]
         members, place = (shares, world.rank) if compares_ranks(setup) else ([shares[world.rank]], 0)
@@ -70,6 +67,25 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
         made = [objective.make_batch(tokens, part, epoch) for part in parts]
         batches.append(JointBatch(made, labels, [sum(map(len, member)) for member in members], place))
     return batches
+
+
+def _list_groups(setup: TrainingSetup, examples: Indices) -> Iterator[Indices]:
+    """Yield the examples of each batch of all ranks, by length, so that all ranks have as many tokens."""
+    size, lengths = setup.config.batch_size * setup.world.size, setup.prepared.train.lengths
+    for start in range(0, len(examples), size):
+        group = examples[start : start + size]
+        yield group[np.argsort(-lengths[group], kind="stable")]
+
+
+def select_joint_examples(setup: TrainingSetup, examples: Indices, rank: int) -> Indices:
+    """Return the examples of an update whose texts a rank embeds, of which there is at least one.
+
+    Parameters
+    ----------
+    examples: all examples of the update, at least one.
+    """
+    size = setup.world.size
+    return np.concatenate([select_for_rank(group, rank, size) for group in _list_groups(setup, examples)])
 
 
 def deal(examples: Indices, most: int) -> list[Indices]:

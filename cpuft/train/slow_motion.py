@@ -41,7 +41,7 @@ from cpuft.comm import start, take_traffic
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import LinkModel, choose_level
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
-from cpuft.comm.compression.table import list_levels, resolve_compression
+from cpuft.comm.compression.table import RowNumbers, list_levels, resolve_compression
 from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
 from cpuft.comm.watchdog import register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_ring_passes
@@ -98,6 +98,8 @@ class Replay:
     times: LayerTimesLine
     tokens: int
     """Distinct tokens in an update of all ranks, whose embedding rows are sent."""
+    own_tokens: int
+    """Distinct tokens in an update of one rank."""
     config: TrainConfig
     """How gradients or parameters are sent."""
     coding_seconds: float
@@ -250,6 +252,23 @@ class ReplayedModel(nn.Module):
         return self._noise[one.dtype][: torch.Size(one.shape).numel()].view(one.shape)
 
 
+def deal_tokens(tokens: int, own: int, ranks: int) -> list[torch.Tensor]:
+    """Return the tokens of each rank, int64: `tokens` different ones together, and about `own` on each of the ranks.
+
+    Some tokens are on all ranks, and each of the others is on one rank, as frequent and rare words are.
+    """
+    if ranks == 1:
+        return [torch.arange(tokens)]
+    rare = max(0, tokens - own) // (ranks - 1)
+    common = tokens - rare * ranks
+    if common < 0:
+        rare, common = tokens // ranks, tokens % ranks
+    return [
+        torch.cat([torch.arange(common), torch.arange(common + rank * rare, common + (rank + 1) * rare)])
+        for rank in range(ranks)
+    ]
+
+
 @dataclass
 class RankTimes:
     """What one rank measured."""
@@ -285,7 +304,7 @@ def replay(
     model = ReplayedModel(replayed.times.gradients, timer, numbers)
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
     exchange = choose_exchange(replayed.config, dist.get_world_size())(model, optimizer, replayed.config, "fp32")
-    tokens = torch.arange(replayed.tokens)
+    tokens = deal_tokens(replayed.tokens, replayed.own_tokens, dist.get_world_size())
     period = replayed.config.sync_every
     for update in range(WARM_UP_UPDATES * period):
         _run_update(exchange, replayed, Timer(0.0), update + 1, tokens)
@@ -327,7 +346,7 @@ def replay(
     )
 
 
-def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: torch.Tensor) -> float:
+def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: Sequence[torch.Tensor]) -> float:
     """Return the CPU seconds of communication in an update: those of updates with it, less those without it."""
     count = CPU_UPDATES * replayed.config.sync_every
     dist.barrier()
@@ -344,7 +363,7 @@ def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: torch.Tensor) -> 
 
 
 def _run_update(
-    exchange: Exchange, replayed: Replay, timer: Timer, update: int, tokens: torch.Tensor
+    exchange: Exchange, replayed: Replay, timer: Timer, update: int, tokens: Sequence[torch.Tensor]
 ) -> list[tuple[str, float, float]]:
     """Run one update as `cpuft.train.loop.train` does; return what it did, as (name, begin, end) by the clock."""
     marks: list[tuple[str, float, float]] = []
@@ -365,7 +384,7 @@ def _run_update(
     timer.wait_until(replayed.last)
     mark("backward", begin)
 
-    exchange.average_gradients(lambda: tokens)
+    exchange.average_gradients(lambda rank: tokens[rank])
 
     begin = time.monotonic()
     timer.begin()
@@ -603,7 +622,8 @@ def _count_bytes(replayed: Replay, ranks: int) -> float:
     """Return about how many bytes a rank gives to collectives in an update."""
     trained = [torch.empty(one.shape, device="meta") for one in replayed.times.gradients if not one.by_rows]
     row = next((one.shape[1] for one in replayed.times.gradients if one.by_rows), 0)
-    levels = {one.name: one for one in list_levels(trained, row * replayed.tokens, ranks, 0.0)}
+    rows = RowNumbers(row * replayed.tokens, row * replayed.own_tokens)
+    levels = {one.name: one for one in list_levels(trained, rows, ranks, 0.0)}
     level = levels[resolve_compression(replayed.config.grad_compression, "fp32")]
     return level.layer_bytes + level.row_bytes
 
@@ -626,7 +646,7 @@ def choose_slowdown(config: ReplayConfig, replayed: Replay, cores: int) -> float
 
 
 def choose_compression(
-    config: ReplayConfig, times: LayerTimesLine, tokens: int, precision: str, coding_seconds: float
+    config: ReplayConfig, times: LayerTimesLine, tokens: int, own_tokens: int, precision: str, coding_seconds: float
 ) -> str:
     """Return the compression that a launch would choose for these links with --grad-compression auto.
 
@@ -635,6 +655,8 @@ def choose_compression(
 
     Parameters
     ----------
+    tokens: distinct ones in an update of all ranks.
+    own_tokens: in an update of one rank.
     coding_seconds: core seconds to encode and decode one number with int8.
     """
     if config.grad_compression != "auto":
@@ -642,7 +664,8 @@ def choose_compression(
     trained = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in times.gradients]
     layers = [one for one, time in zip(trained, times.gradients, strict=True) if not time.by_rows]
     row = next((one.shape[1] for one in times.gradients if one.by_rows), 0)
-    levels = list_levels(layers, row * tokens, config.ranks, coding_seconds / config.cores)
+    rows = RowNumbers(row * tokens, row * own_tokens)
+    levels = list_levels(layers, rows, config.ranks, coding_seconds / config.cores)
     names = AUTO_COMPRESSIONS[AUTO_COMPRESSIONS.index(resolve_compression("auto", precision)) :]
     passes = count_ring_passes(config.ranks)
     rate = config.bits_per_second / 8 * ETHERNET
@@ -667,18 +690,18 @@ def make_replay(
             f"{record.path} does not hold when gradients become ready: train again with --record-layer-times"
         )
     times = scale_times(record.layer_times, config.compute_scale)
-    tokens = round(record.header.gradient_sizes.count_tokens(config.ranks))
     rows = next((one.shape[0] for one in times.gradients if one.by_rows), 0)
-    tokens = min(tokens, rows)
+    tokens, own = (min(rows, round(record.header.gradient_sizes.count_tokens(ranks))) for ranks in (config.ranks, 1))
     # Only the rows of an update's tokens are sent, so that others would only take memory.
     gradients = [replace(one, shape=[tokens, *one.shape[1:]]) if one.by_rows else one for one in times.gradients]
     times = replace(times, gradients=gradients)
-    chosen = choose_compression(config, times, tokens, record.header.precision, coding_seconds)
+    chosen = choose_compression(config, times, tokens, own, record.header.precision, coding_seconds)
     config = replace(config, grad_compression=chosen)
     train = TrainConfig(grad_compression=chosen, sync_every=config.sync_every)
     each = coding_seconds * COMPRESSION_FACTS[chosen].coding_seconds / COMPRESSION_FACTS["int8"].coding_seconds
-    numbers = sum(torch.Size(one.shape).numel() for one in times.gradients)
-    return config, Replay(times, tokens, train, each * numbers / config.sync_every)
+    numbers = sum(math.prod(one.shape) for one in times.gradients if not one.by_rows)
+    numbers += sum((tokens + own) // 2 * one.shape[1] for one in times.gradients if one.by_rows)
+    return config, Replay(times, tokens, own, train, each * numbers / config.sync_every)
 
 
 def summarise(config: ReplayConfig, replayed: Replay, slowdown: float, found: Sequence[RankTimes]) -> ScalingLine:

@@ -86,14 +86,14 @@ class Step:
 
     def together(self, loss: torch.Tensor) -> None:
         torch.autograd.backward(loss)
-        self.rows.average(self._tokens)
+        self.rows.average(list(self._tokens))
 
     def reduce_all(self) -> None:
         works = [dist.all_reduce(buffer, async_op=True) for _, buffer in sorted(self._buckets.items())]
         for work in works:
             assert work is not None
             work.wait()
-        self.rows.average(self._tokens)
+        self.rows.average(list(self._tokens))
 
 
 def take_turns(step: Step) -> tuple[Turns, int]:

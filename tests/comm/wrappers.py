@@ -79,7 +79,7 @@ def shards() -> Result:
     exchange = ShardedExchange(model, optimizer, TrainConfig(grad_compression="none"), "fp32")
 
     def average(*_: object) -> None:
-        exchange.average_gradients(lambda: torch.zeros(0))
+        exchange.average_gradients(lambda rank: torch.zeros(0))
 
     def meet() -> None:
         exchange.synchronize_parameters(True, wait=False)
@@ -135,7 +135,7 @@ def embedding_gradient(compression: str, by_rows: bool) -> tuple[torch.Tensor, i
         torch.autograd.backward(parallel(first).square().sum())
     torch.autograd.backward(parallel(last).sin().sum())
     if exchange:
-        exchange.average(named)
+        exchange.average([named[rank % 2] for rank in range(dist.get_world_size())])
     gradient = model.words.weight.grad
     assert gradient is not None
     return gradient.clone(), comm.take_traffic().nbytes

@@ -258,10 +258,20 @@ def test_factors_are_fewer_than_what_they_stand_for() -> None:
 
 
 def test_blocks_take_compute() -> None:
-    numbers = sum(JOB.sent_numbers(4))
+    numbers = sum(JOB.sent_numbers(4, "int8"))
     assert estimate_hosts(replace(JOB, levels=("int8",)), FREE, 4).taken_seconds == pytest.approx(3.5e-9 * numbers)
     faster = replace(JOB, levels=("int8",), coding_share=0.4)
     assert estimate_hosts(faster, FREE, 4).taken_seconds == pytest.approx(1.4e-9 * numbers)
+
+
+@pytest.mark.parametrize("ranks_per_host, own", [(1, 500), (2, 800)])
+def test_with_error_feedback_a_host_sends_its_own_rows_and_receives_the_means_of_all(
+    ranks_per_host: int, own: int
+) -> None:
+    job = replace(JOB, ranks_per_host=ranks_per_host)
+    for level in ("int8", "powersgd"):
+        assert job.sent_numbers(4 // ranks_per_host, level)[1] == (own + 1280) / 2 * 384
+    assert job.sent_numbers(4 // ranks_per_host, "bf16")[1] == 1280 * 384
 
 
 def test_a_control_group_allows_less_than_the_cores_there_are() -> None:

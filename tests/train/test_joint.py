@@ -31,11 +31,12 @@ from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import prepare
 from cpuft.train.embedding import Embedder
 from cpuft.train.joint import deal, make_joint_batches
-from cpuft.train.loop import train
+from cpuft.train.loop import Clock, list_tokens_of_rank, plan_passes, train
 from cpuft.train.objective.table import make_objective
 from cpuft.train.setup import TrainingSetup
 from tests.conftest import run_cpuft
 from tests.train.pairs import make_config
+from tests.train.tiny import make_config as make_task_config
 
 ALONE = World(0, 1, 0, 1)
 
@@ -59,6 +60,29 @@ def learn(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
     setup = make_setup(config)
     lines = list(train(setup))
     return [line.loss for line in lines], setup.model.state_dict()
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("task", ["pairs", "class"])
+def test_the_tokens_of_a_rank_are_those_of_its_own_texts(task: str, ranks: int, tmp_path: Path) -> None:
+    config = make_config(tmp_path) if task == "pairs" else make_task_config(tmp_path, task)
+    for rank in range(ranks):
+        setup = make_setup(replace(config, batch_size=4), World(rank, ranks, rank, ranks))
+        # One example more than the ranks have in two batches, so that one rank alone has a third one.
+        examples = np.random.default_rng(1).permutation(len(setup.prepared.train))[: 8 * ranks + 1]
+        everything = set(setup.objective.list_token_ids(setup.prepared.train, examples).tolist())
+        looked_up: list[torch.Tensor] = []
+        model: Any = setup.model
+        hook = model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, given, found=looked_up: found.append(given[0].reshape(-1))
+        )
+        for run_pass in plan_passes(setup, examples, 0).functions:
+            run_pass(1.0, True, Clock())
+        hook.remove()
+        listed = set(list_tokens_of_rank(setup, examples, rank).tolist())
+        assert listed == {*torch.cat(looked_up).tolist(), setup.objective.pad_id}
+        assert len(listed) < len(everything) or ranks == 1 or task == "class"
 
 
 WAYS: list[dict[str, Any]] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import re
@@ -35,6 +36,7 @@ from cpuft.train.slow_motion import (
     RankTimes,
     _gather,
     choose_slowdown,
+    deal_tokens,
     find_hidden_share,
     make_replay,
     plan_limit,
@@ -116,8 +118,12 @@ def test_a_summary_has_the_slowest_rank_of_each_step_and_divides_by_the_slowdown
 
 def test_the_time_of_coding_is_taken_from_computing_even_while_a_rank_waits() -> None:
     config, replayed = make_replay(RECORD, ReplayConfig(ranks=2, grad_compression="int8", cores=2), 1e-9)
-    numbers = sum(torch.Size(one.shape).numel() for one in replayed.times.gradients)
-    assert replayed.coding_seconds == pytest.approx(1e-9 * numbers)
+    layers = sum(math.prod(one.shape) for one in replayed.times.gradients if not one.by_rows)
+    (row,) = (one.shape[1] for one in replayed.times.gradients if one.by_rows)
+    # This rank's rows are encoded, and the means of all rows are decoded.
+    assert 0 < replayed.own_tokens < replayed.tokens
+    rows = (replayed.own_tokens + replayed.tokens) // 2
+    assert replayed.coding_seconds == pytest.approx(1e-9 * (layers + rows * row))
     cpu = 3 * replayed.coding_seconds
     found = [RankTimes([4.0], cpu, 0.3, 1e6, 0.25, [])] * 2
     taken = summarise(config, replayed, 10.0, found).taken_seconds
@@ -125,6 +131,17 @@ def test_the_time_of_coding_is_taken_from_computing_even_while_a_rank_waits() ->
     # Coding cannot take more than all of communication.
     found = [replace(found[0], cpu_seconds=replayed.coding_seconds / 2)] * 2
     assert summarise(config, replayed, 10.0, found).taken_seconds == pytest.approx(replayed.coding_seconds / 4)
+
+
+@pytest.mark.parametrize(
+    "tokens, own, ranks", [(2700, 1050, 4), (90, 30, 3), (90, 20, 3), (7, 7, 2), (5, 5, 1), (3, 2, 64)]
+)
+def test_ranks_share_some_tokens_and_have_others_alone(tokens: int, own: int, ranks: int) -> None:
+    dealt = deal_tokens(tokens, own, ranks)
+    assert len(dealt) == ranks
+    assert torch.unique(torch.cat(dealt)).tolist() == list(range(tokens))
+    assert all(len(torch.unique(one)) == len(one) for one in dealt)
+    assert all(abs(len(one) - own) <= 1 or own * ranks < tokens + ranks for one in dealt)
 
 
 def test_a_rank_replays_a_scaled_step_and_the_rows_of_the_update() -> None:

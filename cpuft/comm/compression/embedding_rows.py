@@ -1,13 +1,13 @@
 """Exchange of word embedding gradients by rows: only the rows of an update's tokens are sent.
 
-All other rows are zero on every rank, so the result is that of the complete exchange, to the bit. A word embedding has
-half of a small encoder's parameters and a fifth of BERT-base's. Its gradient is the last one of the backward pass, so
-nothing hides its exchange.
+All other rows are zero on every rank, so the result is that of the complete exchange, to the bit if rows are sent in
+bf16, fp16 or fp32. A word embedding has half of a small encoder's parameters and a fifth of BERT-base's. Its gradient
+is the last one of the backward pass, so nothing hides its exchange.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.compression.hierarchical import HostGroups
-from cpuft.comm.compression.int8 import average_blocks
+from cpuft.comm.compression.int8 import all_gather, decode_message, encode_message, encoded_bytes
 from cpuft.comm.compression.table import to_wire_type
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 
@@ -84,6 +84,65 @@ def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Call
     return only_ids
 
 
+def average_rows(
+    own: torch.Tensor, places: Sequence[torch.Tensor], unsent: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the mean over the ranks of a group of rows of which each rank has only some, as int8 blocks.
+
+    Of n ranks, each averages every n-th row: it receives these rows from the ranks that have them, and sends their mean
+    to all ranks. (Frequent tokens have small numbers, so that the first n-th of all rows would be those that most ranks
+    have.) Collective; it blocks until the mean is there.
+
+    Parameters
+    ----------
+    own: this rank's rows in the order of their places, (rows, width), fp32 or bf16.
+    places: of the rows of each rank of the group among all rows: int64, ascending, each once.
+    unsent: what this rank has not sent so far of all rows: fp32, (all rows, width). It is added where this rank sends a
+        row or averages it, and what is not sent of these rows now takes its place.
+
+    Returns the mean with the same bits on all ranks: fp32, in the shape of `unsent`.
+    """
+    (count, width), ranks, rank = unsent.shape, group.size(), group.rank()
+    mine = places[rank]
+    summed = own.float() + unsent[mine]
+
+    # Send the rows that other ranks average. This rank's part of those that it averages itself is not rounded.
+    messages = []
+    for other in range(ranks):
+        of_other = (mine % ranks == other).nonzero()[:, 0]
+        numbers = summed[of_other] if other != rank else summed[:0]
+        messages.append(encode_message(numbers.view(-1), error := torch.empty(numbers.numel())))
+        if other != rank:
+            unsent[mine[of_other]] = error.view(-1, width)
+    arriving = [one[one % ranks == rank] if other != rank else one[:0] for other, one in enumerate(places)]
+    nbytes = [encoded_bytes(len(one) * width, 1) for one in arriving]
+    received = torch.empty(sum(nbytes), dtype=torch.int8)
+    dist.all_to_all_single(received, torch.cat(messages), nbytes, [len(one) for one in messages], group=group)
+
+    # Average every n-th row.
+    averaged = unsent[rank::ranks]  # a view
+    total = torch.zeros(-(-count // ranks), width)
+    total[: len(averaged)] = averaged
+    is_averaged = mine % ranks == rank
+    total[mine[is_averaged] // ranks] = summed[is_averaged]
+    for one, message in zip(arriving, torch.split(received, nbytes), strict=True):
+        numbers = torch.empty(len(one), width)
+        decode_message(message, numbers.view(-1))
+        total.index_add_(0, one // ranks, numbers)
+    mean = total.div_(ranks)
+    error = torch.empty_like(mean)
+    message = encode_message(mean.view(-1), error.view(-1))
+    averaged.copy_(error[: len(averaged)].mul_(ranks))  # rounding the mean loses as much of every rank's rows
+
+    # Send the means to all ranks.
+    means = message.new_empty(ranks * len(message))
+    all_gather(means, message, group=group)
+    result = torch.empty(ranks, *mean.shape)
+    for numbers, message in zip(result, means.view(ranks, -1), strict=True):
+        decode_message(message, numbers.view(-1))
+    return result.transpose(0, 1).reshape(-1, width)[:count]
+
+
 class RowExchange:
     """Averages the gradient of a model's word embedding over the ranks, instead of DistributedDataParallel.
 
@@ -115,15 +174,15 @@ class RowExchange:
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
     @torch.no_grad()
-    def average(self, tokens: torch.Tensor) -> torch.Tensor:
+    def average(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """Average the gradient in place. All ranks call this after the backward pass, before anything reads it.
 
         It blocks until all ranks' rows are there. The weight must have a gradient.
 
         Parameters
         ----------
-        tokens: all tokens that any rank has looked up since the gradient was zero, int64, of any shape, with
-            repetitions; the same set on every rank.
+        tokens: for each rank of the group all tokens that it may have looked up since the gradient was zero: int64, of
+            any shape, with repetitions. They are the same on all ranks.
 
         Returns the rows that may differ from zero: int64, one-dimensional, ascending, without repetitions.
 
@@ -132,24 +191,43 @@ class RowExchange:
         gradient = self.weight.grad
         assert gradient is not None
         is_used = torch.zeros(len(gradient), dtype=torch.bool)
-        is_used[tokens.reshape(-1)] = True
+        for one in tokens:
+            is_used[one.reshape(-1)] = True
         rows = is_used.nonzero()[:, 0]
         packed = gradient[rows]
         if self._hosts is not None:
-            packed = self._hosts.average(packed.float(), partial(self._average_blocks, rows))
+            size = self._hosts.sums.size()
+            of_hosts = [
+                torch.cat([one.reshape(-1) for one in tokens[i : i + size]]) for i in range(0, len(tokens), size)
+            ]
+            packed = self._hosts.average(packed.float(), partial(self._average_blocks, rows, of_hosts))
         elif self._unsent is not None:
-            packed = self._average_blocks(rows, packed, self._group)
+            packed = self._average_blocks(rows, tokens, packed, self._group)
         else:
             packed = to_wire_type(packed, self._compression).div_(self._group.size())
             dist.all_reduce(packed, group=self._group)
         gradient[rows] = packed.to(gradient.dtype)
         return rows
 
-    def _average_blocks(self, rows: torch.Tensor, packed: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        """Return the mean of these rows of the gradient over the group: fp32, in the shape of `packed`."""
+    def _average_blocks(
+        self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        """Return the mean of these rows of the gradient over the group: fp32, in the shape of `packed`.
+
+        Parameters
+        ----------
+        tokens: of each rank of the group.
+        """
         assert self._unsent is not None
+        number = torch.empty(len(self._unsent), dtype=torch.int64)
+        number[rows] = torch.arange(len(rows))
+        places = []
+        for one in tokens:
+            is_own = torch.zeros(len(number), dtype=torch.bool)
+            is_own[one.reshape(-1)] = True
+            places.append(number[is_own])
         unsent = self._unsent[rows]
-        mean = average_blocks(packed.view(-1), unsent.view(-1), group).view_as(packed)
+        mean = average_rows(packed[places[group.rank()]], places, unsent, group)
         self._unsent[rows] = unsent
         return mean
 

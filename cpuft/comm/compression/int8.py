@@ -135,6 +135,22 @@ def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor) 
         numbers.copy_(decode(messages, length).view(-1)[: len(numbers)])
 
 
+def encode_message(numbers: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
+    """Return a message of int8 blocks: int8, one-dimensional, with `encoded_bytes(len(numbers), 1)` bytes.
+
+    Parameters
+    ----------
+    numbers: one-dimensional, contiguous, fp32 or bf16.
+    error: fp32, of the same shape: what the message lacks of the numbers is written to it.
+    """
+    return _encode_numbers(numbers, None, error, 1)[0]
+
+
+def decode_message(message: torch.Tensor, numbers: torch.Tensor) -> None:
+    """Write the numbers of a message of `encode_message` to `numbers`: fp32, one-dimensional, contiguous."""
+    _decode_numbers(message[None], _share_length(len(numbers), 1), numbers)
+
+
 class BlockMean:
     """The mean of each rank's numbers over a group, computed in steps between which the rank can do other work.
 
@@ -215,22 +231,6 @@ class BackgroundMean:
         """
         self._averaged.result()
         return self._mean.finish(), self._mean.error
-
-
-def average_blocks(numbers: torch.Tensor, unsent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the mean over the ranks of `numbers + unsent`: fp32, one-dimensional, with the same bits on all ranks.
-
-    All ranks must call it together; it blocks until the mean is there.
-
-    Parameters
-    ----------
-    numbers: fp32, one-dimensional. They are not changed.
-    unsent: of the same shape: what was not sent before. It is overwritten with what must be sent with the next numbers.
-    """
-    mean = BlockMean(numbers, group, unsent)
-    mean.send()
-    mean.average_share()
-    return mean.finish()
 
 
 def measure_coding_seconds() -> float:

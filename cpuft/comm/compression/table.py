@@ -32,8 +32,9 @@ class Compression:
     """Takes the group; returns what averages buckets over its ranks."""
     layer_bytes: Callable[[Sequence[torch.Tensor], int], float]
     """(trained parameters, number of ranks) -> bytes sent during the backward pass, as the payload of an all-reduce."""
-    row_bytes: Callable[[int, int], float]
-    """(numbers in the embedding rows, number of ranks) -> bytes sent for them after the backward pass."""
+    row_bytes: Callable[[int, int, int], float]
+    """(numbers in the embedding rows of all ranks, in those of one rank, number of ranks) -> bytes sent for them after
+    the backward pass, as the payload of an all-reduce."""
     messages: int
     """Number of messages that are sent one after the other once the last gradient is ready."""
     wire_type: torch.dtype | None = None
@@ -67,17 +68,22 @@ def _make_rounding(dtype: torch.dtype) -> Compression:
     return Compression(
         make_reduce=lambda group: functools.partial(_average_as, dtype, group),
         layer_bytes=lambda parameters, ranks: 2 * _count(parameters),
-        row_bytes=lambda numbers, ranks: 2 * numbers,
+        row_bytes=lambda numbers, own, ranks: 2 * numbers,
         messages=2,
         wire_type=dtype,
     )
+
+
+def _count_block_bytes(numbers: int, own: int, ranks: int) -> float:
+    """Return the bytes of embedding rows as int8 blocks: a rank sends its own, and the means of all arrive."""
+    return (int8.encoded_bytes(own, ranks) + int8.encoded_bytes(numbers, ranks)) / 2
 
 
 TABLE = {
     "none": Compression(
         make_reduce=lambda group: functools.partial(allreduce_hook, group),
         layer_bytes=lambda parameters, ranks: sum(parameter.nbytes for parameter in parameters),
-        row_bytes=lambda numbers, ranks: 4 * numbers,
+        row_bytes=lambda numbers, own, ranks: 4 * numbers,
         messages=2,
     ),
     "bf16": _make_rounding(torch.bfloat16),
@@ -85,7 +91,7 @@ TABLE = {
     "int8": Compression(
         make_reduce=lambda group: int8.BlockReducer(group).reduce,
         layer_bytes=lambda parameters, ranks: int8.encoded_bytes(_count(parameters), ranks),
-        row_bytes=int8.encoded_bytes,
+        row_bytes=_count_block_bytes,
         messages=4,
     ),
     "powersgd": Compression(
@@ -93,7 +99,7 @@ TABLE = {
         layer_bytes=lambda parameters, ranks: int8.encoded_bytes(
             sum(powersgd.count_numbers(parameter.shape) for parameter in parameters), ranks
         ),
-        row_bytes=int8.encoded_bytes,
+        row_bytes=_count_block_bytes,
         messages=6,
     ),
 }
@@ -127,15 +133,24 @@ def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | 
     return HierarchicalReducer(hosts, entry.make_reduce(hosts.leaders) if hosts.leaders is not None else None).reduce
 
 
+@dataclass(frozen=True)
+class RowNumbers:
+    """How many numbers an update has in its embedding rows: none without a row exchange."""
+
+    all: int = 0
+    """In the rows of all ranks together."""
+    own: int = 0
+    """In the rows of one rank, or of one host if means are hierarchical."""
+
+
 def list_levels(
-    parameters: Sequence[torch.Tensor], row_numbers: int, ranks: int, coding_seconds: float, hosts: int = 0
+    parameters: Sequence[torch.Tensor], rows: RowNumbers, ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
     """Return what an update of a model sends with each compression: none, bf16, fp16, int8 and powersgd, in this order.
 
     Parameters
     ----------
     parameters: the trained parameters, without a word embedding that is exchanged by rows.
-    row_numbers: numbers in the embedding rows of an update; 0 without a row exchange.
     ranks: number of ranks of the all-reduce whose payload the bytes are.
     coding_seconds: time to encode and decode one number with int8. With powersgd, it is longer in the proportion of
         `COMPRESSION_FACTS`.
@@ -144,7 +159,8 @@ def list_levels(
         bytes over the link of a host than one between all ranks. The bytes of these levels are multiplied by this
         ratio, so that they stay the payload of an all-reduce between all ranks.
     """
-    coding = coding_seconds * (_count(parameters) + row_numbers) / COMPRESSION_FACTS["int8"].coding_seconds
+    numbers = _count(parameters) + (rows.all + rows.own) / 2
+    coding = coding_seconds * numbers / COMPRESSION_FACTS["int8"].coding_seconds
     levels = []
     for name, entry in TABLE.items():
         facts = COMPRESSION_FACTS[name]
@@ -154,7 +170,7 @@ def list_levels(
             CompressionLevel(
                 name,
                 share * entry.layer_bytes(parameters, members),
-                share * entry.row_bytes(row_numbers, members),
+                share * entry.row_bytes(rows.all, rows.own, members),
                 entry.messages,
                 coding * facts.coding_seconds,
                 max(MIN_BUCKETS, math.ceil(_count(parameters) / BUCKET_ELEMENTS)),

@@ -18,7 +18,7 @@ from cpuft.comm.compression.hierarchical import find_ranks_per_host
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level
 from cpuft.comm.compression.powersgd import count_numbers
-from cpuft.comm.compression.table import list_levels, resolve_compression
+from cpuft.comm.compression.table import RowNumbers, list_levels, resolve_compression
 from cpuft.comm.registration import BACKENDS
 from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
 from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, count_ring_passes
@@ -81,8 +81,11 @@ def choose_compression(
         return earlier, "as when the run began"
     link, group = measure_link(), dist.group.WORLD
     assert group is not None
-    tokens = count_distinct_tokens(objective, config, prepared, world.size)
-    exact = make_levels(model, tokens, world.size, 0.0)[0]
+    per_host = find_ranks_per_host(world, group)
+    tokens, own_tokens = (
+        count_distinct_tokens(objective, config, prepared, ranks) for ranks in (world.size, per_host or 1)
+    )
+    exact = make_levels(model, tokens, own_tokens, world.size, 0.0)[0]
     if (exact.layer_bytes + exact.row_bytes) * link.seconds_per_byte <= _FAST_SECONDS:
         return base, ""
     measured = torch.tensor(
@@ -90,19 +93,18 @@ def choose_compression(
     )
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)  # the slowest rank's times, so that all ranks choose the same
     seconds, coding = measured.tolist()
-    per_host = find_ranks_per_host(world, group)
     hosts = world.size // per_host if per_host else 0
     # Between two hosts with two ranks each, MPI's all-reduce sends its payload once over the link of a host, as one
     # between the first ranks of the hosts does. Those of gloo and oneCCL send it 1.5 times, as a ring of all ranks.
     ring = hosts if hosts and dist.get_backend() == BACKENDS["mpi"].torch_name else world.size
-    levels = {level.name: level for level in make_levels(model, tokens, ring, coding, hosts)}
+    levels = {level.name: level for level in make_levels(model, tokens, own_tokens, ring, coding, hosts)}
     names = list(levels)[list(levels).index(base) :]
     level, reason = choose_level([levels[name] for name in names if name in allowed], seconds, link)
     return level.name, reason
 
 
 def make_levels(
-    model: torch.nn.Module, tokens: float, ranks: int, coding_seconds: float, hosts: int = 0
+    model: torch.nn.Module, tokens: float, own_tokens: float, ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
     """Return what an update of a model sends with each compression: none, bf16, fp16, int8 and powersgd, in this order.
 
@@ -111,7 +113,8 @@ def make_levels(
 
     Parameters
     ----------
-    tokens: number of distinct tokens in an update.
+    tokens: number of distinct tokens in an update of all ranks.
+    own_tokens: of one rank, or of one host if means are hierarchical.
     ranks: number of ranks of the all-reduce whose payload the bytes are.
     coding_seconds: time to encode and decode one number with int8; with powersgd, it is longer.
     hosts: number of hosts if int8 and powersgd have hierarchical means, else 0; see `list_levels`.
@@ -119,8 +122,9 @@ def make_levels(
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
     layers = [p for p in model.parameters() if p.requires_grad and p is not weight]
-    row_numbers = 0 if weight is None else round(tokens * weight.shape[1])
-    return list_levels(layers, row_numbers, ranks, coding_seconds, hosts)
+    row = 0 if weight is None else weight.shape[1]
+    rows = RowNumbers(round(tokens * row), round(own_tokens * row))
+    return list_levels(layers, rows, ranks, coding_seconds, hosts)
 
 
 def measure_link() -> LinkModel:

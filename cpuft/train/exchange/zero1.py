@@ -124,7 +124,7 @@ class ShardedExchange(Exchange):
         shard.grad = total.div_(self._ranks)
 
     @torch.no_grad()
-    def average_gradients(self, find_token_ids: Callable[[], Tensor]) -> float:
+    def average_gradients(self, find_token_ids: Callable[[int], Tensor]) -> float:
         """Finish the mean of the gradients over the ranks: each rank gets that of its own shards. Blocks until it has.
 
         `find_token_ids` is called only if the word embedding is exchanged by rows.
@@ -138,7 +138,7 @@ class ShardedExchange(Exchange):
         while self._next < len(self._dense_buckets):  # buckets with parameters that no example has used
             self._send()
         if self._rows and self._embedding_bucket:
-            rows = self._rows.average(find_token_ids())
+            rows = self._rows.average([find_token_ids(rank) for rank in range(dist.get_world_size())])
             set_gradient_rows(self.bare_model, rows)
             self._shards.mark_rows(rows)
             self._embedding_bucket.shard.grad = _slice_gradient(self._rows.weight, self._embedding_bucket)

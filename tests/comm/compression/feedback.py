@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
+from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.int8 import BlockMean, BlockReducer
 from cpuft.comm.compression.local_sgd import LocalSGD
 from cpuft.comm.compression.powersgd import PowerSGD
@@ -89,6 +90,43 @@ def factors(reducer: PowerSGD, parameter: torch.Tensor) -> torch.Tensor:
     return reducer._unsent[parameter] if matrix is None else matrix.unsent
 
 
+def row_sums(compression: str) -> dict[str, float]:
+    """Return the same as `sums` for the rows of an embedding, of which each rank has some, and other ones in each step.
+
+    In some steps a rank has no rows. "named" is the number of steps whose rows are those of all ranks' tokens.
+    """
+    model = torch.nn.Module()
+    words = torch.nn.Embedding(97, 13)
+    model.get_input_embeddings = lambda: words  # type: ignore[assignment]
+    model.words = words
+    assert dist.group.WORLD is not None
+    exchange = make_row_exchange(model, compression, dist.group.WORLD)
+    assert exchange is not None
+    ranks, draw = dist.get_world_size(), torch.Generator().manual_seed(0)
+    exact, received = torch.zeros(97, 13, dtype=torch.float64), torch.zeros(97, 13, dtype=torch.float64)
+    differ, named = 0.0, 0
+    for step in range(STEPS):
+        counts = [(0, 97, 20, 40)[(step + rank) % 4] for rank in range(ranks)]
+        tokens = [torch.randint(97, (count,), generator=draw) for count in counts]
+        own = torch.unique(tokens[dist.get_rank()])
+        gradient = torch.zeros(97, 13)
+        gradient[own] = torch.randn(len(own), 13) * 1000.0 ** (step == STEPS - 1)
+        exact += mean(gradient)
+        words.weight.grad = gradient.clone()
+        rows = exchange.average(tokens)
+        named += int(torch.equal(rows, torch.unique(torch.cat(tokens))))
+        received += words.weight.grad.double()
+        differ = max(differ, float((mean(words.weight.grad) - words.weight.grad.double()).abs().max()))
+    assert exchange._unsent is not None
+    largest, unsent = float(exact.abs().max()), mean(exchange._unsent)
+    return {
+        "gap": float((received + unsent - exact).abs().max()) / largest,
+        "lack": float((received - exact).abs().max()) / largest,
+        "differ": differ,
+        "named": named,
+    }
+
+
 def untouched() -> bool:
     """Return whether averaging leaves its input unchanged, also when no padding copies it."""
     numbers = torch.arange(512.0)
@@ -159,6 +197,8 @@ if __name__ == "__main__":
     found: dict[str, object] = {
         "int8": sums(BlockReducer(world), blocks),
         "powersgd": sums(PowerSGD(world, 2), factors),
+        "int8 rows": row_sums("int8"),
+        "powersgd rows": row_sums("powersgd"),
     }
     found |= {f"local {name}": walk(name, 0.0) for name in ("none", "bf16", "int8")}
     found |= {f"local {name}, received": walk(name, 0.0, receives=True) for name in ("none", "bf16", "int8")}

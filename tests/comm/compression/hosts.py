@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
+from cpuft.comm.compression.embedding_rows import average_rows
 from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, make_host_groups
-from cpuft.comm.compression.int8 import average_blocks
 from cpuft.comm.compression.table import TABLE, make_reduce
 from cpuft.comm.watchdog import register
 from tests.comm.compression.feedback import Bucket, blocks, factors, mean, sums
@@ -90,12 +90,12 @@ def several_updates(compression: str, hosts: HostGroups) -> dict[str, float]:
     return sums(reducer, find_unsent)
 
 
-def average_rows(hosts: HostGroups) -> dict[str, object]:
-    """Average numbers at once, as the exchange of embedding rows does."""
-    numbers, unsent = torch.randn(900), torch.zeros(900)
+def average_all_rows(hosts: HostGroups) -> dict[str, object]:
+    """Average rows that all ranks have, as the exchange of embedding rows does."""
+    numbers, unsent, places = torch.randn(30, 30), torch.zeros(30, 30), [torch.arange(30)] * 2
     exact = mean(numbers)
     begun, _ = record_operations(), comm.take_traffic()
-    found = hosts.average(numbers, lambda own, leaders: average_blocks(own, unsent, leaders))
+    found = hosts.average(numbers, lambda own, leaders: average_rows(own, places, unsent, leaders))
     operations, nbytes = list(begun), comm.take_traffic().nbytes
     error = float((found.double() - exact).abs().max())
     return {"error": error, "same": have_same_bits(found), "operations": operations, "bytes": nbytes}
@@ -129,7 +129,7 @@ if __name__ == "__main__":
         for number_type in (torch.float32, torch.bfloat16):
             result[f"{name} {number_type}"] = first_update(name, groups, number_type)
         result[f"{name} sums"] = several_updates(name, groups)
-        result[f"{name} rows"] = average_rows(groups)
+        result[f"{name} rows"] = average_all_rows(groups)
     Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()

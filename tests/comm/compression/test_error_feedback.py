@@ -72,6 +72,17 @@ def test_nothing_is_lost_over_steps(found: list[dict[str, dict[str, float]]], co
         assert one["untouched"]
 
 
+@pytest.mark.parametrize("compression", ["int8", "powersgd"])
+@pytest.mark.real
+def test_nothing_is_lost_of_rows_that_only_some_ranks_have(
+    found: list[dict[str, dict[str, float]]], compression: str
+) -> None:
+    for one in (report[f"{compression} rows"] for report in found):
+        assert one["gap"] < 1e-6
+        assert one["lack"] > 1e-4
+        assert (one["differ"], one["named"]) == (0.0, 7)
+
+
 # The rounding error of the last message is lost: 1/254 of its largest number, for each rank and for their mean.
 @pytest.mark.parametrize("sent_as, off", [("none", 1e-5), ("bf16", 0.1), ("int8", 0.1)])
 @pytest.mark.parametrize("how", ["", ", received"])

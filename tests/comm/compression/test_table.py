@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore, ProcessGroup
 
-from cpuft.comm.compression.table import TABLE, list_levels, make_reduce, resolve_compression, wire_type_name
+from cpuft.comm.compression.table import (
+    TABLE,
+    RowNumbers,
+    list_levels,
+    make_reduce,
+    resolve_compression,
+    wire_type_name,
+)
 from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS, COMPRESSIONS_WITH_FEEDBACK, count_ring_passes
 from cpuft.errors import CpuftError
 
@@ -48,10 +55,11 @@ def test_a_ring_sends_its_payload_almost_twice_over_each_link(members: int, pass
 
 @pytest.mark.parametrize("hosts, ranks_per_host", [(2, 2), (2, 8), (8, 2)])
 def test_hierarchical_means_send_what_one_rank_per_host_would(hosts: int, ranks_per_host: int) -> None:
-    parameters, row_numbers, ranks = [torch.zeros(2048, 256), torch.zeros(512)], 2**16, hosts * ranks_per_host
-    alone = list_levels(parameters, row_numbers, hosts, 1e-9)
-    flat = list_levels(parameters, row_numbers, ranks, 1e-9)
-    found = list_levels(parameters, row_numbers, ranks, 1e-9, hosts)
+    parameters, rows = [torch.zeros(2048, 256), torch.zeros(512)], RowNumbers(2**16, 2**15)
+    ranks = hosts * ranks_per_host
+    alone = list_levels(parameters, rows, hosts, 1e-9)
+    flat = list_levels(parameters, rows, ranks, 1e-9)
+    found = list_levels(parameters, rows, ranks, 1e-9, hosts)
     for level, of_hosts, of_ranks in zip(found, alone, flat, strict=True):
         if level.name not in COMPRESSIONS_WITH_FEEDBACK:
             assert level == of_ranks

@@ -30,7 +30,7 @@ def test_a_rank_alone_clips_and_clears(max_grad_norm: float, norm: float) -> Non
     assert exchange.forward_model is model
     with exchange.micro_batch(last=False):
         torch.autograd.backward(exchange.forward_model(torch.tensor([3.0, 4.0])).sum())
-    assert exchange.average_gradients(lambda: torch.arange(1)) == 0.0
+    assert exchange.average_gradients(lambda rank: torch.arange(1)) == 0.0
     exchange.clip_gradients()
     assert model.weight.grad is not None
     assert float(model.weight.grad.norm()) == pytest.approx(norm, rel=1e-5)
@@ -81,7 +81,7 @@ def test_two_ranks(tmp_path: Path) -> None:
 
 def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factors() -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(768, 768) for _ in range(4)))
-    none, bf16, _, blocks, factors = (rung.layer_bytes for rung in make_levels(model, 0, 4, 0.0))
+    none, bf16, _, blocks, factors = (rung.layer_bytes for rung in make_levels(model, 0, 0, 4, 0.0))
     assert bf16 == none / 2
     assert blocks / none == pytest.approx(0.25, rel=0.02)
     assert factors / none < 0.043
