@@ -8,6 +8,7 @@ is the last one of the backward pass, so nothing hides its exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -84,63 +85,109 @@ def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Call
     return only_ids
 
 
-def average_rows(
-    own: torch.Tensor, places: Sequence[torch.Tensor], unsent: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Return the mean over the ranks of a group of rows of which each rank has only some, as int8 blocks.
+@dataclass(frozen=True)
+class Senders:
+    """Which rows of an update a rank of a group sends to whom. Rows are named by their places among all rows.
 
-    Of n ranks, each averages every n-th row: it receives these rows from the ranks that have them, and sends their mean
-    to all ranks. (Frequent tokens have small numbers, so that the first n-th of all rows would be those that most ranks
-    have.) Collective; it blocks until the mean is there.
+    Of n ranks, each averages every n-th row. Frequent tokens have small numbers, so that the first n-th of all rows
+    would be those that most ranks have.
+    """
+
+    own: torch.Tensor
+    """This rank's rows: int64, those that the first rank averages come first, each part ascending."""
+    own_counts: list[int]
+    """How many of them each rank averages."""
+    arriving: torch.Tensor
+    """The rows that this rank averages and others have: int64, with those of the first rank first; none of its own."""
+    arriving_counts: list[int]
+    """How many of them each rank sends."""
+
+
+def find_senders(rows: torch.Tensor, tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> Senders:
+    """Return what a rank sends and receives.
 
     Parameters
     ----------
-    own: this rank's rows in the order of their places, (rows, width), fp32 or bf16.
-    places: of the rows of each rank of the group among all rows: int64, ascending, each once.
-    unsent: what this rank has not sent so far of all rows: fp32, (all rows, width). It is added where this rank sends a
-        row or averages it, and what is not sent of these rows now takes its place.
-
-    Returns the mean with the same bits on all ranks: fp32, in the shape of `unsent`.
+    rows: all rows of the update: int64, ascending, each once.
+    tokens: of each rank of the group: int64, one-dimensional, with repetitions. All of them are among the rows.
+    vocabulary: number of rows of the embedding.
     """
-    (count, width), ranks, rank = unsent.shape, group.size(), group.rank()
-    mine = places[rank]
-    summed = own.float() + unsent[mine]
+    ranks, count = len(tokens), len(rows)
+    number = torch.empty(vocabulary, dtype=torch.int64)
+    number[rows] = torch.arange(count)
+    own = torch.unique(number[tokens[rank]])
+    averager = own % ranks
+    places = number[torch.cat(list(tokens))]
+    owner = torch.repeat_interleave(torch.arange(ranks), torch.tensor([len(one) for one in tokens]))
+    is_arriving = (places % ranks == rank) & (owner != rank)
+    found = torch.unique(owner[is_arriving] * count + places[is_arriving])
+    return Senders(
+        own[averager.argsort(stable=True)],
+        torch.bincount(averager, minlength=ranks).tolist(),
+        found % count,
+        torch.bincount(found // count, minlength=ranks).tolist(),
+    )
+
+
+def average_rows(
+    gradient: torch.Tensor, rows: torch.Tensor, senders: Senders, unsent: torch.Tensor, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Return the mean over the ranks of a group of rows of which each rank has only some, as int8 blocks.
+
+    Each rank receives the rows that it averages from the ranks that have them, and sends their mean to all ranks.
+    Collective; it blocks until the mean is there.
+
+    Parameters
+    ----------
+    gradient: fp32 or bf16, (vocabulary, width), zero outside of this rank's rows.
+    rows: all rows of the update, at least one, the same on all ranks.
+    senders: what `find_senders` returned for these rows and this rank.
+    unsent: what this rank has not sent so far: fp32, (vocabulary, width). It is added where this rank sends a row or
+        averages it, and what is not sent of these rows now takes its place.
+
+    Returns the mean with the same bits on all ranks, in the type of the gradient: (rows, width).
+    """
+    ranks, rank, width = group.size(), group.rank(), gradient.shape[1]
+    mine = rows[senders.own]
+    summed = gradient[mine].float().add_(unsent[mine])
+    parts, of_rows = torch.split(summed, senders.own_counts), torch.split(mine, senders.own_counts)
 
     # Send the rows that other ranks average. This rank's part of those that it averages itself is not rounded.
     messages = []
-    for other in range(ranks):
-        of_other = (mine % ranks == other).nonzero()[:, 0]
-        numbers = summed[of_other] if other != rank else summed[:0]
-        messages.append(encode_message(numbers.view(-1), error := torch.empty(numbers.numel())))
-        if other != rank:
-            unsent[mine[of_other]] = error.view(-1, width)
-    arriving = [one[one % ranks == rank] if other != rank else one[:0] for other, one in enumerate(places)]
-    nbytes = [encoded_bytes(len(one) * width, 1) for one in arriving]
+    for to, (part, some) in enumerate(zip(parts, of_rows, strict=True)):
+        numbers = part.reshape(-1) if to != rank else part.new_empty(0)
+        messages.append(encode_message(numbers, error := torch.empty_like(numbers)))
+        if to != rank:
+            unsent[some] = error.view(part.shape)
+    sizes = [count * width for count in senders.arriving_counts]
+    nbytes = [encoded_bytes(size, 1) for size in sizes]
     received = torch.empty(sum(nbytes), dtype=torch.int8)
     dist.all_to_all_single(received, torch.cat(messages), nbytes, [len(one) for one in messages], group=group)
 
     # Average every n-th row.
-    averaged = unsent[rank::ranks]  # a view
-    total = torch.zeros(-(-count // ranks), width)
-    total[: len(averaged)] = averaged
-    is_averaged = mine % ranks == rank
-    total[mine[is_averaged] // ranks] = summed[is_averaged]
-    for one, message in zip(arriving, torch.split(received, nbytes), strict=True):
-        numbers = torch.empty(len(one), width)
-        decode_message(message, numbers.view(-1))
-        total.index_add_(0, one // ranks, numbers)
-    mean = total.div_(ranks)
-    error = torch.empty_like(mean)
-    message = encode_message(mean.view(-1), error.view(-1))
-    averaged.copy_(error[: len(averaged)].mul_(ranks))  # rounding the mean loses as much of every rank's rows
+    averaged = rows[rank::ranks]
+    total = torch.zeros(-(-len(rows) // ranks), width)
+    total[: len(averaged)] = unsent[averaged]
+    total[senders.own[senders.own % ranks == rank] // ranks] = parts[rank]
+    numbers = torch.empty(sum(sizes))
+    for part, message in zip(torch.split(numbers, sizes), torch.split(received, nbytes), strict=True):
+        decode_message(message, part)
+    total.index_add_(0, senders.arriving // ranks, numbers.view(-1, width))
+    mean, error = total.div_(ranks).view(-1), torch.empty(total.numel())
+    message = encode_message(mean, error)
+    # Rounding the mean loses as much of every rank's rows.
+    unsent[averaged] = error.view(total.shape)[: len(averaged)].mul_(ranks)
 
     # Send the means to all ranks.
     means = message.new_empty(ranks * len(message))
     all_gather(means, message, group=group)
-    result = torch.empty(ranks, *mean.shape)
-    for numbers, message in zip(result, means.view(ranks, -1), strict=True):
-        decode_message(message, numbers.view(-1))
-    return result.transpose(0, 1).reshape(-1, width)[:count]
+    result = gradient.new_empty(len(rows), width)
+    part = gradient.new_empty(total.shape)
+    for first, message in enumerate(means.view(ranks, -1)):
+        decode_message(message, part.view(-1))
+        target = result[first::ranks]
+        target.copy_(part[: len(target)])
+    return result
 
 
 class RowExchange:
@@ -190,44 +237,37 @@ class RowExchange:
         """
         gradient = self.weight.grad
         assert gradient is not None
+        flat = [one.reshape(-1) for one in tokens]
         is_used = torch.zeros(len(gradient), dtype=torch.bool)
-        for one in tokens:
-            is_used[one.reshape(-1)] = True
+        is_used[torch.cat(flat)] = True
         rows = is_used.nonzero()[:, 0]
-        packed = gradient[rows]
         if self._hosts is not None:
             size = self._hosts.sums.size()
-            of_hosts = [
-                torch.cat([one.reshape(-1) for one in tokens[i : i + size]]) for i in range(0, len(tokens), size)
-            ]
-            packed = self._hosts.average(packed.float(), partial(self._average_blocks, rows, of_hosts))
+            of_hosts = [torch.cat(flat[first : first + size]) for first in range(0, len(flat), size)]
+            packed = self._hosts.average(gradient[rows].float(), partial(self._average_on_leaders, rows, of_hosts))
         elif self._unsent is not None:
-            packed = self._average_blocks(rows, tokens, packed, self._group)
+            senders = find_senders(rows, flat, len(gradient), self._group.rank())
+            packed = average_rows(gradient, rows, senders, self._unsent, self._group)
         else:
-            packed = to_wire_type(packed, self._compression).div_(self._group.size())
+            packed = to_wire_type(gradient[rows], self._compression).div_(self._group.size())
             dist.all_reduce(packed, group=self._group)
         gradient[rows] = packed.to(gradient.dtype)
         return rows
 
-    def _average_blocks(
-        self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, group: dist.ProcessGroup
+    def _average_on_leaders(
+        self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, leaders: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return the mean of these rows of the gradient over the group: fp32, in the shape of `packed`.
+        """Return the mean over the leaders of the rows of their hosts: fp32, in the shape of `packed`.
 
         Parameters
         ----------
-        tokens: of each rank of the group.
+        tokens: of each host.
+        packed: fp32, (rows, width), the mean of this host's ranks.
         """
         assert self._unsent is not None
-        number = torch.empty(len(self._unsent), dtype=torch.int64)
-        number[rows] = torch.arange(len(rows))
-        places = []
-        for one in tokens:
-            is_own = torch.zeros(len(number), dtype=torch.bool)
-            is_own[one.reshape(-1)] = True
-            places.append(number[is_own])
+        senders = find_senders(rows, tokens, len(self._unsent), leaders.rank())
         unsent = self._unsent[rows]
-        mean = average_rows(packed[places[group.rank()]], places, unsent, group)
+        mean = average_rows(packed, torch.arange(len(rows)), senders, unsent, leaders)
         self._unsent[rows] = unsent
         return mean
 

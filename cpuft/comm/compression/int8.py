@@ -147,7 +147,7 @@ def encode_message(numbers: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
 
 
 def decode_message(message: torch.Tensor, numbers: torch.Tensor) -> None:
-    """Write the numbers of a message of `encode_message` to `numbers`: fp32, one-dimensional, contiguous."""
+    """Write the numbers of a message of `encode_message` to `numbers`: fp32 or bf16, one-dimensional, contiguous."""
     _decode_numbers(message[None], _share_length(len(numbers), 1), numbers)
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.comm.compression.embedding_rows import average_rows
+from cpuft.comm.compression.embedding_rows import average_rows, find_senders
 from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, make_host_groups
 from cpuft.comm.compression.table import TABLE, make_reduce
 from cpuft.comm.watchdog import register
@@ -92,10 +92,15 @@ def several_updates(compression: str, hosts: HostGroups) -> dict[str, float]:
 
 def average_all_rows(hosts: HostGroups) -> dict[str, object]:
     """Average rows that all ranks have, as the exchange of embedding rows does."""
-    numbers, unsent, places = torch.randn(30, 30), torch.zeros(30, 30), [torch.arange(30)] * 2
+    numbers, unsent, rows = torch.randn(30, 30), torch.zeros(30, 30), torch.arange(30)
     exact = mean(numbers)
     begun, _ = record_operations(), comm.take_traffic()
-    found = hosts.average(numbers, lambda own, leaders: average_rows(own, places, unsent, leaders))
+
+    def average(own: torch.Tensor, leaders: dist.ProcessGroup) -> torch.Tensor:
+        senders = find_senders(rows, [rows] * 2, len(rows), leaders.rank())
+        return average_rows(own, rows, senders, unsent, leaders)
+
+    found = hosts.average(numbers, average)
     operations, nbytes = list(begun), comm.take_traffic().nbytes
     error = float((found.double() - exact).abs().max())
     return {"error": error, "same": have_same_bits(found), "operations": operations, "bytes": nbytes}
