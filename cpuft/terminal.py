@@ -81,7 +81,7 @@ def check_stdout() -> None:
 DEAD_PEER_SECONDS = 7.0
 """How long a host may be silent, unless `detect_dead_peer` is told otherwise."""
 _LONGEST_INTERVAL = 10_000
-"""Seconds between two probes; the kernel takes up to 32,767 for three of them."""
+"""Most seconds between two probes. The first one comes after three of them, and the kernel accepts 32,767 for that."""
 
 
 def detect_dead_peer(connection: socket.socket, seconds: float = DEAD_PEER_SECONDS) -> None:
@@ -89,7 +89,8 @@ def detect_dead_peer(connection: socket.socket, seconds: float = DEAD_PEER_SECON
 
     Parameters
     ----------
-    seconds: about how long after. The kernel sends the first of four probes after three sevenths of this time.
+    seconds: of silence after which the connection ends, rounded up to a multiple of 7, at most 70,000. The kernel sends
+        the first of four probes after three sevenths of them.
 
     Raises OSError: the socket is closed or not TCP.
     """

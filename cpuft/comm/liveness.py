@@ -92,7 +92,7 @@ class Hub:
     ) -> None:
         self._key, self._missing, self._report = key, {str(rank).encode() for rank in ranks}, report
         self._hello_seconds = hello_seconds
-        self._peer_seconds = read_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
+        self._peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
         listener = socket.create_server((host, 0), backlog=1024)
         self.port: int = listener.getsockname()[1]
         """The port on which the hub listens."""
@@ -324,8 +324,10 @@ def _read_entry(text: bytes) -> tuple[tuple[str, int], bytes] | None:
 def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tuple[socket.socket, BinaryIO]:
     """Connect to the hub and say hello; repeat that if unverified connections crowd this one out.
 
-    Returns the socket, and a file of the lines that arrive on it. Raises StartupDisturbedError after `seconds`.
+    Returns the socket, and a file of the lines that arrive on it. Raises StartupDisturbedError after `seconds`, and
+    CpuftError for a wrong `PEER_SECONDS_VARIABLE`.
     """
+    peer_seconds = choose_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS)
     end = time.monotonic() + seconds
     while (left := end - time.monotonic()) > 0:
         with contextlib.suppress(OSError):
@@ -335,7 +337,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
             connection.sendall(name + b" " + make_proof(key, nonce, name) + b"\n")
             if lines.readline(_HELLO_BYTES) == WELCOME:
                 connection.settimeout(None)
-                detect_dead_peer(connection, read_seconds(PEER_SECONDS_VARIABLE, DEAD_PEER_SECONDS))
+                detect_dead_peer(connection, peer_seconds)
                 return connection, lines
             connection.close()
         time.sleep(_RETRY_SECONDS)
@@ -345,7 +347,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
     )
 
 
-def read_seconds(variable: str, default: float) -> float:
+def choose_seconds(variable: str, default: float) -> float:
     """Return the seconds that an environment variable holds, or `default` if it is not set or empty.
 
     Raises CpuftError: it is not a number above 0.

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import Store
 from cpuft.comm.backends import ccl, mpi
 from cpuft.comm.backends.base import Backend, GroupMembership
 from cpuft.comm.backends.gloo import WatchedGlooGroup
-from cpuft.comm.liveness import read_seconds
+from cpuft.comm.liveness import choose_seconds
 from cpuft.comm.process_group import CollectiveGroup
 from cpuft.comm.watchdog import TIMEOUT_VARIABLE, register, start_watchdog
 from cpuft.errors import CpuftError, suggest_names
@@ -113,7 +113,9 @@ def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
         ranks=tuple(options.global_ranks_in_group) or tuple(range(options.group_size)),
         is_world=is_world,
     )
-    return entry.make_group(membership, options.store, read_seconds(TIMEOUT_VARIABLE, options.timeout.total_seconds()))
+    return entry.make_group(
+        membership, options.store, choose_seconds(TIMEOUT_VARIABLE, options.timeout.total_seconds())
+    )
 
 
 def _redirect_mpi(original: Callable[..., str]) -> None:

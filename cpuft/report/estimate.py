@@ -224,12 +224,16 @@ class Job:
         """
         return hosts if sent_as in COMPRESSIONS_WITH_FEEDBACK else hosts * self.ranks_per_host
 
-    def sent_numbers(self, hosts: int, sent_as: str = "none") -> tuple[float, float]:
+    def sent_numbers(self, hosts: int, sent_as: str) -> tuple[float, float]:
         """Return (numbers that an update on `hosts` hosts sends during the backward pass, numbers of embedding rows
         after it).
 
         The second one is 0 if embedding rows are not sent by themselves. With int8 and powersgd, a host sends only its
-        own rows, and then the means of all rows arrive: so it is the mean of both.
+        own rows, and then the means of all rows arrive, so that it is the mean of both.
+
+        Parameters
+        ----------
+        sent_as: compression level, a key of COMPRESSION_FACTS.
         """
         sizes = GradientSizes(tokens=self.words)
         tokens = sizes.count_tokens(hosts * self.ranks_per_host)
@@ -558,7 +562,7 @@ def _count_bytes_on_host(job: Job, hosts: int) -> float:
 
     It receives their sum of all gradients in fp32, and sends them the mean. Other ranks of the host exchange no more.
     """
-    return 2 * 4 * sum(job.sent_numbers(hosts))
+    return 2 * 4 * sum(job.sent_numbers(hosts, "none"))
 
 
 def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
@@ -646,7 +650,7 @@ def describe_job(job: Job, network: Network, source: str) -> list[str]:
     ----------
     source: name of the run, such as its folder.
     """
-    whole, words = job.sent_numbers(2)
+    whole, words = job.sent_numbers(2, "none")
     return [
         f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; an "
         "update of two "

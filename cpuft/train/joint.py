@@ -56,7 +56,7 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
     """
     objective, config, world, tokens = _get_objective(setup), setup.config, setup.world, setup.prepared.train
     batches = []
-    for group in _list_groups(setup, examples):
+    for group in _split_into_batches(setup, examples):
         most = config.micro_batch or config.batch_size
         shares = [deal(group[rank :: world.size], most) for rank in range(world.size)]
         members, place = (shares, world.rank) if compares_ranks(setup) else ([shares[world.rank]], 0)
@@ -69,23 +69,23 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
     return batches
 
 
-def _list_groups(setup: TrainingSetup, examples: Indices) -> Iterator[Indices]:
+def _split_into_batches(setup: TrainingSetup, examples: Indices) -> Iterator[Indices]:
     """Yield the examples of each batch of all ranks, by length, so that all ranks have as many tokens."""
-    size, lengths = setup.config.batch_size * setup.world.size, setup.prepared.train.lengths
+    size, offsets = setup.config.batch_size * setup.world.size, setup.prepared.train.offsets
     for start in range(0, len(examples), size):
-        group = examples[start : start + size]
-        yield group[np.argsort(-lengths[group], kind="stable")]
+        batch = examples[start : start + size]
+        yield batch[np.argsort(offsets[batch] - offsets[batch + 1], kind="stable")]
 
 
-def select_joint_examples(setup: TrainingSetup, examples: Indices, rank: int) -> Indices:
-    """Return the examples of an update whose texts a rank embeds, of which there is at least one.
+def deal_to_ranks(setup: TrainingSetup, examples: Indices) -> list[Indices]:
+    """Return for each rank the examples of an update whose texts it embeds; never empty.
 
     Parameters
     ----------
     examples: all examples of the update, at least one.
     """
-    size = setup.world.size
-    return np.concatenate([select_for_rank(group, rank, size) for group in _list_groups(setup, examples)])
+    batches, size = list(_split_into_batches(setup, examples)), setup.world.size
+    return [np.concatenate([select_for_rank(batch, rank, size) for batch in batches]) for rank in range(size)]
 
 
 def deal(examples: Indices, most: int) -> list[Indices]:

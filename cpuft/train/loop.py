@@ -25,7 +25,7 @@ from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
 from cpuft.train.evaluate import evaluate, find_best, should_stop_early
-from cpuft.train.joint import JointBatch, make_joint_batches, run_joint_batch, select_joint_examples
+from cpuft.train.joint import JointBatch, deal_to_ranks, make_joint_batches, run_joint_batch
 from cpuft.train.layer_times import LayerTimes
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.embeddings import EmbeddingObjective
@@ -243,7 +243,7 @@ def train(
             loss_sum += weight * run_pass(weight * world.size / terms, number == len(passes.functions), clock)
 
         # Exchange of what is left of the gradients.
-        waited = exchange.average_gradients(partial(list_tokens_of_rank, setup, examples))
+        waited = exchange.average_gradients(partial(list_tokens_of_ranks, setup, examples))
         clock.lap("communication")
 
         # Update, and exchange of parameters where the exchange sends those.
@@ -327,18 +327,18 @@ def plan_passes(setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
     return Passes([partial(_run_pass, setup, batch) for batch in batches], sum(batch.tokens for batch in batches))
 
 
-def list_tokens_of_rank(setup: TrainingSetup, examples: Indices, rank: int) -> torch.Tensor:
-    """Return all token ids that a rank may look up in an update, int64, with repetitions.
+def list_tokens_of_ranks(setup: TrainingSetup, examples: Indices) -> list[torch.Tensor]:
+    """Return all token ids that each rank may look up in an update, in the order of ranks: int64, with repetitions.
 
     Parameters
     ----------
     examples: numbers of the update's examples on all ranks, at least one.
     """
     if isinstance(setup.objective, EmbeddingObjective):
-        share = select_joint_examples(setup, examples, rank)
+        shares = deal_to_ranks(setup, examples)
     else:
-        share = select_for_rank(examples, rank, setup.world.size)
-    return setup.objective.list_token_ids(setup.prepared.train, share)
+        shares = [select_for_rank(examples, rank, setup.world.size) for rank in range(setup.world.size)]
+    return [setup.objective.list_token_ids(setup.prepared.train, share) for share in shares]
 
 
 def _run_pass(setup: TrainingSetup, batch: Batch, factor: float, is_last: bool, clock: Clock) -> float:
@@ -414,7 +414,7 @@ def settle_bucket_layout(setup: TrainingSetup) -> None:
     examples = np.arange(min(world.size, len(setup.prepared.train)))
     setup.exchange.forward_model.train()
     plan_passes(setup, examples, 0).functions[0](0.0, True, Clock())
-    setup.exchange.average_gradients(partial(list_tokens_of_rank, setup, examples))
+    setup.exchange.average_gradients(partial(list_tokens_of_ranks, setup, examples))
     setup.exchange.clear_gradients()
 
 

@@ -41,7 +41,7 @@ from cpuft.comm import start, take_traffic
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import LinkModel, choose_level
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
-from cpuft.comm.compression.table import RowNumbers, list_levels, resolve_compression
+from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compression
 from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
 from cpuft.comm.watchdog import register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_ring_passes
@@ -178,8 +178,7 @@ class SharedNumbers:
     """Numbers in memory that all ranks on this machine share, so that it holds more of them."""
 
     noise: dict[str, torch.Tensor]
-    """By dtype of gradients: one-dimensional, at least as long as the largest gradient, the beginning of each of them.
-    """
+    """Random numbers by the name of their dtype: one-dimensional. Each gradient is a view of their beginning."""
     zeros: torch.Tensor
     """uint8, one-dimensional: the memory of all parameters. Ranks write nothing but zeros to it."""
 
@@ -255,7 +254,7 @@ class ReplayedModel(nn.Module):
 def deal_tokens(tokens: int, own: int, ranks: int) -> list[torch.Tensor]:
     """Return the tokens of each rank, int64: `tokens` different ones together, and about `own` on each of the ranks.
 
-    Some tokens are on all ranks, and each of the others is on one rank, as frequent and rare words are.
+    Some tokens are on all ranks, and each of the others is on one rank: these stand for frequent and for rare words.
     """
     if ranks == 1:
         return [torch.arange(tokens)]
@@ -384,7 +383,7 @@ def _run_update(
     timer.wait_until(replayed.last)
     mark("backward", begin)
 
-    exchange.average_gradients(lambda rank: tokens[rank])
+    exchange.average_gradients(lambda: tokens)
 
     begin = time.monotonic()
     timer.begin()
@@ -539,6 +538,7 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
     # DistributedDataParallel imports this. Ranks share the memory of what has been imported before they are forked, as
     # long as the garbage collector does not write to its objects.
     importlib.import_module("torch._dynamo")
+    gc.collect()
     gc.freeze()
     for rank in range(size):
         own, other = context.Pipe()
@@ -548,6 +548,7 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
         other.close()
         pipes.append(own)
         processes.append(process)
+    gc.unfreeze()
     _gather(pipes, end, processes)
     queue = _BURST_BYTES + round(rate * _QUEUE_SECONDS)
     links = [plan_link(rank, one.pid or 0) for rank, one in enumerate(processes)]
@@ -622,7 +623,7 @@ def _count_bytes(replayed: Replay, ranks: int) -> float:
     """Return about how many bytes a rank gives to collectives in an update."""
     trained = [torch.empty(one.shape, device="meta") for one in replayed.times.gradients if not one.by_rows]
     row = next((one.shape[1] for one in replayed.times.gradients if one.by_rows), 0)
-    rows = RowNumbers(row * replayed.tokens, row * replayed.own_tokens)
+    rows = RowSizes(row * replayed.tokens, row * replayed.own_tokens)
     levels = {one.name: one for one in list_levels(trained, rows, ranks, 0.0)}
     level = levels[resolve_compression(replayed.config.grad_compression, "fp32")]
     return level.layer_bytes + level.row_bytes
@@ -656,7 +657,7 @@ def choose_compression(
     Parameters
     ----------
     tokens: distinct ones in an update of all ranks.
-    own_tokens: in an update of one rank.
+    own_tokens: distinct ones in an update of one rank.
     coding_seconds: core seconds to encode and decode one number with int8.
     """
     if config.grad_compression != "auto":
@@ -664,7 +665,7 @@ def choose_compression(
     trained = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in times.gradients]
     layers = [one for one, time in zip(trained, times.gradients, strict=True) if not time.by_rows]
     row = next((one.shape[1] for one in times.gradients if one.by_rows), 0)
-    rows = RowNumbers(row * tokens, row * own_tokens)
+    rows = RowSizes(row * tokens, row * own_tokens)
     levels = list_levels(layers, rows, config.ranks, coding_seconds / config.cores)
     names = AUTO_COMPRESSIONS[AUTO_COMPRESSIONS.index(resolve_compression("auto", precision)) :]
     passes = count_ring_passes(config.ranks)

@@ -71,7 +71,7 @@ def ours(asked: argparse.Namespace, shard: str) -> tuple[Step, Callable[[], int]
             with autocast(asked.precision):
                 loss = exchange.forward_model(**batch).loss
             loss.backward()
-        exchange.average_gradients(lambda rank: words)
+        exchange.average_gradients(lambda: [words] * dist.get_world_size())
         exchange.clip_gradients()
         optimizer.step()
         exchange.clear_gradients()

@@ -224,7 +224,7 @@ def test_a_record_becomes_a_job() -> None:
     job = read_job(recorded())
     assert job.step_seconds == pytest.approx(0.321)
     assert (job.samples, job.rows, job.cores) == (32, 3 * 3668, 16)
-    assert job.sent_numbers(1) == (10_993_538, 700 * 384)
+    assert job.sent_numbers(1, "none") == (10_993_538, 700 * 384)
     assert job.levels == ("bf16", "int8", "powersgd")
     assert read_job(recorded(precision="fp32")).levels == ("none", "bf16", "int8", "powersgd")
     assert read_job(recorded(), "none").levels == ("none",)
@@ -329,8 +329,8 @@ def test_a_host_with_several_ranks_sends_blocks_once() -> None:
     # Twice as many ranks train on twice as many examples, and the tokens of all ranks are sent.
     free, alone = estimate_hosts(replace(two, levels=("int8",)), FREE, 4), estimate_hosts(JOB, FREE, 4)
     assert free.samples_per_second * free.step_seconds == 2 * alone.samples_per_second * alone.step_seconds
-    assert two.sent_numbers(2)[1] == 0.0
-    assert replace(JOB, ranks_per_host=2).sent_numbers(2) == JOB.sent_numbers(4)
+    assert two.sent_numbers(2, "none")[1] == 0.0
+    assert replace(JOB, ranks_per_host=2).sent_numbers(2, "none") == JOB.sent_numbers(4, "none")
 
 
 def test_ranks_of_a_host_take_computing_time_to_add_up_their_gradients() -> None:

@@ -60,7 +60,8 @@ def test_an_architecture_trains_under_the_exchange_of_gradients(tmp_path: Path, 
             batch = objective.make_batch(prepared.train, rows)
             with exchange.micro_batch(last=True):
                 torch.autograd.backward(objective.losses(exchange.forward_model, batch).sum())
-            exchange.average_gradients(partial(objective.list_token_ids, prepared.train, rows))
+            tokens = [objective.list_token_ids(prepared.train, rows)]
+            exchange.average_gradients(partial(list, tokens))
             assert all(parameter.grad is not None for parameter in model.parameters()) == (name != "xlnet")
             exchange.clear_gradients()
     finally:

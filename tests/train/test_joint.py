@@ -31,7 +31,7 @@ from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import prepare
 from cpuft.train.embedding import Embedder
 from cpuft.train.joint import deal, make_joint_batches
-from cpuft.train.loop import Clock, list_tokens_of_rank, plan_passes, train
+from cpuft.train.loop import Clock, list_tokens_of_ranks, plan_passes, train
 from cpuft.train.objective.table import make_objective
 from cpuft.train.setup import TrainingSetup
 from tests.conftest import run_cpuft
@@ -80,7 +80,7 @@ def test_the_tokens_of_a_rank_are_those_of_its_own_texts(task: str, ranks: int, 
         for run_pass in plan_passes(setup, examples, 0).functions:
             run_pass(1.0, True, Clock())
         hook.remove()
-        listed = set(list_tokens_of_rank(setup, examples, rank).tolist())
+        listed = set(list_tokens_of_ranks(setup, examples)[rank].tolist())
         assert listed == {*torch.cat(looked_up).tolist(), setup.objective.pad_id}
         assert len(listed) < len(everything) or ranks == 1 or task == "class"
 

@@ -86,107 +86,119 @@ def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Call
 
 
 @dataclass(frozen=True)
-class Senders:
-    """Which rows of an update a rank of a group sends to whom. Rows are named by their places among all rows.
+class RowRoutes:
+    """Which rows of an update a rank sends to whom, and which ones it receives.
 
-    Of n ranks, each averages every n-th row. Frequent tokens have small numbers, so that the first n-th of all rows
-    would be those that most ranks have.
+    Of n ranks, rank r averages the rows r, r + n, r + 2 n and so on, so that a row is always averaged by the same rank,
+    which adds what rounding has left out of its last mean. Contiguous shares would be uneven: small token ids are
+    frequent, so that most ranks would send to rank 0.
     """
 
+    rows: torch.Tensor
+    """All rows of the update, int64: first those that rank 0 averages, ascending, then those of rank 1, and so on."""
+    row_counts: list[int]
+    """How many of them each rank averages."""
     own: torch.Tensor
-    """This rank's rows: int64, those that the first rank averages come first, each part ascending."""
+    """The rows of this rank's tokens, int64, in the same order."""
     own_counts: list[int]
     """How many of them each rank averages."""
-    arriving: torch.Tensor
-    """The rows that this rank averages and others have: int64, with those of the first rank first; none of its own."""
-    arriving_counts: list[int]
-    """How many of them each rank sends."""
+    received: list[torch.Tensor]
+    """For each rank, which of the rows that this rank averages it sends: int64, indices from 0 on, ascending. Empty for
+    this rank itself."""
 
 
-def find_senders(rows: torch.Tensor, tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> Senders:
+def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> RowRoutes:
     """Return what a rank sends and receives.
 
     Parameters
     ----------
-    rows: all rows of the update: int64, ascending, each once.
-    tokens: of each rank of the group: int64, one-dimensional, with repetitions. All of them are among the rows.
+    tokens: the token ids of each rank, in the order of ranks: int64, one-dimensional, with repetitions.
     vocabulary: number of rows of the embedding.
     """
-    ranks, count = len(tokens), len(rows)
-    number = torch.empty(vocabulary, dtype=torch.int64)
-    number[rows] = torch.arange(count)
-    own = torch.unique(number[tokens[rank]])
-    averager = own % ranks
-    places = number[torch.cat(list(tokens))]
-    owner = torch.repeat_interleave(torch.arange(ranks), torch.tensor([len(one) for one in tokens]))
-    is_arriving = (places % ranks == rank) & (owner != rank)
-    found = torch.unique(owner[is_arriving] * count + places[is_arriving])
-    return Senders(
-        own[averager.argsort(stable=True)],
-        torch.bincount(averager, minlength=ranks).tolist(),
-        found % count,
-        torch.bincount(found // count, minlength=ranks).tolist(),
+    ranks, flat = len(tokens), torch.cat(list(tokens))
+    rows = find_rows([flat], vocabulary)
+    own = torch.unique(tokens[rank])
+    sender = torch.repeat_interleave(torch.arange(ranks), torch.tensor([len(one) for one in tokens]))
+    is_received = (flat % ranks == rank) & (sender != rank)
+    found = torch.unique(sender[is_received] * vocabulary + flat[is_received])
+    averaged = rows[rows % ranks == rank]
+    counts = torch.bincount(found // vocabulary, minlength=ranks).tolist()
+    return RowRoutes(
+        rows[(rows % ranks).argsort(stable=True)],
+        torch.bincount(rows % ranks, minlength=ranks).tolist(),
+        own[(own % ranks).argsort(stable=True)],
+        torch.bincount(own % ranks, minlength=ranks).tolist(),
+        list(torch.split(torch.searchsorted(averaged, found % vocabulary), counts)),
     )
 
 
-def average_rows(
-    gradient: torch.Tensor, rows: torch.Tensor, senders: Senders, unsent: torch.Tensor, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Return the mean over the ranks of a group of rows of which each rank has only some, as int8 blocks.
+def find_rows(tokens: Sequence[torch.Tensor], vocabulary: int) -> torch.Tensor:
+    """Return the rows of all tokens: int64, one-dimensional, ascending, without repetitions.
 
-    Each rank receives the rows that it averages from the ranks that have them, and sends their mean to all ranks.
-    Collective; it blocks until the mean is there.
+    Raises IndexError: a token is not in the vocabulary.
+    """
+    is_used = torch.zeros(vocabulary, dtype=torch.bool)
+    for one in tokens:
+        is_used[one] = True
+    return is_used.nonzero()[:, 0]
+
+
+def average_rows(own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the mean of embedding rows over a group whose ranks each have only some of the rows.
+
+    Each rank receives the rows that it averages from the ranks that have them, and sends their mean to all ranks. The
+    messages are int8 blocks. Collective; it blocks until the mean is there.
 
     Parameters
     ----------
-    gradient: fp32 or bf16, (vocabulary, width), zero outside of this rank's rows.
-    rows: all rows of the update, at least one, the same on all ranks.
-    senders: what `find_senders` returned for these rows and this rank.
-    unsent: what this rank has not sent so far: fp32, (vocabulary, width). It is added where this rank sends a row or
-        averages it, and what is not sent of these rows now takes its place.
+    own: the gradient of this rank's rows, in the order of `routes.own`: fp32 or bf16, (rows, width).
+    routes: what `plan_row_routes` returned for this rank, with at least one row.
+    unsent: rounding errors of earlier updates: fp32, (vocabulary, width). Those of the rows that this rank sends or
+        averages are added, and replaced by the new errors.
 
-    Returns the mean with the same bits on all ranks, in the type of the gradient: (rows, width).
+    Returns the mean in the order of `routes.rows` and in the type of `own`: (rows, width), the same bits on all ranks.
     """
-    ranks, rank, width = group.size(), group.rank(), gradient.shape[1]
-    mine = rows[senders.own]
-    summed = gradient[mine].float().add_(unsent[mine])
-    parts, of_rows = torch.split(summed, senders.own_counts), torch.split(mine, senders.own_counts)
+    ranks, rank, width = group.size(), group.rank(), own.shape[1]
+    summed = own.float().add_(unsent[routes.own])
+    parts, own_rows = torch.split(summed, routes.own_counts), torch.split(routes.own, routes.own_counts)
 
-    # Send the rows that other ranks average. This rank's part of those that it averages itself is not rounded.
+    # Send the rows that other ranks average. A rank has a message for itself, too, which nobody reads: traffic is
+    # counted as if a message had the shares of all ranks.
     messages = []
-    for to, (part, some) in enumerate(zip(parts, of_rows, strict=True)):
-        numbers = part.reshape(-1) if to != rank else part.new_empty(0)
-        messages.append(encode_message(numbers, error := torch.empty_like(numbers)))
-        if to != rank:
-            unsent[some] = error.view(part.shape)
-    sizes = [count * width for count in senders.arriving_counts]
+    for to, (part, some) in enumerate(zip(parts, own_rows, strict=True)):
+        if to == rank:
+            messages.append(torch.zeros(encoded_bytes(part.numel(), 1), dtype=torch.int8))
+            continue
+        messages.append(encode_message(part.reshape(-1), error := torch.empty(part.numel())))
+        unsent[some] = error.view(part.shape)
+    sizes = [len(one) * width for one in routes.received]
+    sizes[rank] = parts[rank].numel()
     nbytes = [encoded_bytes(size, 1) for size in sizes]
-    received = torch.empty(sum(nbytes), dtype=torch.int8)
-    dist.all_to_all_single(received, torch.cat(messages), nbytes, [len(one) for one in messages], group=group)
+    arrived = torch.empty(sum(nbytes), dtype=torch.int8)
+    dist.all_to_all_single(arrived, torch.cat(messages), nbytes, [len(one) for one in messages], group=group)
 
-    # Average every n-th row.
-    averaged = rows[rank::ranks]
-    total = torch.zeros(-(-len(rows) // ranks), width)
+    # Average this rank's share of the rows; its own part of them was not rounded.
+    averaged = torch.split(routes.rows, routes.row_counts)[rank]
+    total = torch.zeros(max(routes.row_counts), width)
     total[: len(averaged)] = unsent[averaged]
-    total[senders.own[senders.own % ranks == rank] // ranks] = parts[rank]
-    numbers = torch.empty(sum(sizes))
-    for part, message in zip(torch.split(numbers, sizes), torch.split(received, nbytes), strict=True):
-        decode_message(message, part)
-    total.index_add_(0, senders.arriving // ranks, numbers.view(-1, width))
+    total[torch.searchsorted(averaged, own_rows[rank])] = parts[rank]
+    for places, message in zip(routes.received, torch.split(arrived, nbytes), strict=True):
+        if len(places):
+            numbers = torch.empty(len(places), width)
+            decode_message(message, numbers.view(-1))
+            total.index_add_(0, places, numbers)
     mean, error = total.div_(ranks).view(-1), torch.empty(total.numel())
     message = encode_message(mean, error)
-    # Rounding the mean loses as much of every rank's rows.
+    # The next mean is divided by the number of ranks, so this rank keeps that many times the error of this one.
     unsent[averaged] = error.view(total.shape)[: len(averaged)].mul_(ranks)
 
     # Send the means to all ranks.
     means = message.new_empty(ranks * len(message))
     all_gather(means, message, group=group)
-    result = gradient.new_empty(len(rows), width)
-    part = gradient.new_empty(total.shape)
-    for first, message in enumerate(means.view(ranks, -1)):
-        decode_message(message, part.view(-1))
-        target = result[first::ranks]
-        target.copy_(part[: len(target)])
+    result, share = own.new_empty(len(routes.rows), width), own.new_empty(total.shape)
+    for part, message in zip(torch.split(result, routes.row_counts), means.view(ranks, -1), strict=True):
+        decode_message(message, share.view(-1))
+        part.copy_(share[: len(part)])
     return result
 
 
@@ -214,7 +226,8 @@ class RowExchange:
         hosts: HostGroups | None = None,
     ) -> None:
         self.weight, self._compression, self._group, self._hosts = embedding.weight, compression, group, hosts
-        # What was not sent of a row is added when its token appears again. Other ranks than leaders send nothing.
+        # What was not sent of a row is added when this rank sends or averages it again. Other ranks than leaders send
+        # nothing.
         has_feedback = compression in COMPRESSIONS_WITH_FEEDBACK and (hosts is None or hosts.leaders is not None)
         self._unsent = torch.zeros(embedding.weight.shape) if has_feedback else None
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
@@ -238,37 +251,37 @@ class RowExchange:
         gradient = self.weight.grad
         assert gradient is not None
         flat = [one.reshape(-1) for one in tokens]
-        is_used = torch.zeros(len(gradient), dtype=torch.bool)
-        is_used[torch.cat(flat)] = True
-        rows = is_used.nonzero()[:, 0]
+        rows = find_rows(flat, len(gradient))
         if self._hosts is not None:
             size = self._hosts.sums.size()
             of_hosts = [torch.cat(flat[first : first + size]) for first in range(0, len(flat), size)]
             packed = self._hosts.average(gradient[rows].float(), partial(self._average_on_leaders, rows, of_hosts))
+            gradient[rows] = packed.to(gradient.dtype)
         elif self._unsent is not None:
-            senders = find_senders(rows, flat, len(gradient), self._group.rank())
-            packed = average_rows(gradient, rows, senders, self._unsent, self._group)
+            routes = plan_row_routes(flat, len(gradient), self._group.rank())
+            gradient[routes.rows] = average_rows(gradient[routes.own], routes, self._unsent, self._group)
         else:
             packed = to_wire_type(gradient[rows], self._compression).div_(self._group.size())
             dist.all_reduce(packed, group=self._group)
-        gradient[rows] = packed.to(gradient.dtype)
+            gradient[rows] = packed.to(gradient.dtype)
         return rows
 
     def _average_on_leaders(
         self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, leaders: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return the mean over the leaders of the rows of their hosts: fp32, in the shape of `packed`.
+        """Return the mean over the leaders of the rows of their hosts: fp32, in the shape and order of `packed`.
 
         Parameters
         ----------
+        rows: all rows of the update, ascending.
         tokens: of each host.
-        packed: fp32, (rows, width), the mean of this host's ranks.
+        packed: the mean of this host's ranks, fp32, (rows, width).
         """
         assert self._unsent is not None
-        senders = find_senders(rows, tokens, len(self._unsent), leaders.rank())
-        unsent = self._unsent[rows]
-        mean = average_rows(packed, torch.arange(len(rows)), senders, unsent, leaders)
-        self._unsent[rows] = unsent
+        routes = plan_row_routes(tokens, len(self._unsent), leaders.rank())
+        own = packed[torch.searchsorted(rows, routes.own)]
+        mean = torch.empty_like(packed)
+        mean[torch.searchsorted(rows, routes.rows)] = average_rows(own, routes, self._unsent, leaders)
         return mean
 
     def clear(self) -> None:

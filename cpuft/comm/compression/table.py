@@ -75,7 +75,11 @@ def _make_rounding(dtype: torch.dtype) -> Compression:
 
 
 def _count_block_bytes(numbers: int, own: int, ranks: int) -> float:
-    """Return the bytes of embedding rows as int8 blocks: a rank sends its own, and the means of all arrive."""
+    """Return the bytes of embedding rows as int8 blocks.
+
+    One half of the exchange sends a rank's own rows, the other one the means of all rows; each counts as half an
+    all-reduce.
+    """
     return (int8.encoded_bytes(own, ranks) + int8.encoded_bytes(numbers, ranks)) / 2
 
 
@@ -134,17 +138,17 @@ def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | 
 
 
 @dataclass(frozen=True)
-class RowNumbers:
-    """How many numbers an update has in its embedding rows: none without a row exchange."""
+class RowSizes:
+    """How many numbers the gradient has in the embedding rows of an update; 0 without a row exchange."""
 
-    all: int = 0
+    together: int = 0
     """In the rows of all ranks together."""
     own: int = 0
     """In the rows of one rank, or of one host if means are hierarchical."""
 
 
 def list_levels(
-    parameters: Sequence[torch.Tensor], rows: RowNumbers, ranks: int, coding_seconds: float, hosts: int = 0
+    parameters: Sequence[torch.Tensor], rows: RowSizes, ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
     """Return what an update of a model sends with each compression: none, bf16, fp16, int8 and powersgd, in this order.
 
@@ -159,7 +163,7 @@ def list_levels(
         bytes over the link of a host than one between all ranks. The bytes of these levels are multiplied by this
         ratio, so that they stay the payload of an all-reduce between all ranks.
     """
-    numbers = _count(parameters) + (rows.all + rows.own) / 2
+    numbers = _count(parameters) + (rows.together + rows.own) / 2
     coding = coding_seconds * numbers / COMPRESSION_FACTS["int8"].coding_seconds
     levels = []
     for name, entry in TABLE.items():
@@ -170,7 +174,7 @@ def list_levels(
             CompressionLevel(
                 name,
                 share * entry.layer_bytes(parameters, members),
-                share * entry.row_bytes(rows.all, rows.own, members),
+                share * entry.row_bytes(rows.together, rows.own, members),
                 entry.messages,
                 coding * facts.coding_seconds,
                 max(MIN_BUCKETS, math.ceil(_count(parameters) / BUCKET_ELEMENTS)),

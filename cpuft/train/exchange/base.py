@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -90,15 +90,15 @@ class Exchange:
         """
         return nullcontext()
 
-    def average_gradients(self, find_token_ids: Callable[[int], torch.Tensor]) -> float:
+    def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Make the gradients the mean over ranks of the sums that each rank has accumulated. Blocks until they are.
 
         Here it does nothing and returns 0.0.
 
         Parameters
         ----------
-        find_token_ids: returns all token ids that a rank may have looked up in this update, by the rank's number:
-            int64, with repetitions; the same on all ranks.
+        find_token_ids: returns all token ids that each rank may have looked up in this update, in the order of ranks:
+            int64, with repetitions; the same on all ranks. It is called at most once.
 
         Returns
         -------

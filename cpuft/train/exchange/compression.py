@@ -18,7 +18,7 @@ from cpuft.comm.compression.hierarchical import find_ranks_per_host
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level
 from cpuft.comm.compression.powersgd import count_numbers
-from cpuft.comm.compression.table import RowNumbers, list_levels, resolve_compression
+from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compression
 from cpuft.comm.registration import BACKENDS
 from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
 from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, count_ring_passes
@@ -114,7 +114,7 @@ def make_levels(
     Parameters
     ----------
     tokens: number of distinct tokens in an update of all ranks.
-    own_tokens: of one rank, or of one host if means are hierarchical.
+    own_tokens: number of distinct tokens of one rank; of one host if means are hierarchical.
     ranks: number of ranks of the all-reduce whose payload the bytes are.
     coding_seconds: time to encode and decode one number with int8; with powersgd, it is longer.
     hosts: number of hosts if int8 and powersgd have hierarchical means, else 0; see `list_levels`.
@@ -123,7 +123,7 @@ def make_levels(
     weight = None if embedding is None else embedding.weight
     layers = [p for p in model.parameters() if p.requires_grad and p is not weight]
     row = 0 if weight is None else weight.shape[1]
-    rows = RowNumbers(round(tokens * row), round(own_tokens * row))
+    rows = RowSizes(round(tokens * row), round(own_tokens * row))
     return list_levels(layers, rows, ranks, coding_seconds, hosts)
 
 

@@ -7,7 +7,7 @@ rows of tokens that were looked up.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -100,7 +100,7 @@ class DataParallelExchange(Exchange):
         """Return the context of a forward and a backward pass; buckets are sent in the `last` one of an update only."""
         return nullcontext() if last else self._parallel.no_sync()
 
-    def average_gradients(self, find_token_ids: Callable[[int], torch.Tensor]) -> float:
+    def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Average the gradient rows of the word embedding; the backward pass has averaged everything else.
 
         It blocks until the rows of all ranks are there. If the word embedding is not exchanged by rows, it only
@@ -113,8 +113,7 @@ class DataParallelExchange(Exchange):
         """
         waited, self._seconds_in_hook = self._seconds_in_hook + time.perf_counter() - self._last_ready, 0.0
         if self._rows:
-            tokens = [find_token_ids(rank) for rank in range(dist.get_world_size())]
-            set_gradient_rows(self.bare_model, self._rows.average(tokens))
+            set_gradient_rows(self.bare_model, self._rows.average(find_token_ids()))
         return waited
 
     def clear_gradients(self) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -48,12 +48,13 @@ class LocalSGDExchange(Exchange):
             self._local.restart()
         self._updates_since_sent = 0
 
-    def average_gradients(self, find_token_ids: Callable[[int], torch.Tensor]) -> float:
+    def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Leave gradients as they are, and remember which rows of the word embedding have one.
 
         Returns 0.0, because it waits for nothing.
         """
-        self._local.note_tokens(torch.cat([find_token_ids(rank) for rank in range(dist.get_world_size())]))
+        for tokens in find_token_ids():
+            self._local.note_tokens(tokens)
         return 0.0
 
     @contextmanager

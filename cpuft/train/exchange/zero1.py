@@ -11,7 +11,7 @@ with weight decay all rows change, and all are sent.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -124,7 +124,7 @@ class ShardedExchange(Exchange):
         shard.grad = total.div_(self._ranks)
 
     @torch.no_grad()
-    def average_gradients(self, find_token_ids: Callable[[int], Tensor]) -> float:
+    def average_gradients(self, find_token_ids: Callable[[], Sequence[Tensor]]) -> float:
         """Finish the mean of the gradients over the ranks: each rank gets that of its own shards. Blocks until it has.
 
         `find_token_ids` is called only if the word embedding is exchanged by rows.
@@ -138,7 +138,7 @@ class ShardedExchange(Exchange):
         while self._next < len(self._dense_buckets):  # buckets with parameters that no example has used
             self._send()
         if self._rows and self._embedding_bucket:
-            rows = self._rows.average([find_token_ids(rank) for rank in range(dist.get_world_size())])
+            rows = self._rows.average(find_token_ids())
             set_gradient_rows(self.bare_model, rows)
             self._shards.mark_rows(rows)
             self._embedding_bucket.shard.grad = _slice_gradient(self._rows.weight, self._embedding_bucket)

@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.comm.compression.embedding_rows import make_row_exchange
-from cpuft.comm.compression.int8 import BlockMean, BlockReducer
+from cpuft.comm.compression.int8 import BlockMean, BlockReducer, encoded_bytes
 from cpuft.comm.compression.local_sgd import LocalSGD
 from cpuft.comm.compression.powersgd import PowerSGD
+from cpuft.kernels import plain_torch
 from tests.comm.ranks import become_rank
 
 STEPS = 7
@@ -90,33 +91,36 @@ def factors(reducer: PowerSGD, parameter: torch.Tensor) -> torch.Tensor:
     return reducer._unsent[parameter] if matrix is None else matrix.unsent
 
 
-def row_sums(compression: str) -> dict[str, float]:
+def row_sums(compression: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
     """Return the same as `sums` for the rows of an embedding, of which each rank has some, and other ones in each step.
 
-    In some steps a rank has no rows. "named" is the number of steps whose rows are those of all ranks' tokens.
+    In some steps a rank has no rows. "named" is the number of steps whose rows are those of all ranks' tokens, and
+    "bytes" the bytes that are sent, as a share of what would be sent if each rank sent the rows of all ranks.
     """
-    model = torch.nn.Module()
-    words = torch.nn.Embedding(97, 13)
-    model.get_input_embeddings = lambda: words  # type: ignore[assignment]
-    model.words = words
+    words = torch.nn.Embedding(97, 300, dtype=dtype)
+    model: Any = torch.nn.Sequential(words)
+    model.get_input_embeddings = lambda: words
     assert dist.group.WORLD is not None
     exchange = make_row_exchange(model, compression, dist.group.WORLD)
     assert exchange is not None
     ranks, draw = dist.get_world_size(), torch.Generator().manual_seed(0)
-    exact, received = torch.zeros(97, 13, dtype=torch.float64), torch.zeros(97, 13, dtype=torch.float64)
-    differ, named = 0.0, 0
+    exact, received = torch.zeros(97, 300, dtype=torch.float64), torch.zeros(97, 300, dtype=torch.float64)
+    differ, named, sent, most = 0.0, 0, 0, 0
+    comm.take_traffic()
     for step in range(STEPS):
-        counts = [(0, 97, 20, 40)[(step + rank) % 4] for rank in range(ranks)]
+        counts = [(0, 97, 10, 20)[(step + rank) % 4] for rank in range(ranks)]
         tokens = [torch.randint(97, (count,), generator=draw) for count in counts]
-        own = torch.unique(tokens[dist.get_rank()])
-        gradient = torch.zeros(97, 13)
-        gradient[own] = torch.randn(len(own), 13) * 1000.0 ** (step == STEPS - 1)
-        exact += mean(gradient)
+        own, together = torch.unique(tokens[dist.get_rank()]), torch.unique(torch.cat(tokens))
+        gradient = torch.zeros(97, 300, dtype=dtype)
+        gradient[own] = (torch.randn(len(own), 300) * 1000.0 ** (step == STEPS - 1)).to(dtype)
         words.weight.grad = gradient.clone()
-        rows = exchange.average(tokens)
-        named += int(torch.equal(rows, torch.unique(torch.cat(tokens))))
+        named += int(torch.equal(exchange.average(tokens), together))
+        most += encoded_bytes(len(together) * 300, ranks)
+        sent += comm.take_traffic().nbytes
+        exact += mean(gradient)
         received += words.weight.grad.double()
         differ = max(differ, float((mean(words.weight.grad) - words.weight.grad.double()).abs().max()))
+        comm.take_traffic()
     assert exchange._unsent is not None
     largest, unsent = float(exact.abs().max()), mean(exchange._unsent)
     return {
@@ -124,6 +128,7 @@ def row_sums(compression: str) -> dict[str, float]:
         "lack": float((received - exact).abs().max()) / largest,
         "differ": differ,
         "named": named,
+        "bytes": sent / most,
     }
 
 
@@ -199,9 +204,12 @@ if __name__ == "__main__":
         "powersgd": sums(PowerSGD(world, 2), factors),
         "int8 rows": row_sums("int8"),
         "powersgd rows": row_sums("powersgd"),
+        "bf16 rows": row_sums("int8", torch.bfloat16),
     }
     found |= {f"local {name}": walk(name, 0.0) for name in ("none", "bf16", "int8")}
     found |= {f"local {name}, received": walk(name, 0.0, receives=True) for name in ("none", "bf16", "int8")}
+    with plain_torch():
+        found["rows without kernels"] = row_sums("int8")
     found |= {"untouched": untouched(), "outer": outer(0.9), "plain": outer(0.0)}
     Path(sys.argv[1], f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.barrier()

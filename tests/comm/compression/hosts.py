@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.comm.compression.embedding_rows import average_rows, find_senders
+from cpuft.comm.compression.embedding_rows import average_rows, plan_row_routes
 from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, make_host_groups
 from cpuft.comm.compression.table import TABLE, make_reduce
 from cpuft.comm.watchdog import register
@@ -97,8 +97,10 @@ def average_all_rows(hosts: HostGroups) -> dict[str, object]:
     begun, _ = record_operations(), comm.take_traffic()
 
     def average(own: torch.Tensor, leaders: dist.ProcessGroup) -> torch.Tensor:
-        senders = find_senders(rows, [rows] * 2, len(rows), leaders.rank())
-        return average_rows(own, rows, senders, unsent, leaders)
+        routes = plan_row_routes([rows] * 2, len(rows), leaders.rank())
+        mean = torch.empty_like(own)
+        mean[routes.rows] = average_rows(own[routes.own], routes, unsent, leaders)
+        return mean
 
     found = hosts.average(numbers, average)
     operations, nbytes = list(begun), comm.take_traffic().nbytes

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     BartConfig,
     BartForSequenceClassification,
@@ -17,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from cpuft.comm.compression.embedding_rows import find_embedding
+from cpuft.comm.compression.embedding_rows import find_embedding, plan_row_routes
 
 SMALL = {"vocab_size": 100, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
 
@@ -54,3 +56,22 @@ def test_a_model_without_a_known_embedding_is_exchanged_whole() -> None:
             raise NotImplementedError
 
     assert find_embedding(Silent()) is None
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 40), max_size=60), min_size=1, max_size=6).filter(any),
+)
+def test_what_a_rank_sends_is_what_the_others_receive(lists: list[list[int]]) -> None:
+    tokens = [torch.tensor(one, dtype=torch.int64) for one in lists]
+    routes = [plan_row_routes(tokens, 41, rank) for rank in range(len(tokens))]
+    for rank, one in enumerate(routes):
+        assert sorted(one.own.tolist()) == sorted(set(lists[rank]))
+        assert sorted(one.rows.tolist()) == sorted(set().union(*lists))
+        averagers = [row % len(tokens) for row in one.rows.tolist()]
+        assert averagers == sorted(averagers)
+        assert one.row_counts == [averagers.count(other) for other in range(len(tokens))]
+        for to, other in enumerate(routes):
+            sent = torch.split(one.own, one.own_counts)[to]
+            averaged = torch.split(other.rows, other.row_counts)[to]
+            expected = [] if to == rank else sent.tolist()
+            assert averaged[other.received[rank]].tolist() == expected

@@ -72,15 +72,20 @@ def test_nothing_is_lost_over_steps(found: list[dict[str, dict[str, float]]], co
         assert one["untouched"]
 
 
-@pytest.mark.parametrize("compression", ["int8", "powersgd"])
+# A received mean in bf16 is rounded once more.
+@pytest.mark.parametrize("rows, gap", [("int8", 1e-6), ("powersgd", 1e-6), ("without kernels", 1e-6), ("bf16", 1e-2)])
 @pytest.mark.real
 def test_nothing_is_lost_of_rows_that_only_some_ranks_have(
-    found: list[dict[str, dict[str, float]]], compression: str
+    found: list[dict[str, dict[str, float]]], rows: str, gap: float
 ) -> None:
-    for one in (report[f"{compression} rows"] for report in found):
-        assert one["gap"] < 1e-6
+    name = "rows without kernels" if rows == "without kernels" else f"{rows} rows"
+    for one in (report[name] for report in found):
+        assert one["gap"] < gap
         assert one["lack"] > 1e-4
         assert (one["differ"], one["named"]) == (0.0, 7)
+    # A rank has between 0 and about 60 of 97 rows; the means of all rows arrive on each rank.
+    sent = [report[name]["bytes"] for report in found]
+    assert 0.5 < min(sent) <= max(sent) < 0.9
 
 
 # The rounding error of the last message is lost: 1/254 of its largest number, for each rank and for their mean.

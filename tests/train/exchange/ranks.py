@@ -74,7 +74,7 @@ def of_gradients(rank: int) -> dict[str, object]:
         with exchange.micro_batch(last):
             torch.autograd.backward(exchange.forward_model(WORDS[row]).sum() * 2 / 4)
         sent.append(comm.take_traffic().nbytes)
-    waited = exchange.average_gradients(lambda rank: WORDS[rank::2])
+    waited = exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
     found: dict[str, object] = {"sent": [*sent, comm.take_traffic().nbytes], "waited": waited}
     found["error"] = differences(flat(model), flat(alone))
     exchange.clip_gradients()
@@ -99,7 +99,7 @@ def of_parameters(rank: int) -> dict[str, object]:
     for update in (1, 2, 3):
         with exchange.micro_batch(last=True):
             torch.autograd.backward(exchange.forward_model(WORDS[rank]).sum())
-        exchange.average_gradients(lambda rank: WORDS[rank::2])
+        exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
         exchange.clip_gradients()
         exchange.clear_gradients()
         with torch.no_grad():
@@ -125,7 +125,7 @@ def of_frozen(rank: int) -> dict[str, list[int]]:
         sent = [comm.take_traffic().nbytes]
         with exchange.micro_batch(last=True):
             torch.autograd.backward(exchange.forward_model(WORDS[rank]).sum())
-        exchange.average_gradients(lambda rank: WORDS[rank::2])
+        exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
         exchange.clip_gradients()
         optimizer.step()
         exchange.synchronize_parameters(True, wait=True)
@@ -145,7 +145,7 @@ def of_rungs(rank: int) -> dict[str, list[float]]:
             comm.take_traffic()
             with exchange.micro_batch(last=True):
                 torch.autograd.backward(exchange.forward_model(WORDS[rank::2]).sum())
-            exchange.average_gradients(lambda rank: WORDS[rank::2])
+            exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
             exchange.clear_gradients()
         found[rung.name] = [rung.layer_bytes + rung.row_bytes, comm.take_traffic().nbytes]
     return found

@@ -151,7 +151,7 @@ def sums_lie_with_gradients() -> bool:
     batch = make_batch()
     with exchange.micro_batch(last=True):
         model(**batch).loss.backward()
-    exchange.average_gradients(lambda rank: batch["input_ids"])
+    exchange.average_gradients(lambda: [batch["input_ids"]] * dist.get_world_size())
     sums = [bucket.shard.grad for bucket in exchange._dense_buckets]
     return bool(sums) and all(one is not None and one.untyped_storage().data_ptr() in blocks for one in sums)
 
