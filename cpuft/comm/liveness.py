@@ -34,7 +34,8 @@ KEY_VARIABLE = "CPUFT_RUN_KEY"
 rank makes a key and shares it through the store."""
 PEER_SECONDS_VARIABLE = "CPUFT_PEER_SECONDS"
 """Environment variable with the seconds without any answer after which another rank's host counts as lost; 7 without
-it. On a link that is full for seconds, the kernel's probes can be lost although the host lives."""
+it. Slow motion sets it: on a link that is full for seconds, the kernel's probes can be lost although the host lives.
+"""
 MAX_UNVERIFIED = 256
 """Most connections without a hello. One more closes the oldest of them."""
 WELCOME = b"welcome\n"

@@ -70,7 +70,7 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
 
 
 def _split_into_batches(setup: TrainingSetup, examples: Indices) -> Iterator[Indices]:
-    """Yield the examples of each batch of all ranks, by length, so that all ranks have as many tokens."""
+    """Yield the examples of each batch of all ranks, the longest first, so that all ranks get as many tokens."""
     size, offsets = setup.config.batch_size * setup.world.size, setup.prepared.train.offsets
     for start in range(0, len(examples), size):
         batch = examples[start : start + size]
