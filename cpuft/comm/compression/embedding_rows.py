@@ -90,7 +90,7 @@ class RowRoutes:
     """Which rows of an update a rank sends to whom, and which ones it receives.
 
     Of n ranks, rank r averages the rows r, r + n, r + 2 n and so on, so that a row is always averaged by the same rank,
-    which adds what rounding has left out of its last mean. Contiguous shares would be uneven: small token ids are
+    which keeps the rounding error of the row's last mean and adds the error to the next one. Contiguous shares would be uneven: small token ids are
     frequent, so that most ranks would send to rank 0.
     """
 
@@ -103,8 +103,8 @@ class RowRoutes:
     own_counts: list[int]
     """How many of them each rank averages."""
     received: list[torch.Tensor]
-    """For each rank, which of the rows that this rank averages it sends: int64, indices from 0 on, ascending. Empty for
-    this rank itself."""
+    """For each sending rank, the rows that arrive from there: int64, ascending indices into the rows that this rank
+    averages. Empty for this rank itself."""
 
 
 def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) -> RowRoutes:
