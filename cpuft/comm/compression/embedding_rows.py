@@ -89,9 +89,9 @@ def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Call
 class RowRoutes:
     """Which rows of an update a rank sends to whom, and which ones it receives.
 
-    Of n ranks, rank r averages the rows r, r + n, r + 2 n and so on, so that a row is always averaged by the same rank,
-    which keeps the rounding error of the row's last mean and adds the error to the next one. Contiguous shares would be uneven: small token ids are
-    frequent, so that most ranks would send to rank 0.
+    Of n ranks, rank r averages the rows r, r + n, r + 2n and so on. So a row is always averaged by the same rank, which
+    keeps the rounding error of the row's last mean and adds the error to the next one. Contiguous shares would be
+    uneven: small token ids are frequent, so that most ranks would send to rank 0.
     """
 
     rows: torch.Tensor
