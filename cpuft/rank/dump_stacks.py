@@ -92,25 +92,38 @@ def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
 def _has_written(pid: int, path: str, size: int) -> bool:
     """Return whether stacks were written after the first `size` characters, and the handler has ended.
 
-    The signal is blocked while its handler runs: proc(5).
+    The signal is blocked in the thread that runs its handler while it runs: proc(5). The kernel blocks it a moment
+    after it stops being pending, so only once the file has grown does a signal that is not blocked mean that the
+    handler has ended.
     """
-    status = dict(line.split(":\t", 1) for line in _read(f"/proc/{pid}/status").splitlines() if ":\t" in line)
-    is_busy = any(int(status.get(name, "0"), 16) >> SIGNAL - 1 & 1 for name in ("SigPnd", "ShdPnd", "SigBlk"))
-    return len(_read(path)) > size and not is_busy
+    if len(_read(path)) <= size:
+        return False
+    for thread in _list_folder(f"/proc/{pid}/task"):
+        status = _read(f"/proc/{pid}/task/{thread}/status").splitlines()
+        fields = dict(line.split(":\t", 1) for line in status if ":\t" in line)
+        if any(int(fields.get(name, "0"), 16) >> SIGNAL - 1 & 1 for name in ("SigPnd", "ShdPnd", "SigBlk")):
+            return False
+    return True
 
 
 def _find_memory_files(pid: int) -> dict[str, str]:
     """Return the rank's files in memory: name -> path where they can be opened."""
     found = {}
     folder = f"/proc/{pid}/fd"
-    try:
-        for name in os.listdir(folder):
+    for name in _list_folder(folder):
+        with contextlib.suppress(OSError):
             target = os.readlink(f"{folder}/{name}")
             if target.startswith("/memfd:cpuft-"):
                 found[target.split(":")[1].split()[0]] = f"{folder}/{name}"
-    except OSError:
-        pass
     return found
+
+
+def _list_folder(folder: str) -> list[str]:
+    """Return the names in a folder; [] if it does not exist, because the process has ended."""
+    try:
+        return os.listdir(folder)
+    except OSError:
+        return []
 
 
 def _read_age(path: str) -> float:
