@@ -56,7 +56,9 @@ _SIGNATURES = {
     "encode_blocks": "ppppqqqi",
     "average_blocks": "pppqqqi",
     "decode_blocks": "ppqqqi",
-    "add_gradient": "ppppqqqi",
+    "add_gradient": "ppppppqqqi",
+    "multiply_factor": "pppqqqi",
+    "write_product": "pppqqqi",
 }
 """Types of each C++ function's parameters in their order: p pointer (or array of pointers), q int64, Q uint64,
 I uint32, f float, i int."""

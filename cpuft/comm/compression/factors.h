@@ -1,64 +1,194 @@
-// For powersgd, in one pass over memory: the sum of a gradient and of what has not been sent of earlier gradients.
-// `cpuft/comm/compression/powersgd.py` has the same in plain torch.
+// For powersgd: the products of gradients and factors of a few rows, each in one pass over the gradient's memory, which
+// takes more time than the products themselves. `cpuft/comm/compression/powersgd.py` has the same in plain torch.
+//
+// A gradient is handled in blocks of rows and columns. `multiply` (products.h) makes the product of a block and factors
+// in the cache, with AMX tiles where the CPU has them.
 
 #pragma once
 
+#include "../../train/fast/products.h"
 #include "../../vectors.h"
+#include <algorithm>
 #include <omp.h>
-#include <type_traits>
+#include <vector>
 
 namespace {
 
-// Rows of a gradient that are computed together, two vectors of each at a time: 16 vectors are in registers with
-// AVX-512, and 8 with AVX2, which has half the registers.
-constexpr int64_t GRADIENT_ROWS = W == 16 ? 8 : 4;
+// Rows and columns of a block, whose sums and numbers fit into the first-level cache. Rows and columns of gradients are
+// padded with zeros to multiples of SIDE, so that they are whole tiles.
+constexpr int64_t SIDE = 32, BLOCK_WIDTH = 128;
+// The factors' few rows are padded to a multiple of this: a step of the tiles, and whole vectors.
+constexpr int64_t FACTOR_STEP = 16;
 
-// `add_gradient` for a block of N rows and V vectors of each row, of which the last one has `lanes` numbers. The
-// pointers point to the first number of the block; `left` points to the column of its first row.
-template <int64_t N, int64_t V, class T>
-void add_gradient_block(const T *gradient, T *unsent, const float *left, const float *right, int64_t rows,
-                        int64_t cols, int64_t rank, int64_t lanes) {
-    vec x[N][V];
-    for (int64_t i = 0; i < N; i++) {
-        __builtin_prefetch(gradient + (i + N) * cols);
-        __builtin_prefetch(unsent + (i + N) * cols);
-        for (int64_t v = 0; v < V; v++)
-            x[i][v] = get(unsent + i * cols + v * W, lanes) + get(gradient + i * cols + v * W, lanes);
+typedef std::vector<uint32_t> Words;
+
+// The numbers x (rows, cols) as T, with zeros up to `height` rows of `width` numbers.
+template <class T> Words fill_up(const float *x, int64_t rows, int64_t cols, int64_t height, int64_t width) {
+    Words filled(size_t(height * width / IN_WORD<T>));
+    for (int64_t i = 0; i < rows; i++)
+        for (int64_t j = 0; j < cols; j += W) {
+            int64_t m = lanes_of(j, cols);
+            put(reinterpret_cast<T *>(filled.data()) + i * width + j, get(x + i * cols + j, m), m);
+        }
+    return filled;
+}
+
+// The `height` rows of x as columns: the first ones of rows of `width` words, with zeros behind them.
+inline Words turn(const Words &x, int64_t height, int64_t width) {
+    int64_t length = int64_t(x.size()) / height;
+    Words turned(size_t(length * width));
+    exchange(x.data(), length, turned.data(), width, height, length);
+    return turned;
+}
+
+// Floats as words of a factor. With bf16, two products of a word keep twice as many digits of the right factor as bf16
+// has: its words hold the bf16 of a number and the bf16 of what that lacks; those of the left factor hold a bf16 twice.
+template <class T> inline uvec as_left(vec x);
+template <class T> inline uvec as_right(vec x);
+template <> inline uvec as_left<float>(vec x) { return (uvec)x; }
+template <> inline uvec as_right<float>(vec x) { return (uvec)x; }
+template <> inline uvec as_left<bf16>(vec x) {
+    uvec bits = (uvec)widen(narrow(x));
+    return bits | bits >> 16;
+}
+template <> inline uvec as_right<bf16>(vec x) {
+    vec high = widen(narrow(x));
+    return (uvec)widen(narrow(x - high)) | (uvec)high >> 16;
+}
+
+template <uvec (*convert)(vec)> void convert_words(Words &x) {
+    for (size_t i = 0; i < x.size(); i += W) {
+        uvec y = convert(read<vec>(x.data() + i));
+        std::memcpy(x.data() + i, &y, sizeof y);
     }
-    for (int64_t k = 0; left && k < rank; k++) {
-        vec y[V];
-        for (int64_t v = 0; v < V; v++) y[v] = get(right + k * cols + v * W, lanes);
-        for (int64_t i = 0; i < N; i++)
-            for (int64_t v = 0; v < V; v++) x[i][v] -= left[k * rows + i] * y[v];
-    }
-    for (int64_t i = 0; i < N; i++)
-        for (int64_t v = 0; v < V; v++) put(unsent + i * cols + v * W, x[i][v], lanes);
+}
+
+// Asks for a row of a block before it is needed.
+template <class T> inline void prefetch_row(const T *row, int64_t count) {
+    for (int64_t j = 0; j < count; j += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + j);
 }
 
 // unsent (rows, cols) += gradient - left^T right, for what was sent last as left (rank, rows) and right (rank, cols);
-// null: nothing was sent.
+// null: nothing was sent. Then p (rank, rows) = q unsent^T, for q (rank, cols). With bf16, `left` and `q` are rounded
+// to it.
 template <class T>
-void add_gradient(const T *gradient, T *unsent, const float *left, const float *right, int64_t rows, int64_t cols,
-                  int64_t rank, int threads) {
-    auto add_rows = [&](auto count, int64_t row) {
-        constexpr int64_t N = decltype(count)::value;
-        const float *own = left ? left + row : nullptr;
-        const T *g = gradient + row * cols;
-        T *u = unsent + row * cols;
-        int64_t j = 0;
-        for (; j + 2 * W <= cols; j += 2 * W)
-            add_gradient_block<N, 2>(g + j, u + j, own, right + j, rows, cols, rank, W);
-        for (; j < cols; j += W)
-            add_gradient_block<N, 1>(g + j, u + j, own, right + j, rows, cols, rank, lanes_of(j, cols));
-    };
-    int64_t blocks = (rows + GRADIENT_ROWS - 1) / GRADIENT_ROWS;
-#pragma omp parallel for schedule(static) num_threads(threads)
-    for (int64_t block = 0; block < blocks; block++) {
-        int64_t begin = block * GRADIENT_ROWS, end = begin + GRADIENT_ROWS < rows ? begin + GRADIENT_ROWS : rows;
-        if (end - begin == GRADIENT_ROWS)
-            add_rows(std::integral_constant<int64_t, GRADIENT_ROWS>(), begin);
-        else
-            for (int64_t row = begin; row < end; row++) add_rows(std::integral_constant<int64_t, 1>(), row);
+void add_gradient(const T *gradient, T *unsent, const float *left, const float *right, const float *q, float *p,
+                  int64_t rows, int64_t cols, int64_t rank, int threads) {
+    constexpr int64_t N = IN_WORD<T>;
+    int64_t steps = filled_up(rank, FACTOR_STEP), high = filled_up(rows, SIDE), wide = filled_up(cols, SIDE);
+    int64_t width = filled_up(steps, COLS<T>);
+    Words sent_left, sent_right, factor = turn(fill_up<T>(q, rank, cols, steps, wide), steps, width);
+    if (left) {
+        sent_left = turn(fill_up<float>(left, rank, rows, steps, high), steps, steps);
+        sent_right = fill_up<float>(right, rank, cols, steps, wide);
+        convert_words<as_left<T>>(sent_left);
+        convert_words<as_right<T>>(sent_right);
+    }
+#pragma omp parallel num_threads(threads)
+    {
+        Tiles<T> tiles;
+        alignas(64) float sums[SIDE * BLOCK_WIDTH]{};
+        alignas(64) T block[SIDE * BLOCK_WIDTH];  // the last rows may be missing, and their products are not used
+        std::vector<float> projected(size_t(SIDE * width));
+#pragma omp for schedule(static)
+        for (int64_t begin = 0; begin < rows; begin += SIDE) {
+            int64_t count = std::min(SIDE, rows - begin), next = begin + SIDE;
+            for (int64_t first = 0; first < cols; first += BLOCK_WIDTH) {
+                int64_t n = std::min(BLOCK_WIDTH, cols - first), filled = filled_up(n, SIDE);
+                if (left)
+                    multiply<T>(sent_left.data() + begin * steps, steps, sent_right.data() + first, wide, sums,
+                                BLOCK_WIDTH, SIDE, filled, steps * N);
+                for (int64_t i = 0; i < count; i++) {
+                    const T *g = gradient + (begin + i) * cols + first;
+                    T *u = unsent + (begin + i) * cols + first;
+                    if (next + i < rows) prefetch_row(g + SIDE * cols, n), prefetch_row(u + SIDE * cols, n);
+                    for (int64_t j = 0; j < filled; j += W) {
+                        int64_t m = std::clamp<int64_t>(n - j, 0, W), at = i * BLOCK_WIDTH + j;
+                        vec x = get(u + j, m) + get(g + j, m) - read<vec>(sums + at);
+                        put(u + j, x, m);
+                        put(block + at, x, W);
+                    }
+                }
+                multiply<T>(reinterpret_cast<const word *>(block), BLOCK_WIDTH / N, factor.data() + first / N * width,
+                            width, projected.data(), width, SIDE, width, filled, first > 0);
+            }
+            for (int64_t k = 0; k < rank; k++)
+                for (int64_t i = 0; i < count; i++) p[k * rows + begin + i] = projected[size_t(i * width + k)];
+        }
+    }
+}
+
+// q (rank, cols) = p unsent, for p (rank, rows), which is rounded to T.
+template <class T>
+void multiply_factor(const float *p, const T *unsent, float *q, int64_t rows, int64_t cols, int64_t rank,
+                     int threads) {
+    constexpr int64_t N = IN_WORD<T>;
+    int64_t height = filled_up(rank, ROWS<T>), high = filled_up(rows, SIDE);
+    Words factor = fill_up<T>(p, rank, rows, height, high);
+#pragma omp parallel num_threads(threads)
+    {
+        Tiles<T> tiles;
+        std::vector<float> sums(size_t(height * BLOCK_WIDTH));
+        alignas(64) word paired[SIDE / N * BLOCK_WIDTH];
+#pragma omp for schedule(static)
+        for (int64_t first = 0; first < cols; first += BLOCK_WIDTH) {
+            int64_t n = std::min(BLOCK_WIDTH, cols - first);
+            std::memset(paired, 0, sizeof paired);
+            for (int64_t begin = 0; begin < rows; begin += SIDE) {
+                for (int64_t i = 0; i < SIDE; i += N) {
+                    word *to = paired + i / N * BLOCK_WIDTH;
+                    const T *from = unsent + (begin + i) * cols + first;
+                    if (begin + i + N > rows) {
+                        std::memset(to, 0, size_t(n) * sizeof(word));
+                        for (int64_t j = 0; N == 2 && begin + i < rows && j < n; j++) std::memcpy(to + j, from + j, 2);
+                        continue;
+                    }
+                    for (int64_t r = 0; r < N; r++)
+                        if (begin + i + r + SIDE < rows) prefetch_row(from + (r + SIDE) * cols, n);
+                    pair_row(from, cols, to, n);
+                }
+                multiply<T>(factor.data() + begin / N, high / N, paired, BLOCK_WIDTH, sums.data(), BLOCK_WIDTH, height,
+                            filled_up(n, SIDE), SIDE, begin > 0);
+            }
+            for (int64_t k = 0; k < rank; k++)
+                std::memcpy(q + k * cols + first, sums.data() + k * BLOCK_WIDTH, size_t(n) * sizeof(float));
+        }
+    }
+}
+
+// gradient (rows, cols) = p^T q, for p (rank, rows) and q (rank, cols). All CPUs add the products in the same order, and
+// round alike, because all ranks need the same bits.
+template <class T>
+void write_product(const float *p, const float *q, T *gradient, int64_t rows, int64_t cols, int64_t rank,
+                   int threads) {
+    int64_t steps = filled_up(rank, FACTOR_STEP), high = filled_up(rows, SIDE), wide = filled_up(cols, SIDE);
+    Words left = turn(fill_up<float>(p, rank, rows, steps, high), steps, steps);
+    Words right = fill_up<float>(q, rank, cols, steps, wide);
+#pragma omp parallel num_threads(threads)
+    {
+        alignas(64) float sums[SIDE * BLOCK_WIDTH];
+#pragma omp for schedule(static)
+        for (int64_t begin = 0; begin < rows; begin += SIDE) {
+            for (int64_t first = 0; first < cols; first += BLOCK_WIDTH) {
+                int64_t n = std::min(BLOCK_WIDTH, cols - first);
+                multiply<float>(left.data() + begin * steps, steps, right.data() + first, wide, sums, BLOCK_WIDTH, SIDE,
+                                filled_up(n, SIDE), rank);
+                for (int64_t i = 0; i < std::min(SIDE, rows - begin); i++) {
+                    T *row = gradient + (begin + i) * cols + first;
+                    const float *x = sums + i * BLOCK_WIDTH;
+                    int64_t j = 0;
+                    for (; j + W <= n; j += W) {
+                        if constexpr (sizeof(T) == 2) {
+                            half y = narrow(read<vec>(x + j));
+                            std::memcpy(row + j, &y, sizeof y);
+                        } else {
+                            std::memcpy(row + j, x + j, sizeof(vec));
+                        }
+                    }
+                    for (; j < n; j++) store(row[j], x[j]);
+                }
+            }
+        }
     }
 }
 

@@ -59,21 +59,30 @@ class Matrix:
 
         The gradient has rows * columns numbers in any shape, and the type of what is unsent. It does not change.
         """
+        gradient, factor = gradient.contiguous(), _orthonormalise(self._q).contiguous()
         left, right = (None, None) if self._sent is None else (self._p, self._sent)
         kernels = kernels_for(gradient)
         if kernels is not None:
-            arrays = gradient.contiguous(), self._unsent, left, right
-            kernels.run("add_gradient", gradient.dtype, *arrays, *self._unsent.shape, len(self._q))
-        else:
-            summed = self._unsent.float() + gradient.view(self._unsent.shape)
-            self._unsent.copy_(summed if right is None else summed.addmm_(self._p.T, right, alpha=-1))
-        return (_orthonormalise(self._q).to(self._unsent.dtype) @ self._unsent.T).float()
+            p = torch.empty(len(factor), len(self._unsent))
+            arrays = gradient, self._unsent, left, right, factor, p
+            kernels.run("add_gradient", gradient.dtype, *arrays, *self._unsent.shape, len(factor))
+            return p
+        summed = self._unsent.float() + gradient.view(self._unsent.shape)
+        self._unsent.copy_(summed if right is None else summed.addmm_(self._p.T, right, alpha=-1))
+        return factor.to(self._unsent.dtype).float() @ self._unsent.float().T
 
     def compute_q(self, p: torch.Tensor) -> torch.Tensor:
         """Return this rank's Q for the mean of P: fp32, shape (r, columns)."""
-        self._p = _orthonormalise(p).contiguous()
+        # P is rounded here, so that all that is made of it is made of the same numbers.
+        self._p = _orthonormalise(p).to(self._unsent.dtype).float().contiguous()
         self._sent = None
-        return (self._p.to(self._unsent.dtype) @ self._unsent).float()
+        kernels = kernels_for(self._unsent)
+        if kernels is None:
+            return self._p @ self._unsent.float()
+        q = torch.empty(len(p), self._unsent.shape[1])
+        arrays = self._p, self._unsent, q
+        kernels.run("multiply_factor", self._unsent.dtype, *arrays, *self._unsent.shape, len(p))
+        return q
 
     def write_approximation(self, sent: torch.Tensor, mean: torch.Tensor, gradient: torch.Tensor) -> None:
         """Write P^T Q into the gradient. This rank's part of it is no longer unsent.
@@ -84,9 +93,13 @@ class Matrix:
         mean: of what all ranks have sent of Q, the same on all ranks.
         gradient: contiguous, rows * columns numbers in any shape. It is overwritten.
         """
-        self._sent, self._q = sent.contiguous(), mean
-        p, q = (factor.to(gradient.dtype) for factor in (self._p, mean))
-        torch.mm(p.T, q, out=gradient.view(self._unsent.shape))
+        self._sent, self._q = sent.contiguous(), mean.contiguous()
+        kernels = kernels_for(gradient)
+        if kernels is None:
+            gradient.view(self._unsent.shape).copy_(self._p.T @ self._q)
+        else:
+            arrays = self._p, self._q, gradient
+            kernels.run("write_product", gradient.dtype, *arrays, *self._unsent.shape, len(self._p))
 
 
 def _orthonormalise(factor: torch.Tensor) -> torch.Tensor:

@@ -186,12 +186,17 @@ inline void exchange(const word *x, int64_t x_stride, word *y, int64_t y_stride,
         }
 }
 
-// x as a right factor whose rows are summed over: words of two rows each for bf16, in `room`; floats as they are.
+// A row of words of a right factor whose rows are summed over: of two rows of x, `stride` apart, for bf16; floats as
+// they are.
+inline void pair_row(const float *x, int64_t, word *y, int64_t cols) { std::memcpy(y, x, size_t(cols) * sizeof(word)); }
+inline void pair_row(const bf16 *__restrict x, int64_t stride, word *__restrict y, int64_t cols) {
+    for (int64_t c = 0; c < cols; c++) y[c] = uint32_t(x[c].bits) | uint32_t(x[stride + c].bits) << 16;
+}
+
+// x as such a right factor: for bf16 in `room`; floats where they are.
 inline const word *pair_rows(const float *x, word *, int64_t, int64_t) { return reinterpret_cast<const word *>(x); }
-inline const word *pair_rows(const bf16 *__restrict x, word *__restrict room, int64_t rows, int64_t cols) {
-    word *y = room;
-    for (int64_t r = 0; r < rows / 2; r++, x += 2 * cols, y += cols)
-        for (int64_t c = 0; c < cols; c++) y[c] = uint32_t(x[c].bits) | uint32_t(x[cols + c].bits) << 16;
+inline const word *pair_rows(const bf16 *x, word *room, int64_t rows, int64_t cols) {
+    for (int64_t r = 0; r < rows / 2; r++) pair_row(x + 2 * r * cols, cols, room + r * cols, cols);
     return room;
 }
 

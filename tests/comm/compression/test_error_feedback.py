@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -42,13 +43,31 @@ def test_factors_are_the_same_with_kernels_and_without(shape: tuple[int, int], d
         p = one.compute_p(gradient)
         with plain_torch():
             torch.testing.assert_close(other.compute_p(gradient), p, rtol=off, atol=off * float(p.abs().max()))
-        q, others_q = one.compute_q(p), other.compute_q(p)
-        torch.testing.assert_close(others_q, q, rtol=off, atol=off * float(q.abs().max()))
-        sent, received = q * 0.99, torch.empty_like(gradient)
+        q = one.compute_q(p)
+        sent, received, others = q * 0.99, torch.empty_like(gradient), torch.empty_like(gradient)
         exact += gradient.float() - one._p.T @ sent
+        one.write_approximation(sent, q, received)
+        with plain_torch():
+            torch.testing.assert_close(other.compute_q(p), q, rtol=off, atol=off * float(q.abs().max()))
+            other.write_approximation(sent, q, others)
+        torch.testing.assert_close(others, received, rtol=1e-2, atol=1e-5 * float(q.abs().max()))
         for matrix in (one, other):
-            matrix.write_approximation(sent, q, received)
             torch.testing.assert_close(matrix.unsent, exact, rtol=off, atol=off)
+
+
+@pytest.mark.parametrize("shape", [(100, 80), (33, 129)])
+@pytest.mark.parametrize("without", [False, True])
+def test_what_was_sent_is_subtracted_with_more_digits_than_bf16_has(shape: tuple[int, int], without: bool) -> None:
+    """A gradient of zeros changes what is unsent by what was sent, and only the difference is rounded to bf16."""
+    generator = torch.Generator().manual_seed(4)
+    gradient = torch.randn(shape, generator=generator).bfloat16()
+    with plain_torch() if without else nullcontext():
+        matrix = Matrix(torch.zeros(shape).bfloat16(), generator)
+        q = matrix.compute_q(matrix.compute_p(gradient))
+        matrix.write_approximation(q, q, torch.empty_like(gradient))
+        exact = matrix.unsent
+        matrix.compute_p(torch.zeros_like(gradient))
+        torch.testing.assert_close(matrix._unsent.float(), exact, rtol=2.0**-8, atol=1e-4)
 
 
 @pytest.fixture(scope="module", params=(2, 3))
