@@ -56,6 +56,7 @@ _SIGNATURES = {
     "encode_blocks": "ppppqqqi",
     "average_blocks": "pppqqqi",
     "decode_blocks": "ppqqqi",
+    "orthonormalise": "ppqqi",
     "add_gradient": "ppppppqqqi",
     "multiply_factor": "pppqqqi",
     "write_product": "pppqqqi",

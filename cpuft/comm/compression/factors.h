@@ -9,6 +9,7 @@
 #include "../../train/fast/products.h"
 #include "../../vectors.h"
 #include <algorithm>
+#include <cmath>
 #include <omp.h>
 #include <vector>
 
@@ -60,6 +61,60 @@ template <uvec (*convert)(vec)> void convert_words(Words &x) {
     for (size_t i = 0; i < x.size(); i += W) {
         uvec y = convert(read<vec>(x.data() + i));
         std::memcpy(x.data() + i, &y, sizeof y);
+    }
+}
+
+// Sums are made of 16 partial sums on all CPUs, so that they have the same bits: all ranks need the same rows.
+constexpr int64_t PARTIAL_SUMS = 16;
+
+inline float dot(const float *x, const float *y, int64_t n) {
+    vec sums[PARTIAL_SUMS / W]{};
+    for (int64_t j = 0; j < n; j += PARTIAL_SUMS)
+        for (int64_t i = 0; i < PARTIAL_SUMS / W; i++)
+            sums[i] += read<vec>(x + j + i * W) * read<vec>(y + j + i * W);
+    float sum = 0.0f;
+    for (int64_t i = 0; i < PARTIAL_SUMS; i++) sum += sums[i / W][i % W];
+    return sum;
+}
+
+// Twice subtracts from x what it has in common with `count` orthonormal rows, and returns its remaining length. Twice
+// is enough for orthogonality within rounding (Giraud, Langou, Rozloznik, 2005).
+inline float project(float *x, const float *rows, int64_t count, int64_t n) {
+    std::vector<float> parts(size_t(count), 0.0f);
+    for (int64_t turn = 0; turn < 2; turn++) {
+        for (int64_t k = 0; k < count; k++) parts[size_t(k)] = dot(x, rows + k * n, n);
+        for (int64_t j = 0; j < n; j += W) {
+            vec y = read<vec>(x + j);
+            for (int64_t k = 0; k < count; k++) y -= parts[size_t(k)] * read<vec>(rows + k * n + j);
+            std::memcpy(x + j, &y, sizeof y);
+        }
+    }
+    return std::sqrt(dot(x, x, n));
+}
+
+// y: orthonormal rows that span the rows of x, both (rank, cols), rounded to T, by classical Gram-Schmidt. A row that
+// depends on the i rows before it is replaced by the first unit vector that keeps half as much of its square length as
+// the mean of all unit vectors, which is 1 - i / cols. CPUs with AVX2 and AVX-512 give the same bits.
+template <class T> void orthonormalise(const float *x, float *y, int64_t rank, int64_t cols, int) {
+    int64_t n = filled_up(cols, PARTIAL_SUMS);
+    std::vector<float> rows(size_t(rank * n));
+    for (int64_t i = 0; i < rank; i++) {
+        float *row = rows.data() + i * n;
+        std::memcpy(row, x + i * cols, size_t(cols) * sizeof(float));
+        float before = std::sqrt(dot(row, row, n)), length = project(row, rows.data(), i, n);
+        bool depends = length <= before * 1e-6f;  // false for a NaN, which stays one
+        for (int64_t unit = 0; depends && unit < cols; unit++) {
+            std::memset(row, 0, size_t(n) * sizeof(float));
+            row[unit] = 1.0f;
+            length = project(row, rows.data(), i, n);
+            depends = length * length < 0.5f * float(cols - i) / float(cols);
+        }
+        for (int64_t j = 0; j < n; j++) row[j] /= length;
+        for (int64_t j = 0; j < cols; j++) {
+            T rounded;
+            store(rounded, row[j]);
+            y[i * cols + j] = load(rounded);
+        }
     }
 }
 
@@ -157,7 +212,7 @@ void multiply_factor(const float *p, const T *unsent, float *q, int64_t rows, in
 }
 
 // gradient (rows, cols) = p^T q, for p (rank, rows) and q (rank, cols). All CPUs add the products in the same order, and
-// round alike, because all ranks need the same bits.
+// round alike, because ranks need the same bits.
 template <class T>
 void write_product(const float *p, const float *q, T *gradient, int64_t rows, int64_t cols, int64_t rank,
                    int threads) {

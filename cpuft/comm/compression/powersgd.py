@@ -59,7 +59,7 @@ class Matrix:
 
         The gradient has rows * columns numbers in any shape, and the type of what is unsent. It does not change.
         """
-        gradient, factor = gradient.contiguous(), _orthonormalise(self._q).contiguous()
+        gradient, factor = gradient.contiguous(), orthonormalise(self._q, self._unsent.dtype)
         left, right = (None, None) if self._sent is None else (self._p, self._sent)
         kernels = kernels_for(gradient)
         if kernels is not None:
@@ -69,12 +69,11 @@ class Matrix:
             return p
         summed = self._unsent.float() + gradient.view(self._unsent.shape)
         self._unsent.copy_(summed if right is None else summed.addmm_(self._p.T, right, alpha=-1))
-        return factor.to(self._unsent.dtype).float() @ self._unsent.float().T
+        return factor @ self._unsent.float().T
 
     def compute_q(self, p: torch.Tensor) -> torch.Tensor:
         """Return this rank's Q for the mean of P: fp32, shape (r, columns)."""
-        # P is rounded here, so that all that is made of it is made of the same numbers.
-        self._p = _orthonormalise(p).to(self._unsent.dtype).float().contiguous()
+        self._p = orthonormalise(p, self._unsent.dtype)
         self._sent = None
         kernels = kernels_for(self._unsent)
         if kernels is None:
@@ -102,10 +101,42 @@ class Matrix:
             kernels.run("write_product", gradient.dtype, *arrays, *self._unsent.shape, len(self._p))
 
 
-def _orthonormalise(factor: torch.Tensor) -> torch.Tensor:
-    """Return a matrix with orthonormal rows that span those of the factor, which has at least as many columns."""
-    columns: torch.Tensor = torch.linalg.qr(factor.T).Q
-    return columns.T
+def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return orthonormal rows that span those of a factor, rounded to `dtype`: fp32, in the factor's shape.
+
+    A row that depends on those before it is replaced by one that is orthogonal to them. Kernels give the same bits on
+    CPUs with AVX2 and AVX-512, because all ranks need the same rows. NaNs stay NaNs.
+
+    Parameters
+    ----------
+    factor: fp32, with at least as many columns as rows.
+    """
+    kernels = kernels_for(factor)
+    if kernels is not None:
+        rows = torch.empty(factor.shape)
+        kernels.run("orthonormalise", dtype, factor.contiguous(), rows, *factor.shape)
+        return rows
+    rows, columns = factor.clone(), factor.shape[1]
+    for i in range(len(rows)):
+        least = rows[i].norm() * 1e-6
+        length, unit = _project(rows, i), 0
+        while length <= least:
+            rows[i] = 0.0
+            rows[i, unit] = 1.0
+            # One of the unit vectors has at least this length left.
+            least = torch.tensor(0.5 * (columns - i) / columns).sqrt()
+            length, unit = _project(rows, i), unit + 1
+        rows[i] /= length
+    rounded: torch.Tensor = rows.to(dtype).float()
+    return rounded
+
+
+def _project(rows: torch.Tensor, i: int) -> torch.Tensor:
+    """Subtract from row i what it has in common with the rows before it, and return its remaining length."""
+    for _ in range(2):
+        rows[i] -= (rows[:i] @ rows[i]) @ rows[:i]
+    length: torch.Tensor = rows[i].norm()
+    return length
 
 
 _ENDED = object()

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 
-from cpuft.comm.compression.powersgd import Matrix
-from cpuft.kernels import plain_torch
+from cpuft.comm.compression.powersgd import Matrix, orthonormalise
+from cpuft.compiler import find_compiler, read_cpu_flags
+from cpuft.kernels import Kernels, build, plain_torch, use_kernels
 from tests.comm.ranks import mpirun
 
 
@@ -53,6 +55,53 @@ def test_factors_are_the_same_with_kernels_and_without(shape: tuple[int, int], d
         torch.testing.assert_close(others, received, rtol=1e-2, atol=1e-5 * float(q.abs().max()))
         for matrix in (one, other):
             torch.testing.assert_close(matrix.unsent, exact, rtol=off, atol=off)
+
+
+@pytest.mark.parametrize("shape", [(16, 16), (16, 300), (3, 7), (1, 1)])
+@pytest.mark.parametrize("kind", ["full", "dependent", "zeros", "tiny"])
+def test_rows_are_made_orthonormal(shape: tuple[int, int], kind: str) -> None:
+    factor = torch.randn(shape, generator=torch.Generator().manual_seed(5))
+    if kind == "dependent":
+        factor[len(factor) // 2 :] = factor[:1] * 3
+    elif kind != "full":
+        factor *= 0.0 if kind == "zeros" else 1e-15
+    rows = orthonormalise(factor, torch.float32)
+    torch.testing.assert_close(rows @ rows.T, torch.eye(len(rows)), rtol=0, atol=1e-5)
+    # The factor's rows are combinations of them.
+    torch.testing.assert_close(factor @ rows.T @ rows, factor, rtol=1e-4, atol=1e-5 * float(factor.abs().max()))
+    with plain_torch():
+        torch.testing.assert_close(orthonormalise(factor, torch.float32), rows, rtol=1e-3, atol=1e-3)
+    rounded = orthonormalise(factor, torch.bfloat16)
+    assert rounded.equal(rounded.bfloat16().float())
+    torch.testing.assert_close(rounded, rows, rtol=2.0**-8, atol=0)
+
+
+def test_all_processors_make_the_same_bits_of_the_same_messages() -> None:
+    """Ranks with different CPUs would otherwise train with different gradients."""
+
+    def make() -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(6)
+        matrix = Matrix(torch.zeros(100, 333).bfloat16(), generator)
+        matrix._p = orthonormalise(torch.randn(16, 100, generator=generator), torch.bfloat16)
+        mean, received = torch.randn(16, 333, generator=generator), torch.empty(100, 333).bfloat16()
+        matrix.write_approximation(mean, mean, received)
+        return matrix._p, received
+
+    compiler = find_compiler(os.environ)
+    assert compiler is not None
+    for wanted, name in ((make(), "x86-64-v3"), (make(), "x86-64-v4")):
+        if name == "x86-64-v4" and "avx512f" not in read_cpu_flags(os.environ):
+            continue
+        with use_kernels(Kernels(build(compiler, name))):
+            assert all(mine.equal(theirs) for mine, theirs in zip(make(), wanted, strict=True))
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_a_nan_is_not_hidden_by_orthonormal_rows(without: bool) -> None:
+    factor = torch.ones(3, 40)
+    factor[1, 7] = torch.nan
+    with plain_torch() if without else nullcontext():
+        assert orthonormalise(factor, torch.float32).isnan().any(dim=1).tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize("shape", [(100, 80), (33, 129)])
