@@ -32,7 +32,8 @@ COMPRESSION_FACTS = {
     # by -0.0018 (0.0011) on SST-2. `cpuft.comm.compression.int8.measure_coding_seconds` measured its coding.
     "int8": CompressionFacts(260 / 256, coding_seconds=3.5e-9, is_automatic=True, has_feedback=True),
     # A core of a Xeon with AMX makes the factors and approximations of MiniLM's layers, in bf16, in 1.2 times the time
-    # in which it codes as many numbers as int8 blocks, in turn. That is 4.3 ns; the rest is for coding what is sent.
+    # in which it codes as many numbers as int8 blocks, measured alternately. That is 4.2 ns; the rest is for coding
+    # what is sent.
     # With four ranks and five seeds, the metric differed from that of exact gradients by -0.0013 (standard error
     # 0.0005) on MRPC, and -0.0015 (0.0010) on SST-2.
     "powersgd": CompressionFacts(260 / 256, coding_seconds=5.5e-9, is_automatic=True, has_feedback=True),
@@ -41,8 +42,9 @@ COMPRESSION_FACTS = {
 
 AVX512_CODING_SHARE = 0.8
 """The core seconds to encode and decode a number on a CPU with AVX-512, as a share of those above: 2.5 to 3.5 ns with
-int8, for numbers that are not in the cache, on a Xeon of family 6, model 167. Other CPUs with AVX-512 were not
-measured, and powersgd is assumed to scale alike."""
+int8 on a Xeon of family 6, model 167, for numbers that are not in the second-level cache. The 3.5 ns of the EPYC were
+measured with numbers in the cache. Other CPUs with AVX-512 were not measured, and powersgd is assumed to scale
+alike."""
 
 COMPRESSIONS = ("auto", *COMPRESSION_FACTS)
 """The values of --grad-compression."""

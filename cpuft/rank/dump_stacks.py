@@ -64,7 +64,7 @@ def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
     in which it sleeps, or ""), `stack` (faulthandler's text), `report` (JSON of `cpuft.rank.diagnostics`, or ""), and
     `age` (seconds since the report was written; 0 without a report).
     """
-    dumps, requested = list[dict[str, Any]](), list[tuple[dict[str, Any], str, int]]()
+    dumps, requested = list[dict[str, Any]](), list[tuple[dict[str, Any], str, int, list[str]]]()
     for pid, environ in find_workers(run_dir, socket.gethostname()).items():
         files = _find_memory_files(pid)
         dump = {
@@ -78,32 +78,38 @@ def dump_stacks(run_dir: str, seconds: float) -> list[dict[str, Any]]:
         }
         dumps.append(dump)
         if STACK_FILE in files and dump["state"] in ("R", "S", "D"):
-            requested.append((dump, files[STACK_FILE], len(_read(files[STACK_FILE]))))
+            threads = [one for one in _list_folder(f"/proc/{pid}/task") if "SigBlk" not in _find_masks(pid, one)]
+            requested.append((dump, files[STACK_FILE], len(_read(files[STACK_FILE])), threads))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, SIGNAL)
     end = time.monotonic() + seconds
-    while time.monotonic() < end and not all(_has_written(one["pid"], path, size) for one, path, size in requested):
+    while time.monotonic() < end and not all(
+        _has_written(dump["pid"], path, size, threads) for dump, path, size, threads in requested
+    ):
         time.sleep(_POLL_SECONDS)
-    for dump, path, size in requested:
+    for dump, path, size, _ in requested:
         dump["stack"] = _read(path)[size:]
     return dumps
 
 
-def _has_written(pid: int, path: str, size: int) -> bool:
+def _has_written(pid: int, path: str, size: int, threads: list[str]) -> bool:
     """Return whether stacks were written after the first `size` characters, and the handler has ended.
 
-    The signal is blocked in the thread that runs its handler while it runs: proc(5). The kernel blocks it a moment
-    after it stops being pending, so only once the file has grown does a signal that is not blocked mean that the
-    handler has ended.
+    The kernel blocks the signal in the thread that runs its handler, a moment after the signal stops being pending. So
+    only once the file has grown does a signal that is not blocked mean that the handler has ended.
+
+    Parameters
+    ----------
+    threads: those that may run the handler. Others may block the signal for ever, as threads of MPI do.
     """
-    if len(_read(path)) <= size:
-        return False
-    for thread in _list_folder(f"/proc/{pid}/task"):
-        status = _read(f"/proc/{pid}/task/{thread}/status").splitlines()
-        fields = dict(line.split(":\t", 1) for line in status if ":\t" in line)
-        if any(int(fields.get(name, "0"), 16) >> SIGNAL - 1 & 1 for name in ("SigPnd", "ShdPnd", "SigBlk")):
-            return False
-    return True
+    return len(_read(path)) > size and not any(_find_masks(pid, thread) for thread in threads)
+
+
+def _find_masks(pid: int, thread: str) -> list[str]:
+    """Return which masks of proc(5) contain the signal: pending for the thread, for its process, or blocked."""
+    status = _read(f"/proc/{pid}/task/{thread}/status").splitlines()
+    fields = dict(line.split(":\t", 1) for line in status if ":\t" in line)
+    return [name for name in ("SigPnd", "ShdPnd", "SigBlk") if int(fields.get(name, "0"), 16) >> SIGNAL - 1 & 1]
 
 
 def _find_memory_files(pid: int) -> dict[str, str]:

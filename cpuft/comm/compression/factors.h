@@ -24,7 +24,7 @@ constexpr int64_t FACTOR_STEP = 16;
 typedef std::vector<uint32_t> Words;
 
 // The numbers x (rows, cols) as T, with zeros up to `height` rows of `width` numbers.
-template <class T> Words fill_up(const float *x, int64_t rows, int64_t cols, int64_t height, int64_t width) {
+template <class T> Words pad_rows(const float *x, int64_t rows, int64_t cols, int64_t height, int64_t width) {
     Words filled(size_t(height * width / IN_WORD<T>));
     for (int64_t i = 0; i < rows; i++)
         for (int64_t j = 0; j < cols; j += W) {
@@ -35,15 +35,15 @@ template <class T> Words fill_up(const float *x, int64_t rows, int64_t cols, int
 }
 
 // The `height` rows of x as columns: the first ones of rows of `width` words, with zeros behind them.
-inline Words turn(const Words &x, int64_t height, int64_t width) {
+inline Words transpose(const Words &x, int64_t height, int64_t width) {
     int64_t length = int64_t(x.size()) / height;
     Words turned(size_t(length * width));
     exchange(x.data(), length, turned.data(), width, height, length);
     return turned;
 }
 
-// Floats as words of a factor. With bf16, two products of a word keep twice as many digits of the right factor as bf16
-// has: its words hold the bf16 of a number and the bf16 of what that lacks; those of the left factor hold a bf16 twice.
+// Floats as words of a factor. With bf16, a word of the right factor holds bf16(x) and bf16(x - bf16(x)), and a word of
+// the left factor holds a bf16 twice, so that the sum of their two products has twice as many digits of x as bf16 has.
 template <class T> inline uvec as_left(vec x);
 template <class T> inline uvec as_right(vec x);
 template <> inline uvec as_left<float>(vec x) { return (uvec)x; }
@@ -81,7 +81,7 @@ inline float dot(const float *x, const float *y, int64_t n) {
 // is enough for orthogonality within rounding (Giraud, Langou, Rozloznik, 2005).
 inline float project(float *x, const float *rows, int64_t count, int64_t n) {
     std::vector<float> parts(size_t(count), 0.0f);
-    for (int64_t turn = 0; turn < 2; turn++) {
+    for (int64_t pass = 0; pass < 2; pass++) {
         for (int64_t k = 0; k < count; k++) parts[size_t(k)] = dot(x, rows + k * n, n);
         for (int64_t j = 0; j < n; j += W) {
             vec y = read<vec>(x + j);
@@ -93,8 +93,8 @@ inline float project(float *x, const float *rows, int64_t count, int64_t n) {
 }
 
 // y: orthonormal rows that span the rows of x, both (rank, cols), rounded to T, by classical Gram-Schmidt. A row that
-// depends on the i rows before it is replaced by the first unit vector that keeps half as much of its square length as
-// the mean of all unit vectors, which is 1 - i / cols. CPUs with AVX2 and AVX-512 give the same bits.
+// depends on the i rows before it is replaced by the first unit vector whose square length after `project` is at least
+// half the mean of all unit vectors, 1 - i / cols. CPUs with AVX2 and AVX-512 give the same bits.
 template <class T> void orthonormalise(const float *x, float *y, int64_t rank, int64_t cols, int) {
     int64_t n = filled_up(cols, PARTIAL_SUMS);
     std::vector<float> rows(size_t(rank * n));
@@ -102,7 +102,7 @@ template <class T> void orthonormalise(const float *x, float *y, int64_t rank, i
         float *row = rows.data() + i * n;
         std::memcpy(row, x + i * cols, size_t(cols) * sizeof(float));
         float before = std::sqrt(dot(row, row, n)), length = project(row, rows.data(), i, n);
-        bool depends = length <= before * 1e-6f;  // false for a NaN, which stays one
+        bool depends = std::isfinite(before) && length <= before * 1e-6f;  // NaNs stay NaNs
         for (int64_t unit = 0; depends && unit < cols; unit++) {
             std::memset(row, 0, size_t(n) * sizeof(float));
             row[unit] = 1.0f;
@@ -118,7 +118,7 @@ template <class T> void orthonormalise(const float *x, float *y, int64_t rank, i
     }
 }
 
-// Asks for a row of a block before it is needed.
+// Prefetches a row of a block.
 template <class T> inline void prefetch_row(const T *row, int64_t count) {
     for (int64_t j = 0; j < count; j += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + j);
 }
@@ -130,12 +130,14 @@ template <class T>
 void add_gradient(const T *gradient, T *unsent, const float *left, const float *right, const float *q, float *p,
                   int64_t rows, int64_t cols, int64_t rank, int threads) {
     constexpr int64_t N = IN_WORD<T>;
-    int64_t steps = filled_up(rank, FACTOR_STEP), high = filled_up(rows, SIDE), wide = filled_up(cols, SIDE);
-    int64_t width = filled_up(steps, COLS<T>);
-    Words sent_left, sent_right, factor = turn(fill_up<T>(q, rank, cols, steps, wide), steps, width);
+    int64_t padded_rows = filled_up(rows, SIDE), padded_cols = filled_up(cols, SIDE);
+    int64_t padded_rank = filled_up(rank, FACTOR_STEP);
+    int64_t width = filled_up(padded_rank, COLS<T>);
+    Words factor = transpose(pad_rows<T>(q, rank, cols, padded_rank, padded_cols), padded_rank, width);
+    Words sent_left, sent_right;
     if (left) {
-        sent_left = turn(fill_up<float>(left, rank, rows, steps, high), steps, steps);
-        sent_right = fill_up<float>(right, rank, cols, steps, wide);
+        sent_left = transpose(pad_rows<float>(left, rank, rows, padded_rank, padded_rows), padded_rank, padded_rank);
+        sent_right = pad_rows<float>(right, rank, cols, padded_rank, padded_cols);
         convert_words<as_left<T>>(sent_left);
         convert_words<as_right<T>>(sent_right);
     }
@@ -151,8 +153,8 @@ void add_gradient(const T *gradient, T *unsent, const float *left, const float *
             for (int64_t first = 0; first < cols; first += BLOCK_WIDTH) {
                 int64_t n = std::min(BLOCK_WIDTH, cols - first), filled = filled_up(n, SIDE);
                 if (left)
-                    multiply<T>(sent_left.data() + begin * steps, steps, sent_right.data() + first, wide, sums,
-                                BLOCK_WIDTH, SIDE, filled, steps * N);
+                    multiply<T>(sent_left.data() + begin * padded_rank, padded_rank, sent_right.data() + first,
+                                padded_cols, sums, BLOCK_WIDTH, SIDE, filled, padded_rank * N);
                 for (int64_t i = 0; i < count; i++) {
                     const T *g = gradient + (begin + i) * cols + first;
                     T *u = unsent + (begin + i) * cols + first;
@@ -178,8 +180,8 @@ template <class T>
 void multiply_factor(const float *p, const T *unsent, float *q, int64_t rows, int64_t cols, int64_t rank,
                      int threads) {
     constexpr int64_t N = IN_WORD<T>;
-    int64_t height = filled_up(rank, ROWS<T>), high = filled_up(rows, SIDE);
-    Words factor = fill_up<T>(p, rank, rows, height, high);
+    int64_t height = filled_up(rank, ROWS<T>), padded_rows = filled_up(rows, SIDE);
+    Words factor = pad_rows<T>(p, rank, rows, height, padded_rows);
 #pragma omp parallel num_threads(threads)
     {
         Tiles<T> tiles;
@@ -202,8 +204,8 @@ void multiply_factor(const float *p, const T *unsent, float *q, int64_t rows, in
                         if (begin + i + r + SIDE < rows) prefetch_row(from + (r + SIDE) * cols, n);
                     pair_row(from, cols, to, n);
                 }
-                multiply<T>(factor.data() + begin / N, high / N, paired, BLOCK_WIDTH, sums.data(), BLOCK_WIDTH, height,
-                            filled_up(n, SIDE), SIDE, begin > 0);
+                multiply<T>(factor.data() + begin / N, padded_rows / N, paired, BLOCK_WIDTH, sums.data(), BLOCK_WIDTH,
+                            height, filled_up(n, SIDE), SIDE, begin > 0);
             }
             for (int64_t k = 0; k < rank; k++)
                 std::memcpy(q + k * cols + first, sums.data() + k * BLOCK_WIDTH, size_t(n) * sizeof(float));
@@ -211,14 +213,15 @@ void multiply_factor(const float *p, const T *unsent, float *q, int64_t rows, in
     }
 }
 
-// gradient (rows, cols) = p^T q, for p (rank, rows) and q (rank, cols). All CPUs add the products in the same order, and
+// gradient (rows, cols) = p^T q, for p (rank, rows) and q (rank, cols). All CPUs add the products in the same order and
 // round alike, because ranks need the same bits.
 template <class T>
 void write_product(const float *p, const float *q, T *gradient, int64_t rows, int64_t cols, int64_t rank,
                    int threads) {
-    int64_t steps = filled_up(rank, FACTOR_STEP), high = filled_up(rows, SIDE), wide = filled_up(cols, SIDE);
-    Words left = turn(fill_up<float>(p, rank, rows, steps, high), steps, steps);
-    Words right = fill_up<float>(q, rank, cols, steps, wide);
+    int64_t padded_rows = filled_up(rows, SIDE), padded_cols = filled_up(cols, SIDE);
+    int64_t padded_rank = filled_up(rank, FACTOR_STEP);
+    Words left = transpose(pad_rows<float>(p, rank, rows, padded_rank, padded_rows), padded_rank, padded_rank);
+    Words right = pad_rows<float>(q, rank, cols, padded_rank, padded_cols);
 #pragma omp parallel num_threads(threads)
     {
         alignas(64) float sums[SIDE * BLOCK_WIDTH];
@@ -226,8 +229,8 @@ void write_product(const float *p, const float *q, T *gradient, int64_t rows, in
         for (int64_t begin = 0; begin < rows; begin += SIDE) {
             for (int64_t first = 0; first < cols; first += BLOCK_WIDTH) {
                 int64_t n = std::min(BLOCK_WIDTH, cols - first);
-                multiply<float>(left.data() + begin * steps, steps, right.data() + first, wide, sums, BLOCK_WIDTH, SIDE,
-                                filled_up(n, SIDE), rank);
+                multiply<float>(left.data() + begin * padded_rank, padded_rank, right.data() + first, padded_cols, sums,
+                                BLOCK_WIDTH, SIDE, filled_up(n, SIDE), rank);
                 for (int64_t i = 0; i < std::min(SIDE, rows - begin); i++) {
                     T *row = gradient + (begin + i) * cols + first;
                     const float *x = sums + i * BLOCK_WIDTH;

@@ -104,8 +104,8 @@ class Matrix:
 def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return orthonormal rows that span those of a factor, rounded to `dtype`: fp32, in the factor's shape.
 
-    A row that depends on those before it is replaced by one that is orthogonal to them. Kernels give the same bits on
-    CPUs with AVX2 and AVX-512, because all ranks need the same rows. NaNs stay NaNs.
+    A row that depends on those before it is replaced by one that is orthogonal to them. All ranks need the same rows:
+    kernels give the same bits on CPUs with AVX2 and AVX-512. NaNs stay NaNs.
 
     Parameters
     ----------
@@ -120,7 +120,7 @@ def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     for i in range(len(rows)):
         least = rows[i].norm() * 1e-6
         length, unit = _project(rows, i), 0
-        while length <= least:
+        while least.isfinite() and length <= least:
             rows[i] = 0.0
             rows[i, unit] = 1.0
             # One of the unit vectors has at least this length left.

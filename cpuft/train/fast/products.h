@@ -114,6 +114,7 @@ template <> struct Tiles<bf16> {
 // `rows` and `cols` are multiples of 32, `words` of 16.
 inline void multiply_tiles(const word *a, int64_t a_stride, const word *b, int64_t b_stride, float *c,
                            int64_t c_stride, int64_t rows, int64_t cols, int64_t words, bool adds) {
+    asm volatile("" ::: "memory");  // GCC does not know that tile loads read memory: let it write a and b before them
     for (int64_t j = 0; j < cols; j += 32)
         for (int64_t i = 0; i < rows; i += 32) {
             float *upper = c + i * c_stride + j, *lower = upper + 16 * c_stride;
