@@ -32,8 +32,8 @@ COMPRESSION_FACTS = {
     # by -0.0018 (0.0011) on SST-2. `cpuft.comm.compression.int8.measure_coding_seconds` measured its coding.
     "int8": CompressionFacts(260 / 256, coding_seconds=3.5e-9, is_automatic=True, has_feedback=True),
     # A core of a Xeon with AMX makes the factors and approximations of MiniLM's layers, in bf16, in 1.2 times the time
-    # in which it codes as many numbers as int8 blocks, measured alternately. That is 4.2 ns; the rest is for coding
-    # what is sent.
+    # in which it codes as many numbers as int8 blocks, measured alternately. That is 4.2 ns; the other 1.3 ns are for
+    # coding the factors as int8 blocks, and were not measured anew.
     # With four ranks and five seeds, the metric differed from that of exact gradients by -0.0013 (standard error
     # 0.0005) on MRPC, and -0.0015 (0.0010) on SST-2.
     "powersgd": CompressionFacts(260 / 256, coding_seconds=5.5e-9, is_automatic=True, has_feedback=True),

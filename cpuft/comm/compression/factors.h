@@ -77,8 +77,8 @@ inline float dot(const float *x, const float *y, int64_t n) {
     return sum;
 }
 
-// Twice subtracts from x what it has in common with `count` orthonormal rows, and returns its remaining length. Twice
-// is enough for orthogonality within rounding (Giraud, Langou, Rozloznik, 2005).
+// Subtracts the projection of x on `count` orthonormal rows, and returns the length that is left of x. The second pass
+// makes x orthogonal within rounding (Giraud, Langou, Rozloznik, 2005).
 inline float project(float *x, const float *rows, int64_t count, int64_t n) {
     std::vector<float> parts(size_t(count), 0.0f);
     for (int64_t pass = 0; pass < 2; pass++) {
@@ -123,9 +123,9 @@ template <class T> inline void prefetch_row(const T *row, int64_t count) {
     for (int64_t j = 0; j < count; j += 64 / int64_t(sizeof(T))) __builtin_prefetch(row + j);
 }
 
-// unsent (rows, cols) += gradient - left^T right, for what was sent last as left (rank, rows) and right (rank, cols);
-// null: nothing was sent. Then p (rank, rows) = q unsent^T, for q (rank, cols). With bf16, `left` and `q` are rounded
-// to it.
+// unsent (rows, cols) += gradient - left^T right, for the factors left (rank, rows) and right (rank, cols) of the last
+// update; null: there was none. Then p (rank, rows) = q unsent^T, for q (rank, cols). Both `left` and `q` are rounded
+// to T.
 template <class T>
 void add_gradient(const T *gradient, T *unsent, const float *left, const float *right, const float *q, float *p,
                   int64_t rows, int64_t cols, int64_t rank, int threads) {

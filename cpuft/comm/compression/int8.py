@@ -236,8 +236,8 @@ class BackgroundMean:
 def measure_coding_seconds() -> float:
     """Return this rank's seconds per number to encode and decode in a mean over ranks.
 
-    It measures 2**21 numbers within some milliseconds, which do not fit into the second-level cache, as gradients do
-    not. No other rank takes part.
+    It measures 2**21 numbers within some milliseconds. Like gradients, these numbers do not fit into the second-level
+    cache. No other rank takes part.
     """
     parts = list(zip(torch.ones(8, 2**18), torch.zeros(8, 2**18), strict=True))
     for numbers, error in parts:

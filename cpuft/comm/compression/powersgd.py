@@ -111,7 +111,7 @@ def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     ----------
     factor: fp32, with at least as many columns as rows.
     """
-    kernels = kernels_for(factor)
+    kernels = kernels_for(factor.new_empty(0, dtype=dtype))
     if kernels is not None:
         rows = torch.empty(factor.shape)
         kernels.run("orthonormalise", dtype, factor.contiguous(), rows, *factor.shape)
@@ -132,7 +132,7 @@ def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _project(rows: torch.Tensor, i: int) -> torch.Tensor:
-    """Subtract from row i what it has in common with the rows before it, and return its remaining length."""
+    """Subtract the projection of row i on the rows before it, and return the length that is left of row i."""
     for _ in range(2):
         rows[i] -= (rows[:i] @ rows[i]) @ rows[:i]
     length: torch.Tensor = rows[i].norm()

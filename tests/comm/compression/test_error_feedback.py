@@ -16,7 +16,9 @@ from cpuft.kernels import Kernels, build, plain_torch, use_kernels
 from tests.comm.ranks import mpirun
 
 
-@pytest.mark.parametrize("dtype, off", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(
+    "dtype, off", [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 2e-3), (torch.float64, 1e-5)]
+)
 def test_two_factors_send_all_of_a_gradient_of_low_rank(dtype: torch.dtype, off: float) -> None:
     generator = torch.Generator().manual_seed(1)
     gradient = (torch.randn(100, 8, generator=generator) @ torch.randn(8, 80, generator=generator)).to(dtype)
