@@ -537,14 +537,19 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     each = share * network.all_reduce_seconds(whole / buckets, members)
     # Each bucket is sent when it is ready and the one before it has been sent.
     backward, end = job.backward_seconds * job.last_backward, 0.0
+    rows = network.all_reduce_seconds(words, members) if words else 0.0
+    has_late_rows = COMPRESSION_FACTS[sent_as].has_late_rows and job.ranks_per_host == 1
+    if has_late_rows:
+        # Those of the update before are sent first, beginning when its last backward pass ends.
+        end = max(0.0, rows - (job.step_seconds - backward))
     for number in range(1, buckets + 1):
         end = max(end, job.when_ready(number / buckets) * backward) + each
-    after = network.all_reduce_seconds(words, members) if words else 0.0
+    after = 0.0 if has_late_rows else rows
     after += network.all_reduce_seconds(job.gathered, members) / 2 if job.gathered else 0.0
     after += network.all_reduce_seconds(16, hosts * job.ranks_per_host)  # the loss and the number of tokens
     waited = max(0.0, end - backward) + after
     # While a rank waits, communication takes nothing from computing.
-    sending = buckets * each + after
+    sending = buckets * each + after + rows * has_late_rows
     hidden = 1.0 - waited / sending if sending else 1.0
     messages = 2 * (members - 1) * (buckets + bool(words) + bool(job.gathered) + 1)
     sent = count_ring_passes(members) * (share * whole + words + job.gathered / 2)

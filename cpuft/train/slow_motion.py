@@ -314,9 +314,9 @@ def replay(
     dist.barrier()
     cpu = time.process_time()
     # Whole periods are measured, after one that is not: an average of parameters is waited for one period after it has
-    # been sent.
+    # been sent, and so are late embedding rows.
     count = -(-updates // period) * period
-    if period > 1:
+    if period > 1 or COMPRESSION_FACTS[replayed.config.grad_compression].has_late_rows:
         for update in range(period):
             _run_update(exchange, replayed, timer, update + 1, tokens)
         take_traffic()

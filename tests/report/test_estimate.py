@@ -315,6 +315,18 @@ def test_hosts_are_worth_it_as_long_as_the_last_bring_half() -> None:
     assert count_worthwhile_hosts(found) == 4
 
 
+def test_late_rows_are_hidden_by_computing_if_their_messages_are_shorter() -> None:
+    job, link = replace(JOB, levels=("powersgd",), factors=0), Network(20e6, 0.0, 0.0, cpu_seconds_per_message=0.0)
+    rows = link.all_reduce_seconds(job.sent_bytes(4, "powersgd")[1], 4)
+    assert 0.1 < rows < 1
+    assert estimate_hosts(job, link, 4).waited_seconds < 1e-3
+    # Between the passes of two updates, 1.1 s pass, and the gradients of layers are ready at the end of 2 s more.
+    slower = replace(link, bits_per_second=20e6 * rows / 4.1)
+    assert estimate_hosts(job, slower, 4).waited_seconds == pytest.approx(4.1 - 3.1, rel=1e-3)
+    # Ranks of one host average their rows on the host first, and wait for the mean.
+    assert estimate_hosts(replace(job, ranks_per_host=2), link, 2).waited_seconds > 0.1
+
+
 def test_a_host_with_several_ranks_sends_blocks_once() -> None:
     network = Network(100e6, 0.0, 0.0, cpu_seconds_per_message=0.0)
     two = scale_cores(replace(JOB, backward_seconds=0.0, row=0), 2, ranks_per_host=2)

@@ -8,6 +8,7 @@ is the last one of the backward pass, so nothing hides its exchange.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,8 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.compression.hierarchical import HostGroups
 from cpuft.comm.compression.int8 import all_gather, decode_message, encode_message, encoded_bytes
+from cpuft.comm.compression.powersgd import EXACT_UPDATES
 from cpuft.comm.compression.table import to_wire_type
-from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
+from cpuft.comm.process_group import ProgressThread
+from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS_WITH_FEEDBACK
 
 _OTHER_LOOKUPS = "_cpuft_other_lookups"
 """Attribute of an embedding module that looks up more than a batch's input ids."""
@@ -202,11 +205,70 @@ def average_rows(own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, gro
     return result
 
 
+class LateRows:
+    """Averages embedding rows while the next update computes: that update applies the mean.
+
+    The first updates apply their own mean, because late gradients cost most accuracy there. In the first update that
+    does not, the gradient of the embedding is zero. The mean of the last update is not applied.
+
+    Parameters
+    ----------
+    group: of all ranks that average. Nothing else may use it, because a thread sends and receives at any time.
+    on_time_updates: number of first updates that apply their own mean.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, on_time_updates: int = EXACT_UPDATES) -> None:
+        self._group, self._on_time_updates = group, on_time_updates
+        self._thread = ProgressThread("embedding rows")
+        self._updates = 0
+        self._rows = torch.empty(0, dtype=torch.int64)
+        """The rows of `_mean`."""
+        self._mean: Future[torch.Tensor] | None = None
+        """The mean that was not applied yet; it may still be under way."""
+
+    def average(self, gradient: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor) -> torch.Tensor:
+        """Start to average the gradient's rows, and replace them by the mean of the update before.
+
+        It waits until that mean is there.
+
+        Parameters
+        ----------
+        gradient: of the embedding, (vocabulary, width), zero outside of `routes.rows`.
+        routes, unsent: see `average_rows`. The thread changes `unsent` until `wait`, or the next call, has returned.
+
+        Returns the rows that may differ from zero: int64, ascending, without repetitions.
+        """
+        own, mean = gradient[routes.own], Future[torch.Tensor]()
+        self._updates += 1
+        self._thread.put(lambda: self._run(own, routes, unsent, mean))
+        rows = [routes.rows]
+        if self._updates <= self._on_time_updates:
+            gradient[routes.rows] = mean.result()
+        else:
+            gradient[routes.rows] = 0.0
+            if self._mean is not None:
+                gradient[self._rows] = self._mean.result()
+                rows.append(self._rows)
+            self._rows, self._mean = routes.rows, mean
+        return find_rows(rows, len(gradient))
+
+    def _run(self, own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, mean: Future[torch.Tensor]) -> None:
+        try:
+            mean.set_result(average_rows(own, routes, unsent, self._group))
+        except Exception as error:  # whoever waits for the mean raises it
+            mean.set_exception(error)
+
+    def wait(self) -> None:
+        """Wait until no message is under way."""
+        if self._mean is not None:
+            self._mean.result()
+
+
 class RowExchange:
     """Averages the gradient of a model's word embedding over the ranks, instead of DistributedDataParallel.
 
-    It must be made before the model is wrapped. DistributedDataParallel then ignores the parameter and its initial
-    value, so all ranks must have the same value.
+    Making one is collective. It must be made before the model is wrapped. DistributedDataParallel then ignores the
+    parameter and its initial value, so all ranks must have the same value.
 
     Parameters
     ----------
@@ -230,6 +292,9 @@ class RowExchange:
         # nothing.
         has_feedback = compression in COMPRESSIONS_WITH_FEEDBACK and (hosts is None or hosts.leaders is not None)
         self._unsent = torch.zeros(embedding.weight.shape) if has_feedback else None
+        self._late: LateRows | None = None
+        if has_feedback and hosts is None and COMPRESSION_FACTS[compression].has_late_rows:
+            self._late = LateRows(dist.new_group(timeout=getattr(group, "timeout", None)))
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
@@ -237,7 +302,8 @@ class RowExchange:
     def average(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """Average the gradient in place. All ranks call this after the backward pass, before anything reads it.
 
-        It blocks until all ranks' rows are there. The weight must have a gradient.
+        It blocks until all ranks' rows are there. With powersgd, these are the rows of the update before: see
+        `LateRows`. The weight must have a gradient.
 
         Parameters
         ----------
@@ -259,6 +325,8 @@ class RowExchange:
             gradient[rows] = packed.to(gradient.dtype)
         elif self._unsent is not None:
             routes = plan_row_routes(flat, len(gradient), self._group.rank())
+            if self._late is not None:
+                return self._late.average(gradient, routes, self._unsent)
             gradient[routes.rows] = average_rows(gradient[routes.own], routes, self._unsent, self._group)
         else:
             packed = to_wire_type(gradient[rows], self._compression).div_(self._group.size())
@@ -283,6 +351,11 @@ class RowExchange:
         mean = torch.empty_like(packed)
         mean[torch.searchsorted(rows, routes.rows)] = average_rows(own, routes, self._unsent, leaders)
         return mean
+
+    def wait(self) -> None:
+        """Wait until no message of this rank is under way. The next update applies the mean that was under way."""
+        if self._late is not None:
+            self._late.wait()
 
     def clear(self) -> None:
         """Set the weight's gradient to None, so that the backward pass need not add to zeros."""

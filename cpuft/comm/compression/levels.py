@@ -26,6 +26,8 @@ class CompressionLevel:
     """Bytes sent during the backward pass, counted as the payload of an all-reduce."""
     row_bytes: float
     """Bytes of embedding rows, sent after the backward pass."""
+    has_late_rows: bool
+    """Whether embedding rows are sent while the next update computes."""
     messages: int
     """Number of messages that are sent one after the other once the last gradient is ready."""
     coding_seconds: float
@@ -49,11 +51,14 @@ def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link:
 
     This is compute + coding + taken + max(late, layers - OVERLAP * compute) + rows + messages * latency. Here layers
     and rows are the seconds to send these bytes, late is the part of layers that belongs to the late buckets, and taken
-    is the time that sending all bytes takes from computing.
+    is the time that sending all bytes takes from computing. Late rows are sent before the layers: then the sum has
+    max(late, layers - OVERLAP * compute, layers + rows - compute) in the place of both.
     """
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     late = layers * LATE_BUCKETS / level.buckets
-    waiting = max(late, layers - OVERLAP * compute_seconds) + rows + level.messages * link.latency_seconds
+    waiting = max(late, layers - OVERLAP * compute_seconds)
+    waiting = max(waiting, layers + rows - compute_seconds) if level.has_late_rows else waiting + rows
+    waiting += level.messages * link.latency_seconds
     taken = (level.layer_bytes + level.row_bytes) * link.taken_seconds_per_byte
     return compute_seconds + level.coding_seconds + taken + waiting
 

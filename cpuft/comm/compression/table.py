@@ -36,7 +36,8 @@ class Compression:
     """(numbers in the embedding rows of all ranks, in those of one rank, number of ranks) -> bytes sent for them after
     the backward pass, as the payload of an all-reduce."""
     messages: int
-    """Number of messages that are sent one after the other once the last gradient is ready."""
+    """Number of messages that are sent one after the other once the last gradient is ready, without those of late
+    rows."""
     wire_type: torch.dtype | None = None
     """The type to which gradients are rounded before they are sent; None for their own type or an encoding."""
 
@@ -104,7 +105,7 @@ TABLE = {
             sum(powersgd.count_numbers(parameter.shape) for parameter in parameters), ranks
         ),
         row_bytes=_count_block_bytes,
-        messages=6,
+        messages=4,
     ),
 }
 """All compressions, from exact to the fewest bytes, with the names of `cpuft.compressions`."""
@@ -175,7 +176,8 @@ def list_levels(
                 name,
                 share * entry.layer_bytes(parameters, members),
                 share * entry.row_bytes(rows.together, rows.own, members),
-                entry.messages,
+                facts.has_late_rows and not hosts,
+                entry.messages + 2 * (facts.has_late_rows and hosts > 0),
                 coding * facts.coding_seconds,
                 max(MIN_BUCKETS, math.ceil(_count(parameters) / BUCKET_ELEMENTS)),
             )

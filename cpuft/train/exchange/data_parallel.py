@@ -124,3 +124,8 @@ class DataParallelExchange(Exchange):
         self.optimizer.zero_grad(set_to_none=False)
         if self._rows:
             self._rows.clear()
+
+    def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
+        """With `wait`, block until no embedding rows of this rank are under way; parameters are the same anyway."""
+        if wait and self._rows:
+            self._rows.wait()

@@ -17,11 +17,12 @@ from cpuft import comm
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.int8 import BlockMean, BlockReducer, encoded_bytes
 from cpuft.comm.compression.local_sgd import LocalSGD
-from cpuft.comm.compression.powersgd import PowerSGD
+from cpuft.comm.compression.powersgd import EXACT_UPDATES, PowerSGD
 from cpuft.kernels import plain_torch
 from tests.comm.ranks import become_rank
 
 STEPS = 7
+ROW_STEPS = EXACT_UPDATES + 3
 SHAPES = ((300, 40), (7,), (96, 96), (1,))
 
 
@@ -95,7 +96,9 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32) -> dict[str, 
     """Return the same as `sums` for the rows of an embedding, of which each rank has some, and other ones in each step.
 
     In some steps a rank has no rows. "named" is the number of steps whose rows are those of all ranks' tokens, and
-    "bytes" the bytes that are sent, as a share of what would be sent if each rank sent the rows of all ranks.
+    "bytes" the bytes that are sent, as a share of what would be sent if each rank sent the rows of all ranks. "off" is
+    how far what a step receives is from the mean of that step, or of the step before if rows are late, as a share of
+    the largest number of the mean.
     """
     words = torch.nn.Embedding(97, 300, dtype=dtype)
     model: Any = torch.nn.Sequential(words)
@@ -105,22 +108,33 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32) -> dict[str, 
     assert exchange is not None
     ranks, draw = dist.get_world_size(), torch.Generator().manual_seed(0)
     exact, received = torch.zeros(97, 300, dtype=torch.float64), torch.zeros(97, 300, dtype=torch.float64)
-    differ, named, sent, most = 0.0, 0, 0, 0
+    differ, named, sent, most, off, before = 0.0, 0, 0, 0, 0.0, torch.zeros(97, 300, dtype=torch.float64)
+    late, late_rows = exchange._late, torch.empty(0, dtype=torch.int64)
     comm.take_traffic()
-    for step in range(STEPS):
+    for step in range(ROW_STEPS):
         counts = [(0, 97, 10, 20)[(step + rank) % 4] for rank in range(ranks)]
         tokens = [torch.randint(97, (count,), generator=draw) for count in counts]
         own, together = torch.unique(tokens[dist.get_rank()]), torch.unique(torch.cat(tokens))
         gradient = torch.zeros(97, 300, dtype=dtype)
-        gradient[own] = (torch.randn(len(own), 300) * 1000.0 ** (step == STEPS - 1)).to(dtype)
+        gradient[own] = (torch.randn(len(own), 300) * 1000.0 ** (step == ROW_STEPS - 1)).to(dtype)
         words.weight.grad = gradient.clone()
-        named += int(torch.equal(exchange.average(tokens), together))
+        rows = exchange.average(tokens)
+        exchange.wait()
+        named += rows.tolist() == sorted({*together.tolist(), *late_rows.tolist()})
         most += encoded_bytes(len(together) * 300, ranks)
         sent += comm.take_traffic().nbytes
-        exact += mean(gradient)
+        wanted = mean(gradient)
+        exact += wanted
+        if late is not None and step >= EXACT_UPDATES:
+            late_rows = together
+            wanted, before = before, wanted
         received += words.weight.grad.double()
+        off = max(off, float((words.weight.grad - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)))
         differ = max(differ, float((mean(words.weight.grad) - words.weight.grad.double()).abs().max()))
         comm.take_traffic()
+    if late is not None:
+        assert late._mean is not None
+        received[late._rows] += late._mean.result()
     assert exchange._unsent is not None
     largest, unsent = float(exact.abs().max()), mean(exchange._unsent)
     return {
@@ -129,6 +143,7 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32) -> dict[str, 
         "differ": differ,
         "named": named,
         "bytes": sent / most,
+        "off": off,
     }
 
 

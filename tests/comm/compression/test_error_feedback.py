@@ -154,7 +154,9 @@ def test_nothing_is_lost_of_rows_that_only_some_ranks_have(
     for one in (report[name] for report in found):
         assert one["gap"] < gap
         assert one["lack"] > 1e-4
-        assert (one["differ"], one["named"]) == (0.0, 7)
+        assert (one["differ"], one["named"]) == (0.0, 9)
+        # Rounding errors, of which those of the step before are added.
+        assert one["off"] < 0.03
     # A rank has between 0 and about 60 of 97 rows; the means of all rows arrive on each rank.
     sent = [report[name]["bytes"] for report in found]
     assert 0.5 < min(sent) <= max(sent) < 0.9

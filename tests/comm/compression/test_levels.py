@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_level, estimate_step_seconds
@@ -9,10 +11,10 @@ from cpuft.errors import CpuftError
 
 # MiniLM's between four ranks: bytes of layers and of embedding rows, about a tenth of a second for coding, and ten
 # buckets.
-NONE = CompressionLevel("none", 43e6, 2.4e6, 2, 0.0, 10)
-BF16 = CompressionLevel("bf16", 21.5e6, 1.2e6, 2, 0.0, 10)
-INT8 = CompressionLevel("int8", 10.9e6, 0.6e6, 4, 0.1, 10)
-POWERSGD = CompressionLevel("powersgd", 0.4e6, 0.6e6, 4, 0.13, 10)
+NONE = CompressionLevel("none", 43e6, 2.4e6, False, 2, 0.0, 10)
+BF16 = CompressionLevel("bf16", 21.5e6, 1.2e6, False, 2, 0.0, 10)
+INT8 = CompressionLevel("int8", 10.9e6, 0.6e6, False, 4, 0.1, 10)
+POWERSGD = CompressionLevel("powersgd", 0.4e6, 0.6e6, True, 4, 0.13, 10)
 ALL = (NONE, BF16, INT8, POWERSGD)
 
 
@@ -51,9 +53,13 @@ def test_the_first_level_that_costs_no_time_is_chosen(
 def test_the_estimate_of_a_step_counts_what_backward_does_not_hide() -> None:
     # 65 MB at 1.25e8 bytes/s, of which the backward pass hides 0.3 s; nothing hides embedding rows.
     assert estimate_step_seconds(NONE, 0.6, link(1000, 0.01)) == pytest.approx(0.6 + 0.516 - 0.3 + 0.0288 + 0.02)
-    # All of the layers hidden but the last two of ten buckets; then rows, messages and coding.
+    # All of the layers hidden but the last two of ten buckets; then messages and coding. Late rows are hidden.
     late = 0.2 * 0.4e6 * 1.2e-8
-    assert estimate_step_seconds(POWERSGD, 1.0, link(1000, 0.01)) == pytest.approx(1 + late + 0.13 + 0.0072 + 0.04)
+    assert estimate_step_seconds(POWERSGD, 1.0, link(1000, 0.01)) == pytest.approx(1 + late + 0.13 + 0.04)
+    on_time = replace(POWERSGD, has_late_rows=False)
+    assert estimate_step_seconds(on_time, 1.0, link(1000, 0.01)) == pytest.approx(1 + late + 0.13 + 0.0072 + 0.04)
+    # 1 MB at 1/6 MB/s, of which all that computes hides 1 s.
+    assert estimate_step_seconds(POWERSGD, 1.0, link(2, 0.01)) == pytest.approx(1 + 6 - 1 + 0.13 + 0.04)
 
 
 def test_sending_takes_time_from_computing() -> None:
