@@ -15,7 +15,9 @@ class CompressionFacts:
     bytes_per_number: float
     """Bytes sent per number of a gradient; for powersgd, per number of the factors."""
     coding_seconds: float = 0.0
-    """Core seconds to encode and decode one number, on an AMD EPYC of family 23, model 1 (Zen 1)."""
+    """Core seconds to encode and decode a number of a gradient, on an AMD EPYC of family 23, model 1 (Zen 1)."""
+    factor_coding_seconds: float = 0.0
+    """Core seconds that each number of the factors adds."""
     is_automatic: bool = False
     """Whether `auto` may choose it, because it costs less than 0.005 of the metric in scripts/check-seeds."""
     works_with_shard: bool = False
@@ -34,13 +36,18 @@ COMPRESSION_FACTS = {
     # With four ranks and five seeds, int8 differed from exact gradients by +0.0003 (standard error 0.0005) on MRPC and
     # by -0.0018 (0.0011) on SST-2. `cpuft.comm.compression.int8.measure_coding_seconds` measured its coding.
     "int8": CompressionFacts(260 / 256, coding_seconds=3.5e-9, is_automatic=True, has_feedback=True),
-    # A core of a Xeon with AMX makes the factors and approximations of MiniLM's layers, in bf16, in 1.2 times the time
-    # in which it codes as many numbers as int8 blocks, measured alternately. That is 4.2 ns; the other 1.3 ns are for
-    # coding the factors as int8 blocks, and were not measured anew.
+    # Coding for the layers of MiniLM, BERT-base and a BERT of four layers, in bf16, on a core of a Xeon with AMX took
+    # 1.56, 1.13 and 1.47 times the time in which it codes as many numbers as int8 blocks, measured alternately. Per
+    # number, the factors have 0.066, 0.033 and 0.050 numbers. 0.7 + 13 * factors is within 0.13 of all three.
     # With four ranks and five seeds, the metric differed from that of exact gradients by -0.0013 (standard error
     # 0.0005) on MRPC, and -0.0015 (0.0010) on SST-2.
     "powersgd": CompressionFacts(
-        260 / 256, coding_seconds=5.5e-9, is_automatic=True, has_feedback=True, has_late_rows=True
+        260 / 256,
+        coding_seconds=2.5e-9,
+        factor_coding_seconds=46e-9,
+        is_automatic=True,
+        has_feedback=True,
+        has_late_rows=True,
     ),
 }
 """All compressions, from exact to the fewest bytes."""
@@ -50,6 +57,23 @@ AVX512_CODING_SHARE = 0.8
 int8 on a Xeon of family 6, model 167, for numbers that are not in the second-level cache. The 3.5 ns of the EPYC were
 measured with numbers in the cache. Other CPUs with AVX-512 were not measured, and powersgd is assumed to scale
 alike."""
+
+
+def count_coding_seconds(compression: str, numbers: float, factors: float, row_numbers: float) -> float:
+    """Return the core seconds in which a rank encodes and decodes the messages of an update, on the CPU of the table.
+
+    Parameters
+    ----------
+    compression: a key of COMPRESSION_FACTS.
+    numbers: in the gradients of layers.
+    factors: numbers in the PowerSGD factors of these gradients.
+    row_numbers: in embedding rows: the mean of those that a rank sends and of those that it receives.
+    """
+    facts = COMPRESSION_FACTS[compression]
+    # Rows are sent as int8 blocks.
+    of_rows = COMPRESSION_FACTS["int8"].coding_seconds * row_numbers if facts.has_feedback else 0.0
+    return facts.coding_seconds * numbers + facts.factor_coding_seconds * factors + of_rows
+
 
 COMPRESSIONS = ("auto", *COMPRESSION_FACTS)
 """The values of --grad-compression."""

@@ -57,9 +57,9 @@ _SIGNATURES = {
     "average_blocks": "pppqqqi",
     "decode_blocks": "ppqqqi",
     "orthonormalise": "ppqqi",
-    "add_gradient": "ppppppqqqi",
-    "multiply_factor": "pppqqqi",
-    "write_product": "pppqqqi",
+    "make_first_factors": "pppppppppqi",
+    "make_second_factors": "pppppppqi",
+    "write_products": "ppppppqi",
 }
 """Types of each C++ function's parameters in their order: p pointer (or array of pointers), q int64, Q uint64,
 I uint32, f float, i int."""

@@ -17,6 +17,7 @@ from cpuft.compressions import (
     COMPRESSION_FACTS,
     COMPRESSIONS_WITH_FEEDBACK,
     SHARDED_COMPRESSIONS,
+    count_coding_seconds,
     count_ring_passes,
 )
 from cpuft.errors import CpuftError, counted, suggest_names
@@ -557,7 +558,8 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
         sent += _count_bytes_on_host(job, hosts)
     cpu = sent * network.cpu_seconds_per_byte
     cpu += messages * network.cpu_seconds_per_message
-    coding = job.coding_share * COMPRESSION_FACTS[sent_as].coding_seconds * sum(job.sent_numbers(hosts, sent_as))
+    numbers, row_numbers = job.sent_numbers(hosts, sent_as)
+    coding = job.coding_share * count_coding_seconds(sent_as, numbers, job.factors, row_numbers)
     taken = (max(0.0, hidden) * cpu + coding) / job.cores
     return job.step_seconds + taken + waited, waited, taken
 

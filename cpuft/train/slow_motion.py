@@ -40,11 +40,11 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from cpuft.comm import start, take_traffic
 from cpuft.comm.compression.int8 import measure_coding_seconds
 from cpuft.comm.compression.levels import LinkModel, choose_level
-from cpuft.comm.compression.powersgd import EXACT_UPDATES
+from cpuft.comm.compression.powersgd import EXACT_UPDATES, count_numbers
 from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compression
 from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
 from cpuft.comm.watchdog import register
-from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_ring_passes
+from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_coding_seconds, count_ring_passes
 from cpuft.config import ReplayConfig, TrainConfig, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.hardware import CPU_SECONDS_PER_BYTE, ETHERNET
@@ -52,6 +52,7 @@ from cpuft.record import GradientTime, Interval, LayerTimesLine, Record, Scaling
 from cpuft.terminal import DEAD_PEER_SECONDS
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
+from cpuft.train.fast.acceleration import keep_freed_memory
 
 WARM_UP_UPDATES = 2 + EXACT_UPDATES
 """Updates before those that are measured: DistributedDataParallel makes its buckets anew after the first one, and
@@ -639,7 +640,7 @@ def choose_slowdown(config: ReplayConfig, replayed: Replay, cores: int) -> float
     # Each byte is sent, received and added, and gradients are copied once more into buckets.
     numbers = sum(torch.Size(one.shape).numel() for one in replayed.times.gradients)
     each = 4 * CPU_SECONDS_PER_BYTE * _count_bytes(replayed, config.ranks) + 4e-9 * numbers
-    coding = COMPRESSION_FACTS[config.grad_compression].coding_seconds * numbers * 2
+    coding = 2 * replayed.coding_seconds
     step = replayed.step_seconds + _message_seconds(config, replayed) / 2
     busy = config.ranks * (_UPDATE_CPU_SECONDS + each + coding)
     late = 2 * (config.ranks - 1) * _LAST_MESSAGES * _HOP_SECONDS
@@ -699,10 +700,11 @@ def make_replay(
     chosen = choose_compression(config, times, tokens, own, record.header.precision, coding_seconds)
     config = replace(config, grad_compression=chosen)
     train = TrainConfig(grad_compression=chosen, sync_every=config.sync_every)
-    each = coding_seconds * COMPRESSION_FACTS[chosen].coding_seconds / COMPRESSION_FACTS["int8"].coding_seconds
-    numbers = sum(math.prod(one.shape) for one in times.gradients if not one.by_rows)
-    numbers += sum((tokens + own) // 2 * one.shape[1] for one in times.gradients if one.by_rows)
-    return config, Replay(times, tokens, own, train, each * numbers / config.sync_every)
+    shapes = [torch.Size(one.shape) for one in times.gradients if not one.by_rows]
+    numbers, factors = sum(shape.numel() for shape in shapes), sum(map(count_numbers, shapes))
+    row_numbers = sum((tokens + own) // 2 * one.shape[1] for one in times.gradients if one.by_rows)
+    coding = count_coding_seconds(chosen, numbers, factors, row_numbers) / config.sync_every
+    return config, Replay(times, tokens, own, train, coding * coding_seconds / COMPRESSION_FACTS["int8"].coding_seconds)
 
 
 def summarise(config: ReplayConfig, replayed: Replay, slowdown: float, found: Sequence[RankTimes]) -> ScalingLine:
@@ -752,6 +754,7 @@ def main(arguments: Sequence[str]) -> None:
     """
     path, *options = arguments
     torch.set_num_threads(1)
+    keep_freed_memory()  # as the ranks of a training do
     coding = min(measure_coding_seconds() for _ in range(_CODING_REPEATS))
     config, replayed = make_replay(read_record(path), parse_arguments(ReplayConfig, options), coding)
     slowdown = config.slowdown or choose_slowdown(config, replayed, os.cpu_count() or 1)

@@ -250,4 +250,39 @@ void write_product(const float *p, const float *q, T *gradient, int64_t rows, in
     }
 }
 
+// For each of `count` gradients: makes the rows of q (rank, cols) orthonormal, and calls `add_gradient` with them.
+template <class T>
+void make_first_factors(const T *const *gradient, T *const *unsent, const float *const *left,
+                        const float *const *right, const float *const *q, float *const *p, const int64_t *rows,
+                        const int64_t *cols, const int64_t *rank, int64_t count, int threads) {
+    std::vector<std::vector<float>> bases(static_cast<size_t>(count));
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t k = 0; k < count; k++) {
+        bases[size_t(k)].resize(size_t(rank[k] * cols[k]));
+        orthonormalise<T>(q[k], bases[size_t(k)].data(), rank[k], cols[k], 1);
+    }
+    for (int64_t k = 0; k < count; k++)
+        add_gradient(gradient[k], unsent[k], left[k], right[k], bases[size_t(k)].data(), p[k], rows[k], cols[k],
+                     rank[k], threads);
+}
+
+// For each of `count` gradients: basis (rank, rows) gets orthonormal rows that span those of p, and then q (rank, cols)
+// becomes basis unsent.
+template <class T>
+void make_second_factors(const float *const *p, float *const *basis, const T *const *unsent, float *const *q,
+                         const int64_t *rows, const int64_t *cols, const int64_t *rank, int64_t count, int threads) {
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int64_t k = 0; k < count; k++) orthonormalise<T>(p[k], basis[k], rank[k], rows[k], 1);
+    for (int64_t k = 0; k < count; k++)
+        multiply_factor(basis[k], unsent[k], q[k], rows[k], cols[k], rank[k], threads);
+}
+
+// `write_product` for each of `count` gradients.
+template <class T>
+void write_products(const float *const *p, const float *const *q, T *const *gradient, const int64_t *rows,
+                    const int64_t *cols, const int64_t *rank, int64_t count, int threads) {
+    for (int64_t k = 0; k < count; k++)
+        write_product(p[k], q[k], gradient[k], rows[k], cols[k], rank[k], threads);
+}
+
 } // namespace

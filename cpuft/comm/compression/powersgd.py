@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from cpuft.comm.compression.int8 import BlockMean, BlockReducer
-from cpuft.kernels import kernels_for
+from cpuft.kernels import CArray, address_array, int64_array, kernels_for
 
 RANK = 16
 """Rows of the factors. The paper trains with 2 (ResNet-18) and 4 (LSTM), for hundreds of epochs. With the gradients of
@@ -28,8 +28,8 @@ class Matrix:
     """The approximation P^T Q of a parameter's gradient, and what has not been sent of the gradient yet.
 
     In each update, call `compute_p`, average its result over the ranks, then the same with `compute_q`, and then
-    `write_approximation`. The factors have r = min(rows, columns, RANK) rows. Their rows belong to the singular vectors
-    of the gradient, the largest one first, so that the numbers of an int8 block are of similar size.
+    `write_approximations`. The factors have r = min(rows, columns, RANK) rows. Their rows belong to the singular
+    vectors of the gradient, the largest one first, so that the numbers of an int8 block are of similar size.
 
     Parameters
     ----------
@@ -41,10 +41,12 @@ class Matrix:
 
     def __init__(self, unsent: torch.Tensor, generator: torch.Generator) -> None:
         self._unsent = unsent
-        rows, columns = unsent.shape
+        self.rows, self.columns = unsent.shape
+        self.rank = min(*unsent.shape, RANK)
         # From the second update on, the last update's factor, to which the next one is close (the paper's warm start).
-        self._q = torch.randn(min(rows, columns, RANK), columns, generator=generator)
-        self._p = torch.empty(0)
+        self._q = torch.randn(self.rank, self.columns, generator=generator)
+        self._p = torch.empty(self.rank, self.rows)
+        """Orthonormal rows that span the mean of P."""
         self._sent: torch.Tensor | None = None
         """What this rank has sent of Q since the last update; P^T times this is still part of `_unsent`."""
 
@@ -54,51 +56,87 @@ class Matrix:
         unsent = self._unsent.float()
         return unsent if self._sent is None else unsent - self._p.T @ self._sent
 
-    def compute_p(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Add the gradient to what is unsent, and return this rank's P: fp32, shape (r, rows).
 
-        The gradient has rows * columns numbers in any shape, and the type of what is unsent. It does not change.
-        """
-        gradient, factor = gradient.contiguous(), orthonormalise(self._q, self._unsent.dtype)
-        left, right = (None, None) if self._sent is None else (self._p, self._sent)
-        kernels = kernels_for(gradient)
-        if kernels is not None:
-            p = torch.empty(len(factor), len(self._unsent))
-            arrays = gradient, self._unsent, left, right, factor, p
-            kernels.run("add_gradient", gradient.dtype, *arrays, *self._unsent.shape, len(factor))
-            return p
-        summed = self._unsent.float() + gradient.view(self._unsent.shape)
-        self._unsent.copy_(summed if right is None else summed.addmm_(self._p.T, right, alpha=-1))
-        return factor @ self._unsent.float().T
+# Each of the following functions handles the matrices of a bucket in one call of a kernel, because calls from Python
+# would take a fifth of the time. All gradients have the type of what is unsent.
 
-    def compute_q(self, p: torch.Tensor) -> torch.Tensor:
-        """Return this rank's Q for the mean of P: fp32, shape (r, columns)."""
-        self._p = orthonormalise(p, self._unsent.dtype)
-        self._sent = None
-        kernels = kernels_for(self._unsent)
+
+def compute_p(matrices: Sequence[Matrix], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Add a gradient to what is unsent of each matrix, and return this rank's P of each: fp32, shape (r, rows).
+
+    Parameters
+    ----------
+    gradients: each has rows * columns numbers in any shape. They do not change.
+    """
+    factors = [torch.empty(one.rank, one.rows) for one in matrices]
+    if not matrices:
+        return factors
+    dtype, gradients = gradients[0].dtype, [gradient.contiguous() for gradient in gradients]
+    kernels = kernels_for(gradients[0])
+    if kernels is not None:
+        lefts = [None if one._sent is None else one._p for one in matrices]
+        arrays = gradients, [one._unsent for one in matrices], lefts, [one._sent for one in matrices]
+        addresses = [address_array(array) for array in (*arrays, [one._q for one in matrices], factors)]
+        kernels.run("make_first_factors", dtype, *addresses, *_list_shapes(matrices), len(matrices))
+        return factors
+    for one, gradient, factor in zip(matrices, gradients, factors, strict=True):
+        basis = orthonormalise(one._q, dtype)
+        summed = one._unsent.float() + gradient.view(one._unsent.shape)
+        one._unsent.copy_(summed if one._sent is None else summed.addmm_(one._p.T, one._sent, alpha=-1))
+        torch.mm(basis, one._unsent.float().T, out=factor)
+    return factors
+
+
+def compute_q(matrices: Sequence[Matrix], means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return this rank's Q of each matrix for the mean of its P: fp32, shape (r, columns)."""
+    factors = [torch.empty(one.rank, one.columns) for one in matrices]
+    if not matrices:
+        return factors
+    dtype, means = matrices[0]._unsent.dtype, [mean.contiguous() for mean in means]
+    kernels = kernels_for(matrices[0]._unsent)
+    if kernels is not None:
+        arrays = means, [one._p for one in matrices], [one._unsent for one in matrices], factors
+        addresses = [address_array(array) for array in arrays]
+        kernels.run("make_second_factors", dtype, *addresses, *_list_shapes(matrices), len(matrices))
+    for one, mean, factor in zip(matrices, means, factors, strict=True):
         if kernels is None:
-            return self._p @ self._unsent.float()
-        q = torch.empty(len(p), self._unsent.shape[1])
-        arrays = self._p, self._unsent, q
-        kernels.run("multiply_factor", self._unsent.dtype, *arrays, *self._unsent.shape, len(p))
-        return q
+            one._p = orthonormalise(mean, dtype)
+            torch.mm(one._p, one._unsent.float(), out=factor)
+        one._sent = None
+    return factors
 
-    def write_approximation(self, sent: torch.Tensor, mean: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Write P^T Q into the gradient. This rank's part of it is no longer unsent.
 
-        Parameters
-        ----------
-        sent: the Q that `compute_q` has returned, without what rounding has left out of it.
-        mean: of what all ranks have sent of Q, the same on all ranks.
-        gradient: contiguous, rows * columns numbers in any shape. It is overwritten.
-        """
-        self._sent, self._q = sent.contiguous(), mean.contiguous()
-        kernels = kernels_for(gradient)
-        if kernels is None:
-            gradient.view(self._unsent.shape).copy_(self._p.T @ self._q)
-        else:
-            arrays = self._p, self._q, gradient
-            kernels.run("write_product", gradient.dtype, *arrays, *self._unsent.shape, len(self._p))
+def write_approximations(
+    matrices: Sequence[Matrix],
+    sent: Sequence[torch.Tensor],
+    means: Sequence[torch.Tensor],
+    gradients: Sequence[torch.Tensor],
+) -> None:
+    """Write P^T Q into the gradient of each matrix. This rank's part of it is no longer unsent.
+
+    Parameters
+    ----------
+    sent: the Q that `compute_q` has returned for each, without what rounding has left out of it.
+    means: of what all ranks have sent of Q, the same on all ranks.
+    gradients: contiguous, rows * columns numbers each in any shape. They are overwritten.
+    """
+    for one, own, mean in zip(matrices, sent, means, strict=True):
+        one._sent, one._q = own.contiguous(), mean.contiguous()
+    kernels = kernels_for(gradients[0]) if gradients else None
+    if kernels is not None:
+        arrays = [one._p for one in matrices], [one._q for one in matrices], gradients
+        addresses = [address_array(array) for array in arrays]
+        kernels.run("write_products", gradients[0].dtype, *addresses, *_list_shapes(matrices), len(matrices))
+        return
+    for one, gradient in zip(matrices, gradients, strict=True):
+        gradient.view(one._unsent.shape).copy_(one._p.T @ one._q)
+
+
+def _list_shapes(matrices: Sequence[Matrix]) -> tuple[CArray, CArray, CArray]:
+    """Return the rows, columns and ranks of matrices for a kernel."""
+    shapes = [(one.rows, one.columns, one.rank) for one in matrices]
+    rows, columns, ranks = zip(*shapes, strict=True)
+    return int64_array(rows), int64_array(columns), int64_array(ranks)
 
 
 def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -219,25 +257,26 @@ class PowerSGD:
     def _average(self, bucket: GradBucket, future: torch.futures.Future[torch.Tensor]) -> Iterator[None]:
         """Average a bucket, and complete its future. At each `yield`, a message is under way."""
         pairs, buffer = list(zip(bucket.parameters(), bucket.gradients(), strict=True)), bucket.buffer()
-        matrices = [(self._find_matrix(one, gradient), gradient) for one, gradient in pairs if saves_bytes(one.shape)]
+        of_matrices = [(one, gradient) for one, gradient in pairs if saves_bytes(one.shape)]
+        matrices = [self._find_matrix(one, gradient) for one, gradient in of_matrices]
+        gradients = [gradient for _, gradient in of_matrices]
         whole = [(one, gradient) for one, gradient in pairs if not saves_bytes(one.shape)]
 
         first = _Message(
-            [matrix.compute_p(gradient) for matrix, gradient in matrices]
-            + [self._add_unsent(one, gradient) for one, gradient in whole],
-            self._group,
+            compute_p(matrices, gradients) + [self._add_unsent(one, gradient) for one, gradient in whole], self._group
         )
         yield from first.exchange()
-        for (one, gradient), mean, error in zip(whole, first.means[len(matrices) :], first.errors[len(matrices) :]):
+        count = len(matrices)
+        for (one, gradient), mean, error in zip(whole, first.means[count:], first.errors[count:], strict=True):
             gradient.copy_(mean)
             self._unsent[one] = error
 
         if matrices:
-            factors = [matrix.compute_q(mean) for (matrix, _), mean in zip(matrices, first.means)]
+            factors = compute_q(matrices, first.means[:count])
             second = _Message(factors, self._group)
             yield from second.exchange()
-            for (matrix, gradient), q, mean, error in zip(matrices, factors, second.means, second.errors, strict=True):
-                matrix.write_approximation(q - error, mean, gradient)
+            sent = [factor - error for factor, error in zip(factors, second.errors, strict=True)]
+            write_approximations(matrices, sent, second.means, gradients)
         future.set_result(buffer)
 
     def _add_unsent(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

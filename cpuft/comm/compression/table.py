@@ -17,7 +17,13 @@ from cpuft.comm.compression import int8, powersgd
 from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, Reduce, make_host_groups
 from cpuft.comm.compression.levels import CompressionLevel
 from cpuft.comm.selection import BUCKET_ELEMENTS, MIN_BUCKETS
-from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS, REMOVED_COMPRESSIONS, count_ring_passes
+from cpuft.compressions import (
+    COMPRESSION_FACTS,
+    COMPRESSIONS,
+    REMOVED_COMPRESSIONS,
+    count_coding_seconds,
+    count_ring_passes,
+)
 from cpuft.errors import CpuftError, suggest_names
 
 
@@ -157,15 +163,15 @@ def list_levels(
     ----------
     parameters: the trained parameters, without a word embedding that is exchanged by rows.
     ranks: number of ranks of the all-reduce whose payload the bytes are.
-    coding_seconds: time to encode and decode one number with int8. With powersgd, it is longer in the proportion of
-        `COMPRESSION_FACTS`.
+    coding_seconds: time to encode and decode one number with int8. That of powersgd is counted in proportion.
     hosts: number of hosts, at least two, if the compressions with error feedback have hierarchical means; 0 if all
         ranks average together. Between the first ranks of the hosts, an all-reduce of the same payload sends fewer
         bytes over the link of a host than one between all ranks. The bytes of these levels are multiplied by this
         ratio, so that they stay the payload of an all-reduce between all ranks.
     """
-    numbers = _count(parameters) + (rows.together + rows.own) / 2
-    coding = coding_seconds * numbers / COMPRESSION_FACTS["int8"].coding_seconds
+    numbers, row_numbers = _count(parameters), (rows.together + rows.own) / 2
+    factors = sum(powersgd.count_numbers(parameter.shape) for parameter in parameters)
+    slower = coding_seconds / COMPRESSION_FACTS["int8"].coding_seconds
     levels = []
     for name, entry in TABLE.items():
         facts = COMPRESSION_FACTS[name]
@@ -178,8 +184,8 @@ def list_levels(
                 share * entry.row_bytes(rows.together, rows.own, members),
                 facts.has_late_rows and not hosts,
                 entry.messages + 2 * (facts.has_late_rows and hosts > 0),
-                coding * facts.coding_seconds,
-                max(MIN_BUCKETS, math.ceil(_count(parameters) / BUCKET_ELEMENTS)),
+                slower * count_coding_seconds(name, numbers, factors, row_numbers),
+                max(MIN_BUCKETS, math.ceil(numbers / BUCKET_ELEMENTS)),
             )
         )
     return levels

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpuft.comm.compression.powersgd import Matrix, orthonormalise
+from cpuft.comm.compression.powersgd import Matrix, compute_p, compute_q, orthonormalise, write_approximations
 from cpuft.compiler import find_compiler, read_cpu_flags
 from cpuft.kernels import Kernels, build, plain_torch, use_kernels
 from tests.comm.ranks import mpirun
@@ -23,40 +23,51 @@ def test_two_factors_send_all_of_a_gradient_of_low_rank(dtype: torch.dtype, off:
     generator = torch.Generator().manual_seed(1)
     gradient = (torch.randn(100, 8, generator=generator) @ torch.randn(8, 80, generator=generator)).to(dtype)
     matrix, received = Matrix(torch.zeros(100, 80, dtype=dtype), generator), torch.empty_like(gradient)
-    p = matrix.compute_p(gradient.view(-1))
-    q = matrix.compute_q(p)
-    assert (p.shape, q.shape) == ((16, 100), (16, 80))
-    matrix.write_approximation(q, q, received)
+    p = compute_p([matrix], [gradient.view(-1)])
+    q = compute_q([matrix], p)
+    assert (p[0].shape, q[0].shape) == ((16, 100), (16, 80))
+    write_approximations([matrix], q, q, [received])
     assert (received - gradient).norm() < off * gradient.norm()
     assert matrix.unsent.norm() < off * gradient.norm()
 
 
-@pytest.mark.parametrize("shape", [(100, 80), (7, 33), (5, 1), (1, 40), (30, 300)])
 @pytest.mark.parametrize("dtype, off", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
-def test_factors_are_the_same_with_kernels_and_without(shape: tuple[int, int], dtype: torch.dtype, off: float) -> None:
+def test_factors_are_the_same_with_kernels_and_without(dtype: torch.dtype, off: float) -> None:
     """What each update sends and leaves unsent, over three updates; what is sent differs a little from Q.
 
     With bf16, what is unsent is rounded after each of them.
     """
     generator = torch.Generator().manual_seed(2)
-    start = torch.randn(shape, generator=generator).to(dtype)
-    one, other = (Matrix(start.clone(), torch.Generator().manual_seed(3)) for _ in range(2))
-    exact = start.float()
+    shapes = [(100, 80), (7, 33), (5, 1), (1, 40), (30, 300)]
+    starts = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+    exact = [start.float() for start in starts]
+    draw, again = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
+    mine, others = [Matrix(one.clone(), draw) for one in starts], [Matrix(one.clone(), again) for one in starts]
     for _ in range(3):
-        gradient = torch.randn(shape, generator=generator).to(dtype)
-        p = one.compute_p(gradient)
+        gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+        p = compute_p(mine, gradients)
         with plain_torch():
-            torch.testing.assert_close(other.compute_p(gradient), p, rtol=off, atol=off * float(p.abs().max()))
-        q = one.compute_q(p)
-        sent, received, others = q * 0.99, torch.empty_like(gradient), torch.empty_like(gradient)
-        exact += gradient.float() - one._p.T @ sent
-        one.write_approximation(sent, q, received)
+            assert_close(compute_p(others, gradients), p, rtol=off, atol=off)
+        q = compute_q(mine, p)
+        sent, received = [one * 0.99 for one in q], [torch.empty_like(one) for one in gradients]
+        exact = [
+            unsent + gradient.float() - matrix._p.T @ one
+            for unsent, gradient, matrix, one in zip(exact, gradients, mine, sent, strict=True)
+        ]
+        write_approximations(mine, sent, q, received)
         with plain_torch():
-            torch.testing.assert_close(other.compute_q(p), q, rtol=off, atol=off * float(q.abs().max()))
-            other.write_approximation(sent, q, others)
-        torch.testing.assert_close(others, received, rtol=1e-2, atol=1e-5 * float(q.abs().max()))
-        for matrix in (one, other):
-            torch.testing.assert_close(matrix.unsent, exact, rtol=off, atol=off)
+            assert_close(compute_q(others, p), q, rtol=off, atol=off)
+            approximations = [torch.empty_like(one) for one in gradients]
+            write_approximations(others, sent, q, approximations)
+        assert_close(approximations, received, rtol=1e-2, atol=1e-5)
+        for matrices in (mine, others):
+            assert_close([matrix.unsent for matrix in matrices], exact, rtol=off, atol=off)
+
+
+def assert_close(found: list[torch.Tensor], wanted: list[torch.Tensor], rtol: float, atol: float) -> None:
+    """Compare tensors; `atol` is a share of the largest number of each, which counts as 1 if it is smaller."""
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol * max(1.0, float(other.abs().max())))
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (16, 300), (3, 7), (1, 1)])
@@ -86,7 +97,7 @@ def test_all_processors_make_the_same_bits_of_the_same_messages() -> None:
         matrix = Matrix(torch.zeros(100, 333).bfloat16(), generator)
         matrix._p = orthonormalise(torch.randn(16, 100, generator=generator), torch.bfloat16)
         mean, received = torch.randn(16, 333, generator=generator), torch.empty(100, 333).bfloat16()
-        matrix.write_approximation(mean, mean, received)
+        write_approximations([matrix], [mean], [mean], [received])
         return matrix._p, received
 
     compiler, flags = find_compiler(os.environ), set(read_cpu_flags(os.environ))
@@ -116,10 +127,10 @@ def test_what_was_sent_is_subtracted_with_more_digits_than_bf16_has(shape: tuple
     gradient = torch.randn(shape, generator=generator).bfloat16()
     with plain_torch() if without else nullcontext():
         matrix = Matrix(torch.zeros(shape).bfloat16(), generator)
-        q = matrix.compute_q(matrix.compute_p(gradient))
-        matrix.write_approximation(q, q, torch.empty_like(gradient))
+        q = compute_q([matrix], compute_p([matrix], [gradient]))
+        write_approximations([matrix], q, q, [torch.empty_like(gradient)])
         exact = matrix.unsent
-        matrix.compute_p(torch.zeros_like(gradient))
+        compute_p([matrix], [torch.zeros_like(gradient)])
         torch.testing.assert_close(matrix._unsent.float(), exact, rtol=2.0**-8, atol=1e-4)
 
 
