@@ -262,14 +262,12 @@ class PowerSGD:
         gradients = [gradient for _, gradient in of_matrices]
         whole = [(one, gradient) for one, gradient in pairs if not saves_bytes(one.shape)]
 
-        first = _Message(
-            compute_p(matrices, gradients) + [self._add_unsent(one, gradient) for one, gradient in whole], self._group
-        )
+        first = _Message(compute_p(matrices, gradients) + self._add_unsent(whole), self._group)
         yield from first.exchange()
         count = len(matrices)
-        for (one, gradient), mean, error in zip(whole, first.means[count:], first.errors[count:], strict=True):
-            gradient.copy_(mean)
-            self._unsent[one] = error
+        if whole:
+            torch._foreach_copy_([gradient for _, gradient in whole], first.means[count:])
+            self._unsent.update(zip((one for one, _ in whole), first.errors[count:], strict=True))
 
         if matrices:
             factors = compute_q(matrices, first.means[:count])
@@ -279,10 +277,17 @@ class PowerSGD:
             write_approximations(matrices, sent, second.means, gradients)
         future.set_result(buffer)
 
-    def _add_unsent(self, parameter: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a gradient and of what was not sent of it before: fp32."""
-        unsent = self._blocks.take_unsent(parameter) if parameter not in self._unsent else self._unsent[parameter]
-        return gradient.float() if unsent is None else gradient + unsent.view(gradient.shape)
+    def _add_unsent(self, whole: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
+        """Return for each parameter the sum of its gradient and of what was not sent of it before: fp32."""
+        if not whole:
+            return []
+        unsent = []
+        for parameter, gradient in whole:
+            if parameter not in self._unsent:
+                exact = self._blocks.take_unsent(parameter)
+                self._unsent[parameter] = torch.zeros(gradient.shape) if exact is None else exact.view(gradient.shape)
+            unsent.append(self._unsent[parameter])
+        return list(torch._foreach_add(unsent, [gradient for _, gradient in whole]))
 
     def _find_matrix(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Matrix:
         if parameter not in self._matrices:
