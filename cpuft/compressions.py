@@ -58,6 +58,32 @@ int8 on a Xeon of family 6, model 167, for numbers that are not in the second-le
 measured with numbers in the cache. Other CPUs with AVX-512 were not measured, and powersgd is assumed to scale
 alike."""
 
+BUCKET_NUMBERS = 2**20
+"""Numbers of a gradient in a message of the backward pass: 4 MiB of fp32, or 2 MiB of 16-bit numbers.
+
+Each bucket costs CPU time of its own: 40 MiB over gloo between four hosts take 55 ms of each rank as 40 buckets, 45 ms
+as 20 buckets and 39 ms as 10 buckets (bf16: 40, 34 and 26 ms). Larger buckets leave more to send after the backward
+pass. DDP's default of 25 MiB hides nothing, because a small encoder's layers never fill it. Backward pass and
+communication of MiniLM in bf16 over gloo between two hosts with one core each (scripts/bench-comm) take 384 ms at
+1 Gbit/s with 0.5, 1, 2 or 4 MiB alike; at 500 Mbit/s they take 402, 411, 417 and 454 ms."""
+MIN_BUCKETS = 8
+"""Minimum number of gradient buckets, so that little is left to send when the backward pass ends."""
+FACTOR_BUCKETS = 4
+"""Number of gradient buckets with powersgd, whose messages are small. In slow motion (four hosts of half a core with
+AMX, MiniLM in bf16, one or two measurements each), an update at 1 Gbit/s took 77 and 73 ms of CPU time in 11 buckets,
+61 and 63 ms in 3, 59 ms in 4, and 60 ms in 2. A step at 100 Mbit/s took 619 and 622 ms, 605 and 617, 619, and 624."""
+
+
+def count_buckets(compression: str, numbers: int) -> int:
+    """Return the number of buckets in which gradients are sent during the backward pass.
+
+    Parameters
+    ----------
+    compression: a key of COMPRESSION_FACTS.
+    numbers: in the gradients of layers.
+    """
+    return FACTOR_BUCKETS if compression == "powersgd" else max(MIN_BUCKETS, -(-numbers // BUCKET_NUMBERS))
+
 
 def count_coding_seconds(compression: str, numbers: float, factors: float, row_numbers: float) -> float:
     """Return the core seconds in which a rank encodes and decodes the messages of an update, on the CPU of the table.

@@ -25,16 +25,6 @@ from cpuft.files import hash_text, write_text
 from cpuft.record import Measurement
 from cpuft.serialization import load, parse_json
 
-BUCKET_ELEMENTS = 2**20
-"""Number of gradient elements in a message of the backward pass: 4 MiB of fp32, or 2 MiB of 16-bit numbers.
-
-Each bucket costs CPU time of its own: 40 MiB over gloo between four hosts take 55 ms of each rank as 40 buckets, 45 ms
-as 20 buckets and 39 ms as 10 buckets (bf16: 40, 34 and 26 ms). Larger buckets leave more to send after the backward
-pass. DDP's default of 25 MiB hides nothing, because a small encoder's layers never fill it. Backward pass and
-communication of MiniLM in bf16 over gloo between two hosts with one core each (scripts/bench-comm) take 384 ms at
-1 Gbit/s with 0.5, 1, 2 or 4 MiB alike; at 500 Mbit/s they take 402, 411, 417 and 454 ms."""
-MIN_BUCKETS = 8
-"""Minimum number of gradient buckets, so that little is left to send when the backward pass ends."""
 MESSAGE_BYTES = 2**20
 """Size of the message with which backends are compared: about a compressed bucket, and short enough for a slow link."""
 TIE = 1.02

@@ -17,6 +17,7 @@ from cpuft.compressions import (
     COMPRESSION_FACTS,
     COMPRESSIONS_WITH_FEEDBACK,
     SHARDED_COMPRESSIONS,
+    count_buckets,
     count_coding_seconds,
     count_ring_passes,
 )
@@ -111,10 +112,6 @@ def find_instance(name: str, path: str = "") -> Instance:
     return found[name]
 
 
-BUCKET_NUMBERS = 2**20
-"""Parameters per gradient bucket; equal to the constant in `cpuft.comm.selection`."""
-MIN_BUCKETS = 8
-"""Least number of gradient buckets; equal to the constant in `cpuft.comm.selection`."""
 TIE_RATIO = 1.02
 """Compression levels whose step times differ by less count as equally fast; equal to the constant in
 `cpuft.comm.selection`."""
@@ -534,7 +531,7 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     members = job.count_members(hosts, sent_as)
     # A sharded optimizer needs half an all-reduce of the gradients and half an all-reduce of the weights.
     share = 0.5 if job.gathered else 1.0
-    buckets = max(MIN_BUCKETS, math.ceil(job.parameters / BUCKET_NUMBERS))
+    buckets = count_buckets(sent_as, job.parameters)
     each = share * network.all_reduce_seconds(whole / buckets, members)
     # Each bucket is sent when it is ready and the one before it has been sent.
     backward, end = job.backward_seconds * job.last_backward, 0.0

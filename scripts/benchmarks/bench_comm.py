@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from cpuft.comm.selection import BUCKET_ELEMENTS
+from cpuft.compressions import BUCKET_NUMBERS
 from cpuft.record import parse_measurements, read_record
 
 ROUNDS = 5
@@ -118,7 +118,7 @@ def _overlap(folder: Path, place: str, backend: str, *where: str) -> float:
         "--",
         script,
         backend,
-        str(BUCKET_ELEMENTS * 2 / 2**20),
+        str(BUCKET_NUMBERS * 2 / 2**20),
     )
     found = json.loads((run_dir / "logs/rank-0.out").read_text().splitlines()[-1])
     print(place, json.dumps(found), flush=True)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.comm import selection
+from cpuft.compressions import count_buckets
 from cpuft.errors import CpuftError
 from cpuft.hardware import ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Measurement, Record
@@ -130,9 +130,9 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
     assert "int8" not in read_job(shared).levels
 
 
-def test_buckets_are_those_that_ranks_send() -> None:
-    assert estimate.BUCKET_NUMBERS == selection.BUCKET_ELEMENTS
-    assert estimate.MIN_BUCKETS == selection.MIN_BUCKETS
+def test_small_messages_are_sent_in_fewer_buckets() -> None:
+    assert [count_buckets("int8", numbers) for numbers in (0, 8 * 2**20, 8 * 2**20 + 1, 10**8)] == [8, 8, 9, 96]
+    assert [count_buckets("powersgd", numbers) for numbers in (1, 10**8)] == [4, 4]
 
 
 def test_recorded_times_say_when_gradients_are_ready() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +15,11 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft.comm.compression import int8, powersgd
 from cpuft.comm.compression.hierarchical import HierarchicalReducer, HostGroups, Reduce, make_host_groups
 from cpuft.comm.compression.levels import CompressionLevel
-from cpuft.comm.selection import BUCKET_ELEMENTS, MIN_BUCKETS
 from cpuft.compressions import (
     COMPRESSION_FACTS,
     COMPRESSIONS,
     REMOVED_COMPRESSIONS,
+    count_buckets,
     count_coding_seconds,
     count_ring_passes,
 )
@@ -185,7 +184,7 @@ def list_levels(
                 facts.has_late_rows and not hosts,
                 entry.messages + 2 * (facts.has_late_rows and hosts > 0),
                 slower * count_coding_seconds(name, numbers, factors, row_numbers),
-                max(MIN_BUCKETS, math.ceil(numbers / BUCKET_ELEMENTS)),
+                count_buckets(name, numbers),
             )
         )
     return levels

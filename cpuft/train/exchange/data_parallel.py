@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
-from cpuft.comm.selection import BUCKET_ELEMENTS, MIN_BUCKETS
+from cpuft.compressions import count_buckets
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import set_gradient_rows
@@ -31,11 +31,11 @@ _MIN_COMPILED_BYTES = 2**20
 a model where buckets end, and fails on smaller ones."""
 
 
-def _bucket_bytes(model: torch.nn.Module, compiled: bool) -> int:
-    """Return the size of a gradient bucket."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    elements = min(BUCKET_ELEMENTS, -(-sum(parameter.numel() for parameter in trained) // MIN_BUCKETS))
-    return max(elements * trained[0].itemsize, _MIN_COMPILED_BYTES * compiled)
+def _bucket_bytes(layers: Sequence[torch.nn.Parameter], compression: str, compiled: bool) -> int:
+    """Return the size of a gradient bucket for these trained parameters."""
+    numbers = sum(parameter.numel() for parameter in layers)
+    each = -(-numbers // count_buckets(compression, numbers))
+    return max(each * layers[0].itemsize if layers else 0, _MIN_COMPILED_BYTES * compiled)
 
 
 class DataParallelExchange(Exchange):
@@ -66,7 +66,9 @@ class DataParallelExchange(Exchange):
             # Without this, DistributedDataParallel would broadcast the frozen weights, which all hosts have already.
             untyped: Any = DistributedDataParallel
             untyped._set_params_and_buffers_to_ignore_for_model(model, frozen)
-        megabytes = _bucket_bytes(model, config.compile) / 2**20
+        words = self._rows.weight if self._rows else None
+        layers = [one for one in model.parameters() if one.requires_grad and one is not words]
+        megabytes = _bucket_bytes(layers, compression, config.compile) / 2**20
         # Looking for unused parameters costs time in every forward pass. Without it, a model that has some would end
         # with an error.
         unused = bool(getattr(model, UNUSED_ATTRIBUTE, ()))

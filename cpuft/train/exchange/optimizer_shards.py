@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from cpuft.comm.compression.int8 import all_gather
-from cpuft.comm.selection import BUCKET_ELEMENTS
+from cpuft.compressions import BUCKET_NUMBERS
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
@@ -187,7 +187,7 @@ class OptimizerShards:
             ParameterInfo(p.numel(), (p.dtype, groups[p], p is embedding), p.untyped_storage().data_ptr())
             for p in self.parameters
         ]
-        planned, masters = plan_buckets(infos, BUCKET_ELEMENTS), self._take_masters()
+        planned, masters = plan_buckets(infos, BUCKET_NUMBERS), self._take_masters()
         unit = ALIGNMENT if embedding is None else math.lcm(ALIGNMENT, embedding.shape[-1])
         self.buckets = [
             Bucket(some, masters, unit if some[0] is embedding else ALIGNMENT)
