@@ -25,8 +25,8 @@ class CompressionFacts:
     has_feedback: bool = False
     """Whether it has error feedback: what a rank could not send in an update is added to the next one."""
     has_late_rows: bool = False
-    """Whether an update applies the mean embedding rows of the update before, so that computing hides their messages.
-    Hierarchical means have no late rows."""
+    """Whether an update applies the mean of the embedding rows of the previous update, so that computing hides their
+    messages. Hierarchical means have no late rows."""
 
 
 COMPRESSION_FACTS = {
@@ -39,8 +39,8 @@ COMPRESSION_FACTS = {
     # Coding for the layers of MiniLM, BERT-base and a BERT of four layers, in bf16, on a core of a Xeon with AMX took
     # 1.56, 1.13 and 1.47 times the time in which it codes as many numbers as int8 blocks, measured alternately. Per
     # number, the factors have 0.066, 0.033 and 0.050 numbers. 0.7 + 13 * factors is within 0.13 of all three.
-    # With four ranks and five seeds, the metric differed from that of exact gradients by -0.0013 (standard error
-    # 0.0005) on MRPC, and -0.0015 (0.0010) on SST-2.
+    # With four ranks and five seeds, the metric differed from that of exact gradients by -0.0016 (standard error
+    # 0.0007) on MRPC, and -0.0016 (0.0012) on SST-2.
     "powersgd": CompressionFacts(
         260 / 256,
         coding_seconds=2.5e-9,
@@ -68,10 +68,12 @@ communication of MiniLM in bf16 over gloo between two hosts with one core each (
 1 Gbit/s with 0.5, 1, 2 or 4 MiB alike; at 500 Mbit/s they take 402, 411, 417 and 454 ms."""
 MIN_BUCKETS = 8
 """Minimum number of gradient buckets, so that little is left to send when the backward pass ends."""
-FACTOR_BUCKETS = 4
-"""Number of gradient buckets with powersgd, whose messages are small. In slow motion (four hosts of half a core with
-AMX, MiniLM in bf16, one or two measurements each), an update at 1 Gbit/s took 77 and 73 ms of CPU time in 11 buckets,
-61 and 63 ms in 3, 59 ms in 4, and 60 ms in 2. A step at 100 Mbit/s took 619 and 622 ms, 605 and 617, 619, and 624."""
+FACTOR_BUCKETS = 3
+"""Number of gradient buckets with powersgd, whose messages are small; a type that only few gradients have makes one
+more. In slow motion (four hosts of half a core with AMX, MiniLM in bf16), an update at 1 Gbit/s took 77 and 73 ms of
+CPU time in seven buckets, 59 to 63 ms in three, and 60 ms in two. A step at 100 Mbit/s took 619 and 622 ms in seven,
+605 to 619 ms in three, and 624 ms in two. When the machine was slower, steps in three, four and five buckets took 600,
+592 and 612 ms at 1 Gbit/s, and 676, 659 and 665 ms at 100 Mbit/s."""
 
 
 def count_buckets(compression: str, numbers: int) -> int:
@@ -86,19 +88,23 @@ def count_buckets(compression: str, numbers: int) -> int:
 
 
 def count_coding_seconds(compression: str, numbers: float, factors: float, row_numbers: float) -> float:
-    """Return the core seconds in which a rank encodes and decodes the messages of an update, on the CPU of the table.
+    """Return the core seconds in which a rank encodes and decodes the messages of an update.
+
+    They are those of the AMD EPYC of COMPRESSION_FACTS. For powersgd, they were measured with 0.03 to 0.07 numbers in
+    the factors for each number of the gradients.
 
     Parameters
     ----------
     compression: a key of COMPRESSION_FACTS.
     numbers: in the gradients of layers.
-    factors: numbers in the PowerSGD factors of these gradients.
+    factors: numbers in the PowerSGD factors of these gradients. If there are as many, all gradients are sent whole.
     row_numbers: in embedding rows: the mean of those that a rank sends and of those that it receives.
     """
-    facts = COMPRESSION_FACTS[compression]
-    # Rows are sent as int8 blocks.
-    of_rows = COMPRESSION_FACTS["int8"].coding_seconds * row_numbers if facts.has_feedback else 0.0
-    return facts.coding_seconds * numbers + facts.factor_coding_seconds * factors + of_rows
+    facts, blocks = COMPRESSION_FACTS[compression], COMPRESSION_FACTS["int8"].coding_seconds
+    of_rows = blocks * row_numbers if facts.has_feedback else 0.0
+    if facts.factor_coding_seconds and factors < numbers:
+        return facts.coding_seconds * numbers + facts.factor_coding_seconds * factors + of_rows
+    return (blocks if facts.factor_coding_seconds else facts.coding_seconds) * numbers + of_rows
 
 
 COMPRESSIONS = ("auto", *COMPRESSION_FACTS)

@@ -532,13 +532,15 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     # A sharded optimizer needs half an all-reduce of the gradients and half an all-reduce of the weights.
     share = 0.5 if job.gathered else 1.0
     buckets = count_buckets(sent_as, job.parameters)
-    each = share * network.all_reduce_seconds(whole / buckets, members)
+    # With powersgd, the mean of one factor is needed to compute the other one.
+    exchanges = buckets * (2 if sent_as == "powersgd" else 1)
+    each = share * exchanges / buckets * network.all_reduce_seconds(whole / exchanges, members)
     # Each bucket is sent when it is ready and the one before it has been sent.
     backward, end = job.backward_seconds * job.last_backward, 0.0
     rows = network.all_reduce_seconds(words, members) if words else 0.0
     has_late_rows = COMPRESSION_FACTS[sent_as].has_late_rows and job.ranks_per_host == 1
     if has_late_rows:
-        # Those of the update before are sent first, beginning when its last backward pass ends.
+        # Embedding rows of the update before are sent first, from the end of its last backward pass on.
         end = max(0.0, rows - (job.step_seconds - backward))
     for number in range(1, buckets + 1):
         end = max(end, job.when_ready(number / buckets) * backward) + each
@@ -549,7 +551,7 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     # While a rank waits, communication takes nothing from computing.
     sending = buckets * each + after + rows * has_late_rows
     hidden = 1.0 - waited / sending if sending else 1.0
-    messages = 2 * (members - 1) * (buckets + bool(words) + bool(job.gathered) + 1)
+    messages = 2 * (members - 1) * (exchanges + bool(words) + bool(job.gathered) + 1)
     sent = count_ring_passes(members) * (share * whole + words + job.gathered / 2)
     if members < hosts * job.ranks_per_host:
         sent += _count_bytes_on_host(job, hosts)

@@ -268,6 +268,9 @@ def train(
             requests = due = sums().requests
         if is_last:
             due = Requests()
+        waits = due.any or evaluates_after(setup, update)
+        if waits or is_last:
+            exchange.finish_messages()
         clock.lap("communication")
         sent, seconds = take_traffic().nbytes, time.perf_counter() - clock.start
         if layer_times:
@@ -275,7 +278,6 @@ def train(
         unfinished.append(_Step(update, rate, clock, waited, sent, seconds, sums))
 
         # Record.
-        waits = due.any or evaluates_after(setup, update)
         finished = unfinished[:-1] if late_sums and not waits else unfinished
         for step in finished:
             requests = step.sums().requests

@@ -75,7 +75,8 @@ _HOP_SECONDS = 1e-3
 _CODING_REPEATS = 5
 """Measurements of the time that encoding takes, of which the shortest counts."""
 _LAST_MESSAGES = 3
-"""Collectives of an update that no computing hides: the last bucket, embedding rows, and the sums for the record."""
+"""Collectives of an update that no computing hides: the last bucket, embedding rows that are not late, and the sums for
+the record."""
 _MOST_LATE = 0.02
 """Share of a step that such delays may take: they are this machine's, and not those of a network."""
 _END_SECONDS = 5.0
@@ -322,18 +323,20 @@ def replay(
             _run_update(exchange, replayed, timer, update + 1, tokens)
         take_traffic()
         cpu = time.process_time()
+    register.ended = []
     for update in range(count):
-        register.ended = []
         timer.begin()
         begun = timer.origin
         marks = _run_update(exchange, replayed, timer, update + 1, tokens)
         seconds.append(time.monotonic() - begun)
         intervals = [Interval(name, begin - begun, end - begun) for name, begin, end in marks]
-        ended, register.ended = register.ended, None
+        ended, register.ended = register.ended, []
         sent = [Interval(one.name, one.started, end, one.nbytes) for one, end in ended]
         intervals += [replace(one, begin=one.begin - begun, end=one.end - begun) for one in sent]
         messages += sent
     total_cpu = time.process_time() - cpu
+    exchange.finish_messages()
+    register.ended = None
     nbytes = take_traffic().nbytes / count
     ideal = replayed.step_seconds * slowdown
     return RankTimes(
@@ -353,6 +356,7 @@ def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: Sequence[torch.Te
     begin = time.process_time()
     for update in range(count):
         _run_update(exchange, replayed, Timer(0.0), update + 1, tokens)
+    exchange.finish_messages()
     dist.barrier()
     between = time.process_time()
     for _ in range(count):

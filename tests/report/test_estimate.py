@@ -132,7 +132,7 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
 
 def test_small_messages_are_sent_in_fewer_buckets() -> None:
     assert [count_buckets("int8", numbers) for numbers in (0, 8 * 2**20, 8 * 2**20 + 1, 10**8)] == [8, 8, 9, 96]
-    assert [count_buckets("powersgd", numbers) for numbers in (1, 10**8)] == [4, 4]
+    assert [count_buckets("powersgd", numbers) for numbers in (1, 10**8)] == [3, 3]
 
 
 def test_recorded_times_say_when_gradients_are_ready() -> None:
@@ -320,7 +320,7 @@ def test_late_rows_are_hidden_by_computing_if_their_messages_are_shorter() -> No
     rows = link.all_reduce_seconds(job.sent_bytes(4, "powersgd")[1], 4)
     assert 0.1 < rows < 1
     assert estimate_hosts(job, link, 4).waited_seconds < 1e-3
-    # Between the passes of two updates, 1.1 s pass, and the gradients of layers are ready at the end of 2 s more.
+    # The step computes for 3.1 s, in which that part of the messages of 4.1 s is hidden.
     slower = replace(link, bits_per_second=20e6 * rows / 4.1)
     assert estimate_hosts(job, slower, 4).waited_seconds == pytest.approx(4.1 - 3.1, rel=1e-3)
     # Ranks of one host average their rows on the host first, and wait for the mean.

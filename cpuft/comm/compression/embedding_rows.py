@@ -2,7 +2,8 @@
 
 All other rows are zero on every rank, so the result is that of the complete exchange, to the bit if rows are sent in
 bf16, fp16 or fp32. A word embedding has half of a small encoder's parameters and a fifth of BERT-base's. Its gradient
-is the last one of the backward pass, so nothing hides its exchange.
+is the last one of the backward pass, so nothing hides its exchange, unless an update applies the mean of the rows of
+the update before (`LateRows`).
 """
 
 from __future__ import annotations
@@ -227,16 +228,18 @@ class LateRows:
         """The mean that was not applied yet; it may still be under way."""
 
     def average(self, gradient: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor) -> torch.Tensor:
-        """Start to average the gradient's rows, and replace them by the mean of the update before.
+        """Start to average the gradient's rows, and write the mean of the update before to the gradient instead.
 
-        It waits until that mean is there.
+        It waits until that mean is there. In the first updates, it writes the mean of this update, and waits for it.
 
         Parameters
         ----------
-        gradient: of the embedding, (vocabulary, width), zero outside of `routes.rows`.
-        routes, unsent: see `average_rows`. The thread changes `unsent` until `wait`, or the next call, has returned.
+        gradient: of the embedding, (vocabulary, width), zero outside of `routes.rows`. It is overwritten.
+        routes, unsent: see `average_rows`. A thread changes `unsent` until `wait` has returned.
 
         Returns the rows that may differ from zero: int64, ascending, without repetitions.
+
+        Raises what the thread raised, for example RuntimeError if a rank is lost.
         """
         own, mean = gradient[routes.own], Future[torch.Tensor]()
         self._updates += 1
@@ -259,7 +262,7 @@ class LateRows:
             mean.set_exception(error)
 
     def wait(self) -> None:
-        """Wait until no message is under way."""
+        """Wait until no message is under way. Raises what `average` raises."""
         if self._mean is not None:
             self._mean.result()
 
@@ -294,7 +297,9 @@ class RowExchange:
         self._unsent = torch.zeros(embedding.weight.shape) if has_feedback else None
         self._late: LateRows | None = None
         if has_feedback and hosts is None and COMPRESSION_FACTS[compression].has_late_rows:
-            self._late = LateRows(dist.new_group(timeout=getattr(group, "timeout", None)))
+            self._late = LateRows(
+                dist.new_group(dist.get_process_group_ranks(group), timeout=getattr(group, "timeout", None))
+            )
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
 
@@ -302,8 +307,8 @@ class RowExchange:
     def average(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """Average the gradient in place. All ranks call this after the backward pass, before anything reads it.
 
-        It blocks until all ranks' rows are there. With powersgd, these are the rows of the update before: see
-        `LateRows`. The weight must have a gradient.
+        It blocks until all ranks' rows are there, or with late rows those of the update before (`LateRows`). The weight
+        must have a gradient.
 
         Parameters
         ----------

@@ -25,7 +25,7 @@ class CompressionLevel:
     layer_bytes: float
     """Bytes sent during the backward pass, counted as the payload of an all-reduce."""
     row_bytes: float
-    """Bytes of embedding rows, sent after the backward pass."""
+    """Bytes of embedding rows, sent after the backward pass or, if they are late, in the next update."""
     has_late_rows: bool
     """Whether embedding rows are sent while the next update computes."""
     messages: int
@@ -51,8 +51,8 @@ def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link:
 
     This is compute + coding + taken + max(late, layers - OVERLAP * compute) + rows + messages * latency. Here layers
     and rows are the seconds to send these bytes, late is the part of layers that belongs to the late buckets, and taken
-    is the time that sending all bytes takes from computing. Late rows are sent before the layers: then the sum has
-    max(late, layers - OVERLAP * compute, layers + rows - compute) in the place of both.
+    is the time that sending all bytes takes from computing. Late rows are sent before the layers of the next update:
+    compute + coding + taken + max(late, layers - OVERLAP * compute, layers + rows - compute) + messages * latency.
     """
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     late = layers * LATE_BUCKETS / level.buckets

@@ -42,10 +42,10 @@ class Matrix:
     def __init__(self, unsent: torch.Tensor, generator: torch.Generator) -> None:
         self._unsent = unsent
         self.rows, self.columns = unsent.shape
-        self.rank = min(*unsent.shape, RANK)
+        self.factor_rows = min(*unsent.shape, RANK)
         # From the second update on, the last update's factor, to which the next one is close (the paper's warm start).
-        self._q = torch.randn(self.rank, self.columns, generator=generator)
-        self._p = torch.empty(self.rank, self.rows)
+        self._q = torch.randn(self.factor_rows, self.columns, generator=generator)
+        self._p = torch.empty(self.factor_rows, self.rows)
         """Orthonormal rows that span the mean of P."""
         self._sent: torch.Tensor | None = None
         """What this rank has sent of Q since the last update; P^T times this is still part of `_unsent`."""
@@ -57,8 +57,8 @@ class Matrix:
         return unsent if self._sent is None else unsent - self._p.T @ self._sent
 
 
-# Each of the following functions handles the matrices of a bucket in one call of a kernel, because calls from Python
-# would take a fifth of the time. All gradients have the type of what is unsent.
+# Each of the following functions handles all matrices of a bucket in one call of a kernel: one call for each matrix
+# would take a tenth to a fifth more time. All gradients have the type of what is unsent.
 
 
 def compute_p(matrices: Sequence[Matrix], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -68,7 +68,7 @@ def compute_p(matrices: Sequence[Matrix], gradients: Sequence[torch.Tensor]) -> 
     ----------
     gradients: each has rows * columns numbers in any shape. They do not change.
     """
-    factors = [torch.empty(one.rank, one.rows) for one in matrices]
+    factors = [torch.empty(one.factor_rows, one.rows) for one in matrices]
     if not matrices:
         return factors
     dtype, gradients = gradients[0].dtype, [gradient.contiguous() for gradient in gradients]
@@ -89,7 +89,7 @@ def compute_p(matrices: Sequence[Matrix], gradients: Sequence[torch.Tensor]) -> 
 
 def compute_q(matrices: Sequence[Matrix], means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return this rank's Q of each matrix for the mean of its P: fp32, shape (r, columns)."""
-    factors = [torch.empty(one.rank, one.columns) for one in matrices]
+    factors = [torch.empty(one.factor_rows, one.columns) for one in matrices]
     if not matrices:
         return factors
     dtype, means = matrices[0]._unsent.dtype, [mean.contiguous() for mean in means]
@@ -133,10 +133,10 @@ def write_approximations(
 
 
 def _list_shapes(matrices: Sequence[Matrix]) -> tuple[CArray, CArray, CArray]:
-    """Return the rows, columns and ranks of matrices for a kernel."""
-    shapes = [(one.rows, one.columns, one.rank) for one in matrices]
-    rows, columns, ranks = zip(*shapes, strict=True)
-    return int64_array(rows), int64_array(columns), int64_array(ranks)
+    """Return the rows and columns of matrices, and the rows of their factors, for a kernel."""
+    shapes = [(one.rows, one.columns, one.factor_rows) for one in matrices]
+    rows, columns, factor_rows = zip(*shapes, strict=True)
+    return int64_array(rows), int64_array(columns), int64_array(factor_rows)
 
 
 def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -162,7 +162,8 @@ def list_levels(
     ----------
     parameters: the trained parameters, without a word embedding that is exchanged by rows.
     ranks: number of ranks of the all-reduce whose payload the bytes are.
-    coding_seconds: time to encode and decode one number with int8. That of powersgd is counted in proportion.
+    coding_seconds: time to encode and decode one number with int8. The times of COMPRESSION_FACTS are multiplied by
+        this time and divided by that of int8.
     hosts: number of hosts, at least two, if the compressions with error feedback have hierarchical means; 0 if all
         ranks average together. Between the first ranks of the hosts, an all-reduce of the same payload sends fewer
         bytes over the link of a host than one between all ranks. The bytes of these levels are multiplied by this

@@ -93,7 +93,8 @@ class Exchange:
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Make the gradients the mean over ranks of the sums that each rank has accumulated. Blocks until they are.
 
-        Here it does nothing and returns 0.0.
+        With powersgd, embedding rows can be those of the update before (`LateRows`). Here it does nothing and returns
+        0.0.
 
         Parameters
         ----------
@@ -105,6 +106,12 @@ class Exchange:
         Seconds of the last backward pass in which this rank only waited for messages.
         """
         return 0.0
+
+    def finish_messages(self) -> None:
+        """Wait until no message is under way that this rank waits for in the next update only.
+
+        The loop calls it after an update that an evaluation, a checkpoint or the end follows. Here it does nothing.
+        """
 
     def clip_gradients(self) -> None:
         """Scale all gradients down to the norm `--max-grad-norm`, if it is not 0 and they exceed it.

@@ -116,7 +116,7 @@ def make_levels(
     tokens: number of distinct tokens in an update of all ranks.
     own_tokens: number of distinct tokens of one rank; of one host if means are hierarchical.
     ranks: number of ranks of the all-reduce whose payload the bytes are.
-    coding_seconds: time to encode and decode one number with int8; with powersgd, it is longer.
+    coding_seconds: time to encode and decode one number with int8.
     hosts: number of hosts if int8 and powersgd have hierarchical means, else 0; see `list_levels`.
     """
     embedding = find_embedding(model)

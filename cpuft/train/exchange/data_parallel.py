@@ -1,7 +1,7 @@
 """Data parallel training: gradients are averaged in every update, by DistributedDataParallel.
 
 The gradients of layers are sent during the backward pass. Those of a word embedding are sent after it, and only the
-rows of tokens that were looked up.
+rows of tokens that were looked up. With powersgd, the next update computes meanwhile (`LateRows`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
-from cpuft.compressions import count_buckets
+from cpuft.compressions import BUCKET_NUMBERS, FACTOR_BUCKETS, MIN_BUCKETS
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import set_gradient_rows
@@ -31,11 +31,20 @@ _MIN_COMPILED_BYTES = 2**20
 a model where buckets end, and fails on smaller ones."""
 
 
-def _bucket_bytes(layers: Sequence[torch.nn.Parameter], compression: str, compiled: bool) -> int:
-    """Return the size of a gradient bucket for these trained parameters."""
-    numbers = sum(parameter.numel() for parameter in layers)
-    each = -(-numbers // count_buckets(compression, numbers))
-    return max(each * layers[0].itemsize if layers else 0, _MIN_COMPILED_BYTES * compiled)
+def _bucket_bytes(model: torch.nn.Module, layers: Sequence[torch.nn.Parameter], config: TrainConfig) -> int:
+    """Return the largest size of a gradient bucket. DistributedDataParallel fills buckets for each type by themselves.
+
+    Parameters
+    ----------
+    layers: the trained parameters of the model without an embedding that is exchanged by rows.
+    """
+    if config.grad_compression == "powersgd":
+        nbytes = -(-sum(parameter.nbytes for parameter in layers) // FACTOR_BUCKETS)
+    else:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        numbers = min(BUCKET_NUMBERS, -(-sum(parameter.numel() for parameter in trained) // MIN_BUCKETS))
+        nbytes = numbers * trained[0].itemsize
+    return max(nbytes, _MIN_COMPILED_BYTES * config.compile)
 
 
 class DataParallelExchange(Exchange):
@@ -68,7 +77,7 @@ class DataParallelExchange(Exchange):
             untyped._set_params_and_buffers_to_ignore_for_model(model, frozen)
         words = self._rows.weight if self._rows else None
         layers = [one for one in model.parameters() if one.requires_grad and one is not words]
-        megabytes = _bucket_bytes(layers, compression, config.compile) / 2**20
+        megabytes = _bucket_bytes(model, layers, config) / 2**20
         # Looking for unused parameters costs time in every forward pass. Without it, a model that has some would end
         # with an error.
         unused = bool(getattr(model, UNUSED_ATTRIBUTE, ()))
@@ -105,8 +114,8 @@ class DataParallelExchange(Exchange):
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Average the gradient rows of the word embedding; the backward pass has averaged everything else.
 
-        It blocks until the rows of all ranks are there. If the word embedding is not exchanged by rows, it only
-        computes the result, and `find_token_ids` is not called.
+        It blocks until the rows of all ranks are there, or with late rows those of the update before. If the word
+        embedding is not exchanged by rows, it only computes the result, and `find_token_ids` is not called.
 
         Returns
         -------
@@ -127,7 +136,7 @@ class DataParallelExchange(Exchange):
         if self._rows:
             self._rows.clear()
 
-    def synchronize_parameters(self, is_due: bool, wait: bool) -> None:
-        """With `wait`, block until no embedding rows of this rank are under way; parameters are the same anyway."""
-        if wait and self._rows:
+    def finish_messages(self) -> None:
+        """Wait until the mean of late embedding rows is there. The next update applies it."""
+        if self._rows:
             self._rows.wait()

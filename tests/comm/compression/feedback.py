@@ -92,13 +92,17 @@ def factors(reducer: PowerSGD, parameter: torch.Tensor) -> torch.Tensor:
     return reducer._unsent[parameter] if matrix is None else matrix.unsent
 
 
-def row_sums(compression: str, dtype: torch.dtype = torch.float32) -> dict[str, float]:
+def row_sums(compression: str, dtype: torch.dtype = torch.float32, waits: bool = True) -> dict[str, float]:
     """Return the same as `sums` for the rows of an embedding, of which each rank has some, and other ones in each step.
 
     In some steps a rank has no rows. "named" is the number of steps whose rows are those of all ranks' tokens, and
     "bytes" the bytes that are sent, as a share of what would be sent if each rank sent the rows of all ranks. "off" is
     how far what a step receives is from the mean of that step, or of the step before if rows are late, as a share of
     the largest number of the mean.
+
+    Parameters
+    ----------
+    waits: whether each step waits for its messages. Otherwise "bytes" has no meaning.
     """
     words = torch.nn.Embedding(97, 300, dtype=dtype)
     model: Any = torch.nn.Sequential(words)
@@ -119,7 +123,8 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32) -> dict[str, 
         gradient[own] = (torch.randn(len(own), 300) * 1000.0 ** (step == ROW_STEPS - 1)).to(dtype)
         words.weight.grad = gradient.clone()
         rows = exchange.average(tokens)
-        exchange.wait()
+        if waits:
+            exchange.wait()
         named += rows.tolist() == sorted({*together.tolist(), *late_rows.tolist()})
         most += encoded_bytes(len(together) * 300, ranks)
         sent += comm.take_traffic().nbytes
@@ -132,6 +137,7 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32) -> dict[str, 
         off = max(off, float((words.weight.grad - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)))
         differ = max(differ, float((mean(words.weight.grad) - words.weight.grad.double()).abs().max()))
         comm.take_traffic()
+    exchange.wait()
     if late is not None:
         assert late._mean is not None
         received[late._rows] += late._mean.result()
@@ -219,6 +225,7 @@ if __name__ == "__main__":
         "powersgd": sums(PowerSGD(world, 2), factors),
         "int8 rows": row_sums("int8"),
         "powersgd rows": row_sums("powersgd"),
+        "under way rows": row_sums("powersgd", waits=False),
         "bf16 rows": row_sums("int8", torch.bfloat16),
     }
     found |= {f"local {name}": walk(name, 0.0) for name in ("none", "bf16", "int8")}

@@ -14,7 +14,7 @@ from cpuft.errors import CpuftError
 NONE = CompressionLevel("none", 43e6, 2.4e6, False, 2, 0.0, 10)
 BF16 = CompressionLevel("bf16", 21.5e6, 1.2e6, False, 2, 0.0, 10)
 INT8 = CompressionLevel("int8", 10.9e6, 0.6e6, False, 4, 0.1, 10)
-POWERSGD = CompressionLevel("powersgd", 0.4e6, 0.6e6, True, 4, 0.13, 10)
+POWERSGD = CompressionLevel("powersgd", 0.4e6, 0.6e6, True, 4, 0.13, 4)
 ALL = (NONE, BF16, INT8, POWERSGD)
 
 
@@ -53,8 +53,8 @@ def test_the_first_level_that_costs_no_time_is_chosen(
 def test_the_estimate_of_a_step_counts_what_backward_does_not_hide() -> None:
     # 65 MB at 1.25e8 bytes/s, of which the backward pass hides 0.3 s; nothing hides embedding rows.
     assert estimate_step_seconds(NONE, 0.6, link(1000, 0.01)) == pytest.approx(0.6 + 0.516 - 0.3 + 0.0288 + 0.02)
-    # All of the layers hidden but the last two of ten buckets; then messages and coding. Late rows are hidden.
-    late = 0.2 * 0.4e6 * 1.2e-8
+    # All of the layers hidden but the last two of four buckets; then messages and coding. Late rows are hidden.
+    late = 0.5 * 0.4e6 * 1.2e-8
     assert estimate_step_seconds(POWERSGD, 1.0, link(1000, 0.01)) == pytest.approx(1 + late + 0.13 + 0.04)
     on_time = replace(POWERSGD, has_late_rows=False)
     assert estimate_step_seconds(on_time, 1.0, link(1000, 0.01)) == pytest.approx(1 + late + 0.13 + 0.0072 + 0.04)

@@ -147,7 +147,7 @@ def of_rungs(rank: int) -> dict[str, list[float]]:
                 torch.autograd.backward(exchange.forward_model(WORDS[rank::2]).sum())
             exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
             exchange.clear_gradients()
-            exchange.synchronize_parameters(False, wait=True)  # no message is under way then
+            exchange.finish_messages()
         found[rung.name] = [rung.layer_bytes + rung.row_bytes, comm.take_traffic().nbytes]
     return found
 
