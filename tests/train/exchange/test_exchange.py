@@ -70,6 +70,7 @@ def test_two_ranks(tmp_path: Path) -> None:
     assert (first["biases"], second["biases"]) == ([10.0, 20.0, 30.5], [11.0, 21.0, 30.5])
     named = 4 * (5 * 8 + 8 + 1)
     assert (first["sent"], first["gradients"]) == ([0, named, named], [])
+    assert max(one["late rows"]["off"] for one in both) < 1e-4
     for rungs in (one["rungs"] for one in both):
         assert list(rungs) == ["none", "bf16", "fp16", "int8", "powersgd"]
         assert all(promised == sent for promised, sent in rungs.values())
