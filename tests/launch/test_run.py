@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.comm.compression.powersgd import EXACT_UPDATES
 from cpuft.record import Record, read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 
@@ -104,10 +105,10 @@ def test_compressed_gradients_are_half_the_bytes(tmp_path: Path) -> None:
     ratios = [b.bytes_sent / a.bytes_sent for a, b in zip(whole.steps, half.steps)]
     assert ratios[1:] == pytest.approx([0.5] * 3, abs=0.01)
     (tmp_path / "run").rename(tmp_path / "half")
-    factors = launch(*words, "powersgd")
-    assert all(c.bytes_sent <= b.bytes_sent for b, c in zip(half.steps, factors.steps))
-    # What is left is mostly rows of word embeddings.
-    assert all(c.bytes_sent < b.bytes_sent / 4 for b, c in zip(half.steps, factors.steps))
+    factors = launch(*words, "powersgd", "--max-steps", "12")
+    # The first updates send blocks. The rows of an update may be counted in the next one.
+    sent = [step.bytes_sent for step in factors.steps[EXACT_UPDATES + 1 :]]
+    assert max(sent) < half.steps[-1].bytes_sent / 4
 
 
 @pytest.mark.proof

@@ -229,12 +229,23 @@ class ScriptedCheckpoints(Checkpoints):
     ],
 )
 def test_the_loop_carries_out_requests_between_updates_and_not_after_the_last(
-    sync_every: int, requests: dict[int, Requests], done: list[str]
+    sync_every: int, requests: dict[int, Requests], done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = make_loop(replace(CONFIG, sync_every=sync_every))
-    checkpoints = ScriptedCheckpoints(loop, requests)
+    checkpoints, waited = ScriptedCheckpoints(loop, requests), list[int]()
+    monkeypatch.setattr(loop.exchange, "finish_messages", lambda: waited.append(checkpoints.update))
     assert len(list(train(loop, checkpoints))) == 6
     assert checkpoints.done == done
+    # No message is under way then, nor at the end.
+    assert waited == [*(int(one.split()[1]) for one in done), 6]
+
+
+def test_no_message_is_under_way_before_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, waited = make_loop(replace(CONFIG, eval_every="2")), list[int]()
+    checkpoints = ScriptedCheckpoints(loop, {})
+    monkeypatch.setattr(loop.exchange, "finish_messages", lambda: waited.append(checkpoints.update))
+    assert len(list(train(loop, checkpoints))) == 6
+    assert waited == [2, 4, 6]
 
 
 def test_requests_of_several_ranks_are_told_apart_in_their_sum() -> None:
