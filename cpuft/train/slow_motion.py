@@ -614,9 +614,12 @@ def _find_killed(processes: Sequence[BaseProcess]) -> str:
 
 
 def _explain_end(rank: int, processes: Sequence[BaseProcess]) -> str:
-    """Return the message for a rank that has ended without a result."""
-    code = f"rank {rank} ended without a result (exit code {{}}): try again, or give fewer hosts with --np"
-    return _find_killed(processes) or code.format(processes[rank].exitcode)
+    """Return the message for a rank that has ended without a result, or for one that has failed, if there is one."""
+    if killed := _find_killed(processes):
+        return killed
+    failed = next((number for number, process in enumerate(processes) if process.exitcode), rank)
+    code = processes[failed].exitcode
+    return f"rank {failed} ended without a result (exit code {code}): try again, or give fewer hosts with --np"
 
 
 def _message_seconds(config: ReplayConfig, replayed: Replay) -> float:
