@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.compressions import count_buckets
+from cpuft.compressions import count_buckets, count_coding_seconds
 from cpuft.errors import CpuftError
 from cpuft.hardware import ETHERNET
 from cpuft.record import GradientSizes, GradientTime, Measurement, Record
@@ -315,12 +315,21 @@ def test_hosts_are_worth_it_as_long_as_the_last_bring_half() -> None:
     assert count_worthwhile_hosts(found) == 4
 
 
+def test_coding_of_powersgd_depends_on_the_factors() -> None:
+    assert count_coding_seconds("powersgd", 1e6, 5e4, 0.0) == pytest.approx(1e6 * 2.5e-9 + 5e4 * 46e-9)
+    # Gradients that factors would not make smaller are sent whole, as int8 blocks, and so are embedding rows.
+    for row_numbers in (0.0, 1e5):
+        seconds = [count_coding_seconds(name, 1e6, 1e6, row_numbers) for name in ("int8", "powersgd")]
+        assert seconds == pytest.approx([3.5e-9 * (1e6 + row_numbers)] * 2)
+    assert count_coding_seconds("bf16", 1e6, 5e4, 1e5) == 0.0
+
+
 def test_late_rows_are_hidden_by_computing_if_their_messages_are_shorter() -> None:
     job, link = replace(JOB, levels=("powersgd",), factors=0), Network(20e6, 0.0, 0.0, cpu_seconds_per_message=0.0)
     rows = link.all_reduce_seconds(job.sent_bytes(4, "powersgd")[1], 4)
     assert 0.1 < rows < 1
     assert estimate_hosts(job, link, 4).waited_seconds < 1e-3
-    # The step computes for 3.1 s, in which that part of the messages of 4.1 s is hidden.
+    # The messages of the rows take 4.1 s, of which the 3.1 s that a step computes hide a part.
     slower = replace(link, bits_per_second=20e6 * rows / 4.1)
     assert estimate_hosts(job, slower, 4).waited_seconds == pytest.approx(4.1 - 3.1, rel=1e-3)
     # Ranks of one host average their rows on the host first, and wait for the mean.

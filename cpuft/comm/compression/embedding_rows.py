@@ -209,17 +209,16 @@ def average_rows(own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, gro
 class LateRows:
     """Averages embedding rows while the next update computes: that update applies the mean.
 
-    The first updates apply their own mean, because late gradients cost most accuracy there. In the first update that
-    does not, the gradient of the embedding is zero. The mean of the last update is not applied.
+    The first EXACT_UPDATES updates apply their own mean. In the update after them, the gradient of the embedding is
+    zero. The mean of the last update is not applied.
 
     Parameters
     ----------
     group: of all ranks that average. Nothing else may use it, because a thread sends and receives at any time.
-    on_time_updates: number of first updates that apply their own mean.
     """
 
-    def __init__(self, group: dist.ProcessGroup, on_time_updates: int = EXACT_UPDATES) -> None:
-        self._group, self._on_time_updates = group, on_time_updates
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._thread = ProgressThread("embedding rows")
         self._updates = 0
         self._rows = torch.empty(0, dtype=torch.int64)
@@ -245,7 +244,7 @@ class LateRows:
         self._updates += 1
         self._thread.put(lambda: self._run(own, routes, unsent, mean))
         rows = [routes.rows]
-        if self._updates <= self._on_time_updates:
+        if self._updates <= EXACT_UPDATES:
             gradient[routes.rows] = mean.result()
         else:
             gradient[routes.rows] = 0.0

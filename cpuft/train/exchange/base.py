@@ -19,9 +19,9 @@ class Exchange:
 
     An exchange is made after the optimizer has the model's parameters, on all ranks together. In every update the
     training loop calls, on all ranks and in this order: `micro_batch` around each forward and backward pass,
-    `average_gradients`, `clip_gradients`, the optimizer's step, `clear_gradients` and `synchronize_parameters`. Between
-    updates it may call `full_weights`, `common_weights` and `contribute_to_checkpoint`. Subclasses override what
-    differs from one rank alone.
+    `average_gradients`, `clip_gradients`, the optimizer's step, `clear_gradients` and `synchronize_parameters`. Before
+    an evaluation, a checkpoint or the end, it calls `finish_messages`. Between updates it may call `full_weights`,
+    `common_weights` and `contribute_to_checkpoint`. Subclasses override what differs from one rank alone.
 
     Parameters
     ----------
@@ -108,10 +108,7 @@ class Exchange:
         return 0.0
 
     def finish_messages(self) -> None:
-        """Wait until no message is under way that this rank waits for in the next update only.
-
-        The loop calls it after an update that an evaluation, a checkpoint or the end follows. Here it does nothing.
-        """
+        """Wait for messages of this update whose result only the next update applies. Here it does nothing."""
 
     def clip_gradients(self) -> None:
         """Scale all gradients down to the norm `--max-grad-norm`, if it is not 0 and they exceed it.
