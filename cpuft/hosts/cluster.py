@@ -347,7 +347,9 @@ def _too_many(ranks: int, host: Host, slots: int) -> str:
     return f"{ranks} ranks on {host.name}, which has {slots} {what}: lower --np, or write slots={ranks} in a hostfile"
 
 
-def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: Access | None = None) -> Cluster:
+def gather_cluster(
+    config: LaunchConfig, hosts: tuple[Host, ...] = (), access: Access | None = None, is_on_host_disk: bool = False
+) -> Cluster:
     """Query all hosts that a run needs at the same time, distribute the ranks, and find mpirun.
 
     Each host runs a program that reports its facts, for at most 60 s, and the head host runs `mpirun --version`.
@@ -357,6 +359,8 @@ def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: A
     ----------
     hosts: the hosts to choose from, the head host first; without, all that `config` names (`read_hosts`).
     access: how they are reached; without, `find_access` finds out.
+    is_on_host_disk: whether the run began in a folder on the disk of a host. It stays in such a folder, even if the
+        remaining hosts alone would not need one: its checkpoints are there.
 
     Raises CpuftError: hosts did not answer (each is named, with its message) or the lease of the cluster has ended, two
     names are the same host, the ranks do not fit, there is no mpirun that can be used, or `read_hosts` or `find_access`
@@ -375,7 +379,9 @@ def gather_cluster(config: LaunchConfig, hosts: tuple[Host, ...] = (), access: A
     head_is_here = access.transport.is_here(hosts[0])
     on_login_node = bool(access.transport.bootstrap) and not head_is_here
     # Hosts with disks of their own get their inputs in the same way, wherever this machine is among them.
-    works_remotely = (bool(access.config_there) and len(used) > 1) or not (head_is_here or on_login_node)
+    works_remotely = (
+        is_on_host_disk or (bool(access.config_there) and len(used) > 1) or not (head_is_here or on_login_node)
+    )
     return Cluster(
         assignments,
         used,

@@ -473,7 +473,7 @@ def plan_next_attempt(
     kill_ranks(last, run_dir, [host for host in remaining if host.name not in last.rank_hosts])
     clean_up_left_out_hosts(launch, plan, last, remaining)
     job = replace(job, config=replace(job.config, np=np))
-    cluster = gather_cluster(job.config, remaining, last.access)
+    cluster = gather_cluster(job.config, remaining, last.access, last.works_remotely)
     copies = gather_host_copies(remaining, cluster.access, run_dir)[0] if cluster.works_remotely else ()
     updates, fetched_from = (
         (-1, "") if tried.unfetched_from else (tried.result.update, last.head if last.works_remotely else "")

@@ -97,7 +97,7 @@ def plan_request(
     resumed = gather_resumed_run(request.resume, config, bool(request.script)) if request.resume else None
     if resumed and resumed.finished_on:
         head = tuple(host for host in resumed.hosts if host.name == resumed.finished_on)
-        cluster = gather_cluster(replace(config, np=1), head)
+        cluster = gather_cluster(replace(config, np=1), head, is_on_host_disk=True)
         plan = plan_fetching(cluster, resumed)
         return PlannedLaunch(resumed.run_dir, cluster, plan, finished_on=resumed.finished_on)
     if resumed:
@@ -112,7 +112,8 @@ def plan_request(
             locks.enter_context(lock_run(run_dir))
     access = find_access(config)
     sessions.enter_context(access.transport.keep_sessions())
-    cluster = gather_cluster(config, resumed.hosts if resumed else (), access)
+    is_on_host_disk = any(copy.exists for copy in resumed.host_copies) if resumed else False
+    cluster = gather_cluster(config, resumed.hosts if resumed else (), access, is_on_host_disk)
     if resumed:
         check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     input_paths = _find_input_paths(request, train, resumed, environ)

@@ -8,8 +8,9 @@ import sys
 
 import pytest
 
+from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import LOCAL, Access, Assignment, Cluster, assign_ranks, gather_facts
+from cpuft.hosts.cluster import LOCAL, Access, Assignment, Cluster, assign_ranks, gather_cluster, gather_facts
 from cpuft.hosts.hostfile import Host, parse_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.transport import SshTransport
@@ -87,6 +88,12 @@ def test_users_have_a_folder_each_on_hosts_with_disks_of_their_own() -> None:
     )
     assert first.inputs == "/var/tmp/cpuft-0/inputs"
     assert re.fullmatch("/var/tmp/cpuft-1000/[0-9a-f]{12}/run", second.work_dir("/home/me/run"))
+
+
+def test_a_run_on_the_disk_of_a_host_stays_there_if_only_this_machine_remains() -> None:
+    assert not gather_cluster(LaunchConfig(), (LOCAL,), Access()).works_remotely
+    cluster = gather_cluster(LaunchConfig(), (LOCAL,), Access(), is_on_host_disk=True)
+    assert (cluster.works_remotely, cluster.command_prefixes) == (True, {"localhost": ()})
 
 
 def test_every_host_that_fails_is_named() -> None:

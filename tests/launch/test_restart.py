@@ -235,6 +235,15 @@ def is_told_to_go(log: Path) -> int:
     return fails(75)(log)
 
 
+def test_a_restart_continues_in_the_folder_on_the_disk_of_the_host(cluster: Cluster) -> None:
+    """This machine is the only host that remains. Its checkpoints are not in the run folder."""
+    on_disk = replace(cluster, works_remotely=True, command_prefixes={"localhost": ()})
+    code, plans, _, _ = run(script(1), on_disk, KILLED, ends)
+    folders = [step.command[-1] for plan in plans for stage in plan.make for step in stage]
+    assert (code, folders) == (0, 2 * [on_disk.work_dir(str(Path("run").absolute()))])
+    assert [len(plan.results) for plan in plans] == [2, 2]
+
+
 def test_a_host_with_an_interruption_notice_is_not_used_again(cluster: Cluster) -> None:
     code, plans, said, _ = run(script(3), cluster, is_told_to_go)
     assert (code, len(plans)) == (75, 1)

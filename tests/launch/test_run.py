@@ -8,11 +8,16 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
+from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.hosts.cluster import LOCAL
+from cpuft.launch.resume import HostCopy, ResumedRun
+from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.record import Record, read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 
@@ -26,6 +31,29 @@ def launch(*words: str, **settings: str) -> Record:
     done = run_cpuft("launch", "--run-dir", "run", *words, settings=settings)
     assert done.returncode == 0, done.stdout + done.stderr
     return read_record("run")
+
+
+@pytest.mark.parametrize(
+    "copy, is_on_host_disk",
+    [
+        (HostCopy(LOCAL, exists=True, is_finished=True), True),
+        (HostCopy(LOCAL, exists=True), True),
+        (HostCopy(LOCAL), False),
+    ],
+    ids=["finished", "interrupted", "in the run folder"],
+)
+def test_a_resumed_run_stays_on_the_disk_of_the_host_where_it_began(
+    copy: HostCopy, is_on_host_disk: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This machine is the only host that answers."""
+    finished_on = LOCAL.name if copy.is_finished else ""
+    resumed = ResumedRun(str(tmp_path / "run"), host_copies=(copy,), finished_on=finished_on)
+    monkeypatch.setattr("cpuft.launch.run.gather_resumed_run", lambda *given: resumed)
+    request = LaunchRequest(LaunchConfig(), TrainConfig(), ScriptConfig(), ("true",), "run", frozenset(), "lines")
+    with ExitStack() as sessions:
+        planned = plan_request(request, {}, print, None, sessions)
+    assert planned.cluster.works_remotely == is_on_host_disk
+    assert len(planned.plan.results) == 2 * is_on_host_disk
 
 
 def test_two_ranks_train_on_the_demo_task() -> None:
