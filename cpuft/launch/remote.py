@@ -67,6 +67,7 @@ def run_attempt(
     say: Say,
     grace: float | None = None,
     ctrl_c_seconds: float = 0.0,
+    stop_signals: list[int] | None = None,
 ) -> int:
     """Carry out a plan, wherever its head host is, wait for its end, and return the exit code.
 
@@ -80,6 +81,8 @@ def run_attempt(
     say: called with a line for the user.
     grace: seconds from SIGTERM until the ranks are killed; None: no signal asks them for a checkpoint first.
     ctrl_c_seconds: seconds from the first Ctrl-C until the ranks are killed; 0: at once.
+    stop_signals: gets the number of the first signal that asked the ranks to end, if one came, however the attempt
+        ends.
 
     Returns
     -------
@@ -112,6 +115,9 @@ def run_attempt(
         if update := find_newest_checkpoint(run_dir):
             say(f"cpuft: continue after update {update} with {shlex.join(['cpuft', 'launch', '--resume', run_dir])}")
         sys.exit(stopped.exit_code)
+    finally:
+        if stop_signals is not None and request and request.signal_number:
+            stop_signals.append(request.signal_number)
 
 
 def run_on_head_host(

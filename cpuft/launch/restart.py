@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -271,22 +272,25 @@ def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str],
     return f"restart {number} of {limit}: {reason}; {counted(ranks, 'rank')} on {', '.join(hosts)} {start}"
 
 
-def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say) -> int:
+def run_with_restarts(
+    launch: Launch, plan: RunPlan, cluster: Cluster, start: Start, say: Say, stop_signals: Sequence[int] = ()
+) -> int:
     """Run a job until it succeeds or another attempt would not help; return the exit code of the last attempt.
 
     Returns 0 also if the last attempt lost the connection to a head host on which the run had finished, and its results
-    could be fetched. Before each restart, `say` gets a line that announces it. After the last attempt has failed, ranks
-    that are left are killed, the run is removed from its hosts except its checkpoints, and an empty run folder is
-    removed here.
+    could be fetched. Returns 128 + N if signal N had asked the ranks to end and the head host was lost then. Before
+    each restart, `say` gets a line that announces it. After the last attempt has failed, ranks that are left are
+    killed, the run is removed from its hosts except its checkpoints, and an empty run folder is removed here.
 
     Parameters
     ----------
     plan, cluster: of the first attempt.
     start: carries out a plan, and returns its exit code.
     say: called with a line for the user.
+    stop_signals: to which `start` adds the number of a signal that asked the ranks to end. There is no restart then.
 
     Raises CpuftError: --min-np is more than --np; an attempt raised an error that no restart can mend; the time limit
-    is over; or the last attempt raised an error, such as HeadHostLostError.
+    is over; or the last attempt raised an error, such as HeadHostLostError, and no signal had asked the ranks to end.
     Raises NotStoredError: this machine could not store the results, and nothing was removed from the hosts.
     """
     policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
@@ -308,7 +312,9 @@ def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: St
             return 0
         decision = policy.decide(tried.result)
         reason = decision.reason
-        if not decision.restart:
+        if decision.restart and stop_signals:
+            reason = f"{reason}, and {signal.Signals(stop_signals[0]).name} had asked the run to end"
+        if not decision.restart or stop_signals:
             break
         policy.errors.add(decision.error_id)
         history.leaving |= tried.result.leaving
@@ -330,6 +336,9 @@ def run_with_restarts(launch: Launch, plan: RunPlan, cluster: Cluster, start: St
         without = {tried.unfetched_from, *cluster.access.transport.unresponsive}
         remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, without, say)
     remove_empty_run(launch.run_dir)
+    if tried.error and stop_signals:
+        say(f"cpuft: {tried.error}")
+        return 128 + stop_signals[0]
     if tried.error:
         raise tried.error
     return tried.result.code

@@ -183,9 +183,10 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     ctrl_c_seconds = TRAINING_STOP_SECONDS
     if job.script:
         ctrl_c_seconds = SCRIPT_STOP_SECONDS if job.script[0] == sys.executable else 0.0
-    start = partial(run_attempt, say=say, grace=grace, ctrl_c_seconds=ctrl_c_seconds)
+    stop_signals = list[int]()
+    start = partial(run_attempt, say=say, grace=grace, ctrl_c_seconds=ctrl_c_seconds, stop_signals=stop_signals)
     with show_progress(request.progress):
-        code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say)
+        code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say, stop_signals)
     if not code and not job.script:
         save_allowed_paths(run_dir, (), environ)
     return describe_end(code, run_dir, cluster.rank_hosts, job.config, request.script, request.script_options)

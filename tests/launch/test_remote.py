@@ -7,13 +7,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
-from cpuft.hosts.cluster import Cluster
+from cpuft.config import LaunchConfig
+from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.launch.inputs import make_bundle
+from cpuft.launch.remote import run_attempt
+from cpuft.launch.results import HeadHostLostError
+from cpuft.launch.supervise import StopRequest
+from cpuft.plan import RunPlan
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
 pytestmark = needs_root
@@ -143,6 +149,29 @@ def test_tokens_for_training_reach_all_hosts_and_other_secrets_none(cluster: Sim
     assert cluster.on(1, "\n".join([*lines, shlex.join(there)])).startswith("0 [14, 0, 64] []\n")
     assert (cluster.folder / "there" / "logs" / "rank-1.out").read_text() == "1 [14, 0, 64] []\n"
     assert find_sent(cluster) == before
+
+
+@pytest.mark.usefixtures("own_cache")
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_an_attempt_reports_the_signal_that_asked_its_ranks_to_end(
+    is_lost: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the head host is lost before they end."""
+
+    def run_on_this_machine(*given: object) -> int:
+        request = given[-1]
+        assert isinstance(request, StopRequest)
+        assert request.handle_signal(signal.SIGUSR1)
+        if is_lost:
+            raise HeadHostLostError("the head host does not answer: look at it")
+        return 75
+
+    monkeypatch.setattr("cpuft.launch.remote.run_on_this_machine", run_on_this_machine)
+    signals, here = list[int](), gather_cluster(LaunchConfig())
+    with suppress(HeadHostLostError):
+        code = run_attempt(RunPlan(), str(tmp_path / "run"), here, 0.0, print, 0.0, stop_signals=signals)
+        assert (code, is_lost) == (75, False)
+    assert signals == [signal.SIGUSR1]
 
 
 @pytest.fixture

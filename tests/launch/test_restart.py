@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -53,7 +54,9 @@ def script(restarts: int, **options: float) -> Job:
     return Job(LaunchConfig(max_restarts=restarts, **options), TrainConfig(), ("true",))  # type: ignore[arg-type]
 
 
-def run(job: Job, cluster: Cluster, *ends: Callable[[Path], int]) -> tuple[int, list[RunPlan], list[str], list[float]]:
+def run(
+    job: Job, cluster: Cluster, *ends: Callable[[Path], int], stop_signals: Sequence[int] = ()
+) -> tuple[int, list[RunPlan], list[str], list[float]]:
     """Return the exit code, the plan of each attempt, the printed lines, and the seconds left for each attempt."""
     plans, said, left, folder = list[RunPlan](), list[str](), list[float](), Path("run").absolute()
 
@@ -64,7 +67,8 @@ def run(job: Job, cluster: Cluster, *ends: Callable[[Path], int]) -> tuple[int, 
         return ends[len(plans) - 1](folder / "logs" / "rank-0.err")
 
     plan = plan_run(job, cluster, str(folder), {})
-    return run_with_restarts(Launch(job, str(folder), {}), plan, cluster, start, said.append), plans, said, left
+    launch = Launch(job, str(folder), {})
+    return run_with_restarts(launch, plan, cluster, start, said.append, stop_signals), plans, said, left
 
 
 def fails(code: int, text: str = "") -> Callable[[Path], int]:
@@ -259,6 +263,27 @@ def test_after_the_last_restart_its_result_is_returned(cluster: Cluster) -> None
     )
     with pytest.raises(HeadHostLostError):
         run(script(1), cluster, KILLED, lost)
+
+
+@pytest.mark.parametrize(
+    "end, code, why, last",
+    [
+        (KILLED, 137, "rank 0 on localhost was killed by SIGKILL", []),
+        (lost, 143, "the connection to the head host was lost", ["cpuft: the master does not answer: look at it"]),
+    ],
+)
+def test_a_run_that_was_asked_to_end_is_not_restarted(
+    end: Callable[[Path], int], code: int, why: str, last: list[str], cluster: Cluster
+) -> None:
+    signals = list[int]()
+
+    def end_after_signal(log: Path) -> int:
+        signals.append(signal.SIGTERM)
+        return end(log)
+
+    ended, plans, said, _ = run(script(3), cluster, end_after_signal, stop_signals=signals)
+    assert (ended, len(plans)) == (code, 1)
+    assert said == [f"cpuft: not restarted: {why}, and SIGTERM had asked the run to end", *last]
 
 
 def test_the_same_error_ends_the_run(cluster: Cluster) -> None:
