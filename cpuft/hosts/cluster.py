@@ -367,6 +367,7 @@ def gather_cluster(
     fails.
     """
     hosts, access = hosts or read_hosts(config), access or find_access(config)
+    access.transport.hosts.update({host.name: host for host in hosts})
     # Hosts that a small run leaves out are checked, too: the next run will need them.
     _refuse_twins(hosts, [access.transport.address(host) for host in hosts])
     limit = min(len(hosts), config.np)

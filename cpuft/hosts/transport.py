@@ -102,6 +102,12 @@ class Transport(ABC):
     unresponsive: set[str] = field(default_factory=set, compare=False)
     """Names of the hosts that did not answer `find_unresponsive` last. Cleaning up leaves them out, because each
     question to such a host takes 10 s."""
+    hosts: dict[str, Host] = field(default_factory=dict, compare=False)
+    """Hosts of the hostfile by name, as far as they are known, with the ports and users of their ssh servers."""
+
+    def find_host(self, name: str) -> Host:
+        """Return the host of this name in `hosts`; for another name a host with ssh's own port and user."""
+        return self.hosts.get(name) or Host(name)
 
     @abstractmethod
     def is_here(self, host: Host) -> bool:
@@ -184,14 +190,16 @@ class Transport(ABC):
 
         A host that cannot be asked for another reason is among them, too; no CpuftError is raised. All hosts are asked
         at the same time. This machine is never among those found. Over ssh only the key exchange is tried, so that a
-        host that would refuse the login answers, too. The attribute `unresponsive` is updated for `names`.
+        host that would refuse the login answers, too. The attribute `unresponsive` is updated for `names`. Ports are
+        those of `hosts`.
 
         Parameters
         ----------
         names: names of hosts, as in the hostfile; may be empty.
         seconds: time limit for the answer of a host.
         """
-        answers = try_hosts(lambda host: self.is_here(host) or self._probe(host, seconds), [*map(Host, names)])
+        hosts = [self.find_host(name) for name in names]
+        answers = try_hosts(lambda host: self.is_here(host) or self._probe(host, seconds), hosts)
         found = {name for name, answer in zip(names, answers) if isinstance(answer, CpuftError)}
         self.unresponsive.difference_update(names)
         self.unresponsive.update(found)

@@ -531,6 +531,7 @@ def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Co
 
     A host that was lost in an earlier attempt may be back; it gets less time to answer than the others.
     """
+    transport.hosts.update({host.name: host for host in hosts})
     names = [host.name for host in hosts if host.name not in just_lost]
     lost_before = transport.unresponsive.intersection(names)
     transport.find_unresponsive([name for name in names if name not in lost_before])

@@ -354,7 +354,7 @@ def diagnose_run(
 
     Raises CpuftError: the dumps cannot be written on the head host.
     """
-    run = ActiveRun(run_dir, tuple(map(Host, hosts)), Access(transport, sys.executable))
+    run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport, sys.executable))
     dumps, silent = gather_dumps(run)
     write_dumps(run, dumps)
     say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")

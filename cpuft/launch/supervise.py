@@ -21,7 +21,6 @@ from cpuft.config import is_count
 from cpuft.errors import RESUMABLE, CpuftError, DiskFullError, Interrupted
 from cpuft.execute import Answer
 from cpuft.files import remove_command
-from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.launch.failures import (
     describe_absent,
@@ -533,7 +532,7 @@ def _make_watchdog(
     names = tuple(sorted(set(hosts)))
 
     def run(host: str, command: tuple[str, ...], seconds: float) -> Answer:
-        return transport.run(Host(host), command, "", seconds)
+        return transport.run(transport.find_host(host), command, "", seconds)
 
     return Watchdog(
         Path(run_dir) / "logs",

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import ssh_config
 from cpuft.hosts import transport as transport_module
+from cpuft.hosts.cluster import Access, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_config import parse_jumps
 from cpuft.hosts.transport import HostError, SshTransport, Transport, map_hosts
@@ -380,6 +382,15 @@ def test_hosts_that_are_off_or_frozen_are_unresponsive(config: Path, monkeypatch
         assert transport.find_unresponsive(("frozen",), 0.5) == {"frozen"}
         assert time.monotonic() - start < 5
         assert transport.unresponsive == {"off", "frozen"}
+
+
+def test_hosts_are_asked_at_the_port_of_the_hostfile(config: Path, servers: tuple[Server, Server, Path]) -> None:
+    """Also "localhost" with a port, which is a container."""
+    transport = change(config, f"Host far\n  Port {servers[0].port}\n", "")
+    hosts = (Host("far", port=servers[0].port), Host("localhost", port=9))
+    with pytest.raises(CpuftError, match="localhost"):
+        gather_cluster(LaunchConfig(np=2), hosts, Access(transport))
+    assert transport.find_unresponsive(("far", "localhost")) == {"localhost"}
 
 
 def test_a_host_that_is_cut_off_is_noticed_before_the_time_limit_for_a_busy_one(config: Path) -> None:
