@@ -103,6 +103,8 @@ def run_step(
     environ: the environment of the step, to which the step's settings are added.
     output: file for both output streams; None: they go to this process's own streams.
     watch: called about 20 times a second while the step runs, and once after it. If it raises, the step is ended first.
+        If the wait for the step has raised an error already, that one is raised, except that `Interrupted` replaces
+        any other.
     seconds: time limit; 0 for none.
     takes: called in the handler of each signal with its number; returns True if the signal has been dealt with, and the
         step then continues.
@@ -117,13 +119,22 @@ def run_step(
     with signals_raise(takes), _input_of(step) as given:
         process = _start(step, environ, given, output)
         relays = [] if output else [_relay(process.stdout, sys.stdout), _relay(process.stderr, sys.stderr)]
+        reason: BaseException | None = None
         try:
             _wait([process], watch, seconds)
+        except BaseException as error:
+            reason = error
+            raise
         finally:
             stop_processes([process])
             for relay in relays:
                 relay.join(_GRACE_SECONDS)
-            watch()
+            try:
+                watch()
+            except Exception as error:
+                # A signal must not be forgotten because of what is found after it: the caller might start again.
+                if not reason or (isinstance(error, Interrupted) and not isinstance(reason, Interrupted)):
+                    raise
     return exit_code_of(process)
 
 

@@ -289,7 +289,10 @@ class Watchdog:
     start_limit: float = 0.0
     """Seconds within which the first rank has to start; 0 for no limit."""
     diagnosis: Diagnosis | None = None
-    """Why the ranks hang; None unless a rank has reported that it waited in vain. `check` does nothing after that."""
+    """Why the ranks hang; None unless a rank has reported that it waited in vain."""
+    has_hang: bool = False
+    """Whether a rank has reported that it waited in vain. `check` does nothing after that, even if a signal interrupts
+    the diagnosis: by then the ranks are ended."""
     stop_request: StopRequest | None = None
     lease_renewal: LeaseRenewal | None = None
     begun: float = field(default_factory=time.monotonic)
@@ -328,7 +331,7 @@ class Watchdog:
         Raises CpuftError: the stacks of ranks that hang could not be stored.
         """
         now = time.monotonic()
-        if now - self.checked_at < _CHECK_SECONDS or self.diagnosis:
+        if now - self.checked_at < _CHECK_SECONDS or self.has_hang:
             return
         self.checked_at = now
         if self.stop_request:
@@ -339,6 +342,7 @@ class Watchdog:
         if not self.failed_at and (_has_mark(ends, FAILED_MARK) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
             self.failed_at = now
         if _has_mark(ends, HANG_MARK):
+            self.has_hang = True
             self.diagnosis, self.unreachable = self.diagnose_hang()
             raise StuckError("ended the ranks, because some of them waited in vain for others")
         since_failure = now - self.failed_at if self.failed_at else 0.0

@@ -44,6 +44,8 @@ from cpuft.rank.world import World
 from tests.launch.test_failures import error_log
 from tests.launch.test_plan import make_cluster
 
+USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
+
 
 class Lost(SshTransport):
     """A transport to hosts of which one, b, does not answer."""
@@ -125,13 +127,18 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     assert errors.rstrip().endswith(f"cpuft: {blame}")
 
 
-def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_interrupted", [False, True])
+def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(
+    is_interrupted: bool, tmp_path: Path
+) -> None:
     (tmp_path / "rank-1.err").write_text(f"{error_log('', 1, 75)}{HANG_MARK}\n", encoding="utf-8")
     asked: list[str] = []
     verdict = Diagnosis((0,), "rank 0 on node1 blocks the others")
 
     def look() -> tuple[Diagnosis, set[str]]:
         asked.append("stacks")
+        if is_interrupted:
+            raise Interrupted(TERM)
         return verdict, {"node1"}
 
     def find_silent() -> set[str]:
@@ -139,11 +146,12 @@ def test_a_hang_is_diagnosed_once_and_hosts_that_answered_are_not_asked_again(tm
         return set()
 
     watchdog = Watchdog(tmp_path, find_silent, look)
-    with pytest.raises(StuckError, match="waited in vain for others"):
+    with pytest.raises(Interrupted if is_interrupted else StuckError, match=r"SIGTERM|waited in vain for others"):
         watchdog.check()
     watchdog.checked_at = watchdog.failed_at = -100.0
     watchdog.check()  # as once more when all has ended
-    assert (asked, watchdog.diagnosis, watchdog.unreachable) == (["stacks"], verdict, {"node1"})
+    found = (None, None) if is_interrupted else (verdict, {"node1"})
+    assert (asked, (watchdog.diagnosis, watchdog.unreachable)) == (["stacks"], found)
 
 
 @pytest.mark.parametrize(
@@ -355,9 +363,6 @@ def test_hosts_are_asked_while_mpirun_may_still_end_by_itself(tmp_path: Path) ->
     assert watchdog.find_lost_hosts() == {"node2"}
 
 
-USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
-
-
 @pytest.mark.parametrize(
     "grace, signals, taken",
     [
@@ -431,6 +436,22 @@ def test_after_the_grace_period_the_ranks_are_ended(tmp_path: Path) -> None:
     assert stopped.value.exit_code == 143
     assert 0.3 <= time.monotonic() - begun < 30
     assert (tmp_path / "logs/interrupt").read_text() == "SIGTERM\n"
+
+
+@pytest.mark.parametrize("first, last", [(TERM, 0), (0, TERM)], ids=["then stuck", "stuck before"])
+def test_a_signal_counts_more_than_what_is_found_while_the_ranks_are_ended(first: int, last: int) -> None:
+    """It may come while the stacks of ranks that hang are gathered. The run would be restarted otherwise."""
+    signals = iter([first, last])
+
+    def watch() -> None:
+        if number := next(signals):
+            os.kill(os.getpid(), number)
+        raise StuckError("ranks wait in vain")
+
+    with pytest.raises(Interrupted) as stopped:
+        run_step(Step("ranks", ("sleep", "60")), os.environ, None, watch)
+    assert stopped.value.exit_code == 143
+    assert list(signals) == []
 
 
 WORDS = ("/usr/local/sbin/cpuft-lease", "renew")
