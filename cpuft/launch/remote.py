@@ -27,7 +27,7 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
 from cpuft.launch.checkpoint_copies import CheckpointCopier
 from cpuft.launch.inputs import secrets_on_hosts
-from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up
+from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
 from cpuft.launch.resume import find_newest_checkpoint
 from cpuft.launch.supervise import StopRequest, run_on_this_machine
 from cpuft.plan import RunPlan, Setting, Step
@@ -142,7 +142,8 @@ def run_on_head_host(
     say: called with a line for the user.
     stop_request: asks the ranks to save a checkpoint first; None: every signal ends them at once.
 
-    Raises CpuftError: the run folder cannot be made, or input files cannot be sent.
+    Raises CpuftError: the run folder cannot be made, or input files cannot be sent. A new run is then removed from the
+    hosts.
     Raises HeadHostLostError: the head host or the connection to it was lost; the error says where results remain.
     Raises NotStoredError: this machine could not store the results, and nothing is removed from the hosts.
     Raises Interrupted: a signal came. What the ranks recorded until then has been fetched.
@@ -155,7 +156,12 @@ def run_on_head_host(
 
     try:
         run_part("make", _MAKE_SECONDS)
-        run_part("inputs", _SEND_SECONDS, say)
+        try:
+            run_part("inputs", _SEND_SECONDS, say)
+        except CpuftError:
+            if not plan.resumed:  # otherwise the new folder would refuse the same launch when it is tried again
+                remove_all_but_checkpoints(plan, run_dir, environ, cluster.access.transport.unresponsive)
+            raise
         step = plan.full_plan.as_local(plan_supervision(order, cluster))
         copier = CheckpointCopier(cluster, run_dir, plan.copy_seconds, say)
         with copier.keep_copying() if plan.copy_seconds else nullcontext():

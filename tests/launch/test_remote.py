@@ -8,18 +8,22 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig
+from cpuft.config import LaunchConfig, TrainConfig
+from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.launch.inputs import make_bundle
-from cpuft.launch.remote import run_attempt
+from cpuft.launch.plan import Job, plan_run
+from cpuft.launch.remote import run_attempt, run_on_head_host
 from cpuft.launch.results import HeadHostLostError
+from cpuft.launch.resume import ResumedRun
 from cpuft.launch.supervise import StopRequest
-from cpuft.plan import RunPlan
+from cpuft.plan import RunPlan, Step
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
 
 pytestmark = needs_root
@@ -172,6 +176,23 @@ def test_an_attempt_reports_the_signal_that_asked_its_ranks_to_end(
         code = run_attempt(RunPlan(), str(tmp_path / "run"), here, 0.0, print, 0.0, stop_signals=signals)
         assert (code, is_lost) == (75, False)
     assert signals == [signal.SIGUSR1]
+
+
+@pytest.mark.parametrize("is_resumed", [False, True])
+def test_a_launch_whose_inputs_cannot_be_sent_may_be_repeated(
+    is_resumed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head host, here this machine, does not keep the new folder. That of a resumed run stays."""
+    monkeypatch.setattr("cpuft.hosts.cluster.WORK_ROOT", str(tmp_path))
+    here = gather_cluster(LaunchConfig(), is_on_host_disk=True)
+    run_dir, send = str(tmp_path / "run"), Step("send rows.csv to localhost", ("false",))
+    resumed = ResumedRun(run_dir) if is_resumed else None
+    plan = plan_run(Job(LaunchConfig(), TrainConfig(), ("true",)), here, run_dir, {}, resumed)
+    for _ in range(2):
+        with pytest.raises(CpuftError, match=r"send rows\.csv to localhost: failed"):
+            run_on_head_host(replace(plan, inputs=((send,),)), run_dir, here, os.environ, 0.0, print, None)
+    assert Path(here.work_dir(run_dir)).parent.exists() == is_resumed
+    assert Path(here.folder).is_relative_to(tmp_path)
 
 
 @pytest.fixture
