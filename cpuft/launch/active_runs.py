@@ -125,7 +125,7 @@ def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
     Raises CpuftError: the folder does not exist, no run is active in it, its launch was killed, it was launched on
     another machine, or the path of the cache folder is relative.
     """
-    run_dir = str(Path(run).absolute())
+    run_dir = os.path.realpath(run)
     try:
         text = _entry_path(cache_path(environ), run_dir).read_text(encoding="utf-8")
         entry = load(Entry, parse_json(text))

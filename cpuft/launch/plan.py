@@ -726,7 +726,7 @@ def _plan_notes(
 
 
 def choose_run_dir(wanted: str, name: str) -> str:
-    """Return the absolute path of a new run folder, and make nothing.
+    """Return the absolute path of a new run folder, without links, and make nothing.
 
     Parameters
     ----------
@@ -736,7 +736,8 @@ def choose_run_dir(wanted: str, name: str) -> str:
     Raises CpuftError: something exists at this path, the nearest existing folder above it is not writable, or its disk
     has less than 256 MiB free.
     """
-    path = Path(wanted or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    # Hosts and caches know a run by its path, so the same folder must always have the same one.
+    path = Path(os.path.realpath(wanted or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
     if path.exists():
         what = "the folder" if path.is_dir() else "a file"
         raise CpuftError(

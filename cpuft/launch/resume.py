@@ -58,7 +58,7 @@ class ResumedRun:
     """An interrupted run that is to be continued."""
 
     run_dir: str
-    """Absolute path of the run folder on this machine."""
+    """Absolute path of the run folder on this machine, without links."""
     train: TrainConfig = TrainConfig()
     """The recorded training options."""
     np: int = 0
@@ -144,7 +144,7 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
         return read_resumed_run(run, is_script)
-    copies, errors = gather_host_copies(hosts, access, str(Path(run).absolute()))
+    copies, errors = gather_host_copies(hosts, access, os.path.realpath(run))
     resumed = read_resumed_run(run, is_script, copies)
     return replace(resumed, host_copies=copies, unreachable=tuple(map(str, errors)))
 
@@ -168,7 +168,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     record is damaged, of another version, or has options that this version does not accept; or `is_script` is set and
     the record is that of cpuft's own training.
     """
-    path = Path(run).absolute()
+    path = Path(os.path.realpath(run))
     is_active = any(copy.is_active for copy in host_copies)
     if finished := [copy.host.name for copy in host_copies if copy.is_finished and not copy.is_active]:
         return ResumedRun(str(path), finished_on=finished[0])

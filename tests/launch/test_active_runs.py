@@ -31,6 +31,8 @@ def test_an_active_run_is_found_until_it_ends() -> None:
         place = find_active_run("run", os.environ)
         assert place.work == f"{Path.cwd()}/run"
         assert place.hosts == (HERE, HERE, NOWHERE)
+        Path("link").symlink_to(".")
+        assert find_active_run("link/run/../run", os.environ) == place
     with pytest.raises(CpuftError, match="there is no folder"):
         find_active_run("run", os.environ)
 

@@ -228,7 +228,9 @@ def test_another_launcher_is_refused(script: tuple[str, ...], name: str) -> None
 
 def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.fullmatch(rf"{tmp_path}/runs/mrpc-np2-\d{{8}}-\d{{6}}", choose_run_dir("", "mrpc-np2"))
-    assert choose_run_dir("mine", "x") == str(tmp_path / "mine")
+    (tmp_path / "link").symlink_to(".")
+    for name in ("mine", "link/new/../mine"):
+        assert choose_run_dir(name, "x") == str(tmp_path / "mine")
     (tmp_path / "mine").mkdir()
     with pytest.raises(CpuftError, match="exists already, and a run needs a new folder: give --run-dir the name"):
         choose_run_dir("mine", "x")

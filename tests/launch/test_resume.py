@@ -23,6 +23,7 @@ from cpuft.launch.resume import (
     HostCopy,
     ResumedRun,
     check_newest_checkpoint,
+    gather_resumed_run,
     parse_host_copy,
     read_resumed_run,
 )
@@ -68,6 +69,22 @@ def test_runs_that_cannot_be_resumed(tmp_path: Path, lines: tuple[Line, ...], me
     run = write_run(tmp_path / "run", *lines)
     with pytest.raises(CpuftError, match=message):
         read_resumed_run(str(run))
+
+
+def test_a_run_is_the_same_under_every_path_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its hosts know it by its path."""
+    asked = list[str]()
+
+    def ask(hosts: object, access: object, run_dir: str) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
+        asked.append(run_dir)
+        return (), []
+
+    monkeypatch.setattr("cpuft.launch.resume.gather_host_copies", ask)
+    run = write_run(tmp_path / "run", HEADER)
+    (tmp_path / "link").symlink_to(".")
+    Path("hosts").write_text("127.0.0.2 port=9\n")
+    resumed = gather_resumed_run("run/../link/run", LaunchConfig(hostfile="hosts"))
+    assert (asked, resumed.run_dir) == ([str(run)], str(run))
 
 
 def test_an_active_run_cannot_be_resumed(tmp_path: Path) -> None:
