@@ -206,7 +206,7 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
 
     With a Python script, the modules and packages in its folder are sent; with `-m`, none are. A file or folder that an
     argument names, by itself or after `--option=`, is sent too, but neither the working directory nor a folder that
-    contains it.
+    contains it. Devices and pipes are not sent, and their paths stay as they are.
 
     Parameters
     ----------
@@ -227,7 +227,8 @@ def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, 
         path = Path(os.path.abspath(value))  # without "..", unlike Path.absolute
         # The bare name of a program is looked up in the host's own PATH.
         is_name = index == 0 and "/" not in value
-        if is_name or not value or not os.path.exists(path) or path in (Path.cwd(), *Path.cwd().parents):
+        is_sendable = os.path.isfile(path) or os.path.isdir(path)  # unlike a device such as /dev/null, or a pipe
+        if is_name or not value or not is_sendable or path in (Path.cwd(), *Path.cwd().parents):
             argv.append(argument)
             continue
         sources = _find_modules(path) if index == 0 and is_python else (path,)

@@ -123,6 +123,13 @@ def test_files_and_folders_that_arguments_name_are_sent(work: Path) -> None:
     assert names_of(model) == ["model/config.json"]
 
 
+def test_devices_and_pipes_that_arguments_name_are_not_sent(work: Path) -> None:
+    os.mkfifo(work / "pipe")
+    words = ("--log", "/dev/null", "--out=/dev/zero", "pipe")
+    command, bundles = pack_script(AWAY, (sys.executable, str(work / "code/train.py"), *words))
+    assert (command[2:], len(bundles)) == (words, 1)
+
+
 def test_a_program_is_sent_if_it_is_a_path_and_looked_up_on_the_host_if_it_is_a_name(work: Path) -> None:
     (work / "hostname").write_text("not the program of that name")
     assert pack_script(AWAY, ("hostname", "-f")) == (("hostname", "-f"), ())
