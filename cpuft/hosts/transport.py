@@ -12,6 +12,7 @@ import os
 import re
 import shlex
 import socket
+import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
@@ -539,11 +540,30 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
 
     Raises TimeoutError: it takes longer than `seconds`.
     """
+    import paramiko
+
     link = client.get_transport()
     assert link is not None
-    channel = link.open_session(timeout=seconds)
-    channel.exec_command(line)
     end, output, errors = time.monotonic() + seconds, bytearray(), bytearray()
+    channel = link.open_session(timeout=seconds)
+
+    def give_up() -> None:
+        with suppress(paramiko.SSHException, OSError, EOFError):  # the connection may be broken, too
+            channel.close()
+
+    # paramiko waits without limit for the server's answer to the request. A closed channel ends this.
+    closer = threading.Timer(max(0.0, end - time.monotonic()), give_up)
+    closer.daemon = True
+    closer.start()
+    try:
+        channel.exec_command(line)
+    except (paramiko.SSHException, EOFError):
+        if time.monotonic() < end:
+            raise
+    finally:
+        closer.cancel()
+    if time.monotonic() >= end:
+        raise TimeoutError
     active_at = time.monotonic()
     while True:
         idle = True

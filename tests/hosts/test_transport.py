@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import paramiko
 import pytest
 
 from cpuft.config import LaunchConfig
@@ -271,6 +272,40 @@ def test_a_command_that_does_not_end_is_given_up(config: Path) -> None:
     with pytest.raises(HostError, match=r"no answer in 1 s") as error:
         SshTransport(str(config)).run(HOST, ("sleep", "60"), seconds=1.0)
     assert error.value.kind == transport_module.TIMED_OUT
+
+
+class SlowToStart(paramiko.ServerInterface):
+    """A server that lets everybody in, and does not answer when it is asked to run a command."""
+
+    def __init__(self) -> None:
+        self.is_over = threading.Event()
+
+    def check_auth_none(self, username: str) -> int:
+        return paramiko.common.AUTH_SUCCESSFUL
+
+    def check_channel_request(self, kind: str, chanid: int) -> int:
+        return paramiko.common.OPEN_SUCCEEDED
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        self.is_over.wait(30)
+        return False
+
+
+def test_a_server_that_does_not_start_the_command_is_given_up() -> None:
+    here, there = socket.socketpair()
+    slow = SlowToStart()
+    with paramiko.Transport(there) as server, paramiko.Transport(here) as link:
+        server.add_server_key(paramiko.ECDSAKey.generate())
+        server.start_server(event=threading.Event(), server=slow)
+        link.connect()
+        link.auth_none("me")
+        client = paramiko.SSHClient()
+        vars(client)["_transport"] = link
+        begun = time.monotonic()
+        with pytest.raises(TimeoutError):
+            transport_module._run_in_session(client, "true", b"", 1.0)
+        assert 1.0 <= time.monotonic() - begun < 15
+        slow.is_over.set()
 
 
 def test_a_server_that_does_not_speak_ssh_is_an_error(config: Path) -> None:
