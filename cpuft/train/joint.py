@@ -39,6 +39,8 @@ class JointBatch:
     """Number of examples of each of these ranks."""
     place: int
     """This rank's index in `counts`."""
+    is_cached: bool
+    """Whether gradients are cached, because one of these ranks has more than one part; the same on all of them."""
 
     @property
     def own(self) -> slice:
@@ -65,7 +67,8 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
         compared = np.concatenate([part for member in members for part in member])
         labels = objective.make_labels(tokens, compared, np.zeros(0, bool)) if len(compared) else torch.zeros(0)
         made = [objective.make_batch(tokens, part, epoch) for part in parts]
-        batches.append(JointBatch(made, labels, [sum(map(len, member)) for member in members], place))
+        counts, is_cached = [sum(map(len, member)) for member in members], any(len(member) > 1 for member in members)
+        batches.append(JointBatch(made, labels, counts, place, is_cached))
     return batches
 
 
@@ -121,9 +124,10 @@ def run_joint_batch(
         the last one of this batch.
     lap: called with `forward`, `communication` and `backward` when such a phase has ended.
     """
-    objective, is_cached = _get_objective(setup), len(batch.parts) > 1
-    model, states = setup.exchange.forward_model, list[torch.Tensor]()
-    if is_cached:
+    objective, model, states = _get_objective(setup), setup.exchange.forward_model, list[torch.Tensor]()
+    # A rank with one part does the same as the others: if it ran the wrapped model first, it would wait there for ranks
+    # that wait for its examples, as DistributedDataParallel's forward pass may communicate.
+    if batch.is_cached:
         with torch.no_grad():
             found = [_represent(setup, setup.model, part, states) for part in batch.parts]
         own = torch.cat(found).requires_grad_()

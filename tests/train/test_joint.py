@@ -35,7 +35,7 @@ from cpuft.train.loop import Clock, list_tokens_of_ranks, plan_passes, train
 from cpuft.train.objective.table import make_objective
 from cpuft.train.setup import TrainingSetup
 from tests.conftest import run_cpuft
-from tests.train.pairs import make_config
+from tests.train.pairs import make_config, write_pairs
 from tests.train.tiny import make_config as make_task_config
 
 ALONE = World(0, 1, 0, 1)
@@ -168,6 +168,19 @@ def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(way: dict[str
     own = Embedder("two", "fp32").embed(texts, "query: ")
     assert theirs.encode(texts, prompt_name="query") == pytest.approx(own, abs=1e-5)
     assert theirs.max_seq_length == 32
+
+
+@pytest.mark.usefixtures("alone")
+def test_two_ranks_of_which_one_has_more_micro_batches_learn_what_one_rank_learns(tmp_path: Path) -> None:
+    # 25 examples in batches of 16: of the 9 in the second update, one rank has 5 and the other 4.
+    exact: dict[str, Any] = {"max_grad_norm": 0.0, "grad_compression": "none", "precision": "fp32"}
+    config = make_config(tmp_path, **exact, backend="gloo", max_steps=4)
+    config = replace(config, train_file=write_pairs(tmp_path / "uneven.csv", 25))
+    two, weights = launch(replace(config, micro_batch=4), 2, "two")
+    losses, weights_of_one = learn(replace(config, batch_size=16))
+    assert [line.loss for line in two.steps] == pytest.approx(losses, rel=1e-4)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, weights_of_one[name], rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.proof
