@@ -233,7 +233,8 @@ def train(
         share = select_for_rank(examples, world.rank, world.size)
         weight = 1.0 if world.rank < len(examples) else 0.0
         passes = plan_passes(setup, examples, epoch)
-        terms = max(1.0, objective.count_terms(tokens, examples, epoch))
+        # With class weights the sum of the weights can be below 1; without any term it is 0.
+        terms = objective.count_terms(tokens, examples, epoch) or 1.0
         own_terms = objective.count_terms(tokens, share, epoch)
         clock.lap("data")
 
@@ -506,7 +507,7 @@ class _Step:
     def make_line(self) -> StepLine:
         """Return the step's line for the record. Raises CpuftError if the loss is not finite."""
         sums, seconds = self.sums(), self.clock.seconds
-        loss = sums.loss / max(sums.terms, 1)
+        loss = sums.loss / (sums.terms or 1.0)
         if not math.isfinite(loss):
             raise CpuftError(
                 f"the loss is {loss} at update {self.update}, because the training diverged at learning rate "

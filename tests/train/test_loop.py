@@ -67,6 +67,16 @@ class ByWord(Weighing):
         return float(tokens.lengths[rows].sum())
 
 
+class Light(Weighing):
+    """The same with the weight 0.02, as a frequent class has: four rows are 0.08 terms."""
+
+    def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return super().losses(model, batch) * 0.02
+
+    def count_terms(self, tokens: Tokens, rows: Indices, epoch: int = -1) -> float:
+        return 0.02 * len(rows)
+
+
 @pytest.fixture(autouse=True)
 def _alone() -> Iterator[None]:
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
@@ -176,6 +186,18 @@ def test_an_update_s_loss_is_the_mean_over_all_its_terms(parts: dict[str, Any]) 
     assert by_word.loss == pytest.approx(by_row.loss * factor)
     assert torch.allclose(word_gradients, row_gradients * factor)
     assert torch.count_nonzero(row_gradients) > 1
+
+
+def test_terms_that_weigh_less_than_one_together_have_a_whole_mean() -> None:
+    found = []
+    for objective in (Weighing, Light):
+        loop = make_loop(replace(CONFIG, max_steps=1, max_grad_norm=0.0), objective=objective)
+        (line,) = train(loop)
+        (state,) = loop.optimizer.state.values()
+        found.append((line.loss, state["exp_avg"]))
+    (loss, gradients), (light_loss, light_gradients) = found
+    assert light_loss == pytest.approx(loss)
+    assert torch.allclose(light_gradients, gradients)
 
 
 def test_a_loss_that_is_no_number_ends_the_run() -> None:
