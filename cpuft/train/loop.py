@@ -56,7 +56,7 @@ def train_and_evaluate(
     Returns
     -------
     All steps of the run with those before it was resumed, the seconds of each rank's phases, and the checksum of the
-    parameters.
+    parameters that the model has at the end.
 
     Raises
     ------
@@ -109,6 +109,9 @@ def train_and_evaluate(
         evaluations.append(evaluate(setup, last))
         reporter.add(evaluations[-1])
     saved = restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
+    if saved is not evaluations[-1]:
+        with exchange.full_weights():
+            checksum = prove_equal_parameters(setup.model, "after the weights of the best evaluation were restored")
     reporter.progress.show_metrics(saved)
     return TrainingResult(
         steps=reporter.earlier_steps + steps,

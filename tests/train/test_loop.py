@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from cpuft.train.data.order import Indices, plan_updates
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import train, train_and_evaluate
 from cpuft.train.objective.base import Batch, Objective, Predictions
+from cpuft.train.process_group import checksum_parameters
 from cpuft.train.reporter import Progress, RunReporter
 from cpuft.train.setup import TrainingSetup
 from tests.train.tokens import make_tokens
@@ -237,6 +239,29 @@ class ScriptedCheckpoints(Checkpoints):
 
     def write_and_stop(self, update: int, updates: int) -> None:
         self.done.append(f"stop {update} of {updates}")
+
+
+class BestCheckpoints(ScriptedCheckpoints):
+    """Keeps the weights of the best evaluation in memory."""
+
+    def __init__(self, loop: TrainingSetup) -> None:
+        super().__init__(loop, {})
+        self.model, self.best = loop.model, dict[str, torch.Tensor]()
+
+    def write(self, update: int, is_best: bool = False) -> None:
+        self.best = copy.deepcopy(self.model.state_dict())
+
+    def restore_best(self, update: int, world: World) -> bool:
+        self.model.load_state_dict(self.best)
+        return True
+
+
+def test_the_checksum_is_that_of_the_weights_of_the_best_evaluation() -> None:
+    loop = make_loop(replace(CONFIG, save_best=True, eval_every="1"))
+    loop.best_metric = "error"  # more is better by this name, so the first evaluation stays the best
+    result = train_and_evaluate(loop, RunReporter(Progress("lines", 1)), BestCheckpoints(loop))
+    assert result.saved_step == 1
+    assert result.checksum == checksum_parameters(loop.model)
 
 
 @pytest.mark.parametrize(
