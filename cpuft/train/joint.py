@@ -32,7 +32,7 @@ class JointBatch:
     """The examples that one loss compares, on all ranks, as one rank needs them."""
 
     parts: list[Batch]
-    """This rank's examples, at most --micro-batch in each."""
+    """This rank's examples, at most --micro-batch in each, or --batch-size without it."""
     labels: torch.Tensor
     """Labels of the examples of all ranks that are compared, rank by rank."""
     counts: list[int]
@@ -50,7 +50,10 @@ class JointBatch:
 
 
 def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> list[JointBatch]:
-    """Return the batches of an update: as many on every rank, each of at most --batch-size examples of each rank.
+    """Return the batches of an update: as many on every rank, each with as many examples of each rank, or one fewer.
+
+    A rank's examples of a batch are in several parts if they are more than --micro-batch (gradient caching). In a run
+    that was resumed on fewer ranks, a rank can have more than --batch-size examples, which are in parts, too.
 
     Parameters
     ----------
@@ -74,7 +77,11 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
 
 def _split_into_batches(setup: TrainingSetup, examples: Indices) -> Iterator[Indices]:
     """Yield the examples of each batch of all ranks, the longest first, so that all ranks get as many tokens."""
-    size, offsets = setup.config.batch_size * setup.world.size, setup.prepared.train.offsets
+    config, offsets = setup.config, setup.prepared.train.offsets
+    size = config.batch_size * setup.world.size
+    if config.gather_negatives and config.sync_every == 1:
+        # A run that is resumed on another number of ranks keeps this size, because it decides which texts are compared.
+        size = setup.global_batch // config.gradient_accumulation
     for start in range(0, len(examples), size):
         batch = examples[start : start + size]
         yield batch[np.argsort(offsets[batch] - offsets[batch + 1], kind="stable")]
