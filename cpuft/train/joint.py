@@ -32,13 +32,15 @@ class JointBatch:
     """The examples that one loss compares, on all ranks, as one rank needs them."""
 
     parts: list[Batch]
-    """This rank's examples, at most --micro-batch in each."""
+    """This rank's examples, at most --micro-batch in each, or --batch-size without it."""
     labels: torch.Tensor
     """Labels of the examples of all ranks that are compared, rank by rank."""
     counts: list[int]
     """Number of examples of each of these ranks."""
     place: int
     """This rank's index in `counts`."""
+    is_cached: bool
+    """Whether gradients are cached, because one of these ranks has more than one part; the same on all of them."""
 
     @property
     def own(self) -> slice:
@@ -48,7 +50,10 @@ class JointBatch:
 
 
 def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> list[JointBatch]:
-    """Return the batches of an update: as many on every rank, each of at most --batch-size examples of each rank.
+    """Return the batches of an update: as many on every rank, each with as many examples of each rank, or one fewer.
+
+    A rank's examples of a batch are in several parts if they are more than --micro-batch (gradient caching). In a run
+    that was resumed on fewer ranks, a rank can have more than --batch-size examples, which are in parts, too.
 
     Parameters
     ----------
@@ -65,13 +70,18 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
         compared = np.concatenate([part for member in members for part in member])
         labels = objective.make_labels(tokens, compared, np.zeros(0, bool)) if len(compared) else torch.zeros(0)
         made = [objective.make_batch(tokens, part, epoch) for part in parts]
-        batches.append(JointBatch(made, labels, [sum(map(len, member)) for member in members], place))
+        counts, is_cached = [sum(map(len, member)) for member in members], any(len(member) > 1 for member in members)
+        batches.append(JointBatch(made, labels, counts, place, is_cached))
     return batches
 
 
 def _split_into_batches(setup: TrainingSetup, examples: Indices) -> Iterator[Indices]:
     """Yield the examples of each batch of all ranks, the longest first, so that all ranks get as many tokens."""
-    size, offsets = setup.config.batch_size * setup.world.size, setup.prepared.train.offsets
+    config, offsets = setup.config, setup.prepared.train.offsets
+    size = config.batch_size * setup.world.size
+    if config.gather_negatives and config.sync_every == 1:
+        # A run that is resumed on another number of ranks keeps this size, because it decides which texts are compared.
+        size = setup.global_batch // config.gradient_accumulation
     for start in range(0, len(examples), size):
         batch = examples[start : start + size]
         yield batch[np.argsort(offsets[batch] - offsets[batch + 1], kind="stable")]
@@ -121,9 +131,10 @@ def run_joint_batch(
         the last one of this batch.
     lap: called with `forward`, `communication` and `backward` when such a phase has ended.
     """
-    objective, is_cached = _get_objective(setup), len(batch.parts) > 1
-    model, states = setup.exchange.forward_model, list[torch.Tensor]()
-    if is_cached:
+    objective, model, states = _get_objective(setup), setup.exchange.forward_model, list[torch.Tensor]()
+    # A rank with one part does the same as the others: if it ran the wrapped model first, it would wait there for ranks
+    # that wait for its examples, as DistributedDataParallel's forward pass may communicate.
+    if batch.is_cached:
         with torch.no_grad():
             found = [_represent(setup, setup.model, part, states) for part in batch.parts]
         own = torch.cat(found).requires_grad_()

@@ -56,7 +56,7 @@ def train_and_evaluate(
     Returns
     -------
     All steps of the run with those before it was resumed, the seconds of each rank's phases, and the checksum of the
-    parameters.
+    parameters that the model has at the end.
 
     Raises
     ------
@@ -109,6 +109,9 @@ def train_and_evaluate(
         evaluations.append(evaluate(setup, last))
         reporter.add(evaluations[-1])
     saved = restore_best(setup, reporter, checkpoints, evaluations) if config.save_best else evaluations[-1]
+    if saved is not evaluations[-1]:
+        with exchange.full_weights():
+            checksum = prove_equal_parameters(setup.model, "after the weights of the best evaluation were restored")
     reporter.progress.show_metrics(saved)
     return TrainingResult(
         steps=reporter.earlier_steps + steps,
@@ -233,7 +236,8 @@ def train(
         share = select_for_rank(examples, world.rank, world.size)
         weight = 1.0 if world.rank < len(examples) else 0.0
         passes = plan_passes(setup, examples, epoch)
-        terms = max(1.0, objective.count_terms(tokens, examples, epoch))
+        # With class weights the sum of the weights can be below 1; without any term it is 0.
+        terms = objective.count_terms(tokens, examples, epoch) or 1.0
         own_terms = objective.count_terms(tokens, share, epoch)
         clock.lap("data")
 
@@ -506,7 +510,7 @@ class _Step:
     def make_line(self) -> StepLine:
         """Return the step's line for the record. Raises CpuftError if the loss is not finite."""
         sums, seconds = self.sums(), self.clock.seconds
-        loss = sums.loss / max(sums.terms, 1)
+        loss = sums.loss / (sums.terms or 1.0)
         if not math.isfinite(loss):
             raise CpuftError(
                 f"the loss is {loss} at update {self.update}, because the training diverged at learning rate "

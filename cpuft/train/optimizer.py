@@ -133,7 +133,8 @@ def find_rate_factors(model: torch.nn.Module, names: Iterable[str], decay: float
     """Return the factor of the learning rate for each parameter: `decay` to the power of its distance from the head.
 
     The head, and whatever else is outside of the encoder or follows its layers, has the distance 0, the top layer 1,
-    the layer below it 2, and the embeddings one more than the lowest layer. Source: BEiT (Bao et al. 2021,
+    the layer below it 2, and the embeddings one more than the lowest layer. A head that shares its weight with the word
+    embedding, as many decoders have, learns at the rate of the embeddings. Source: BEiT (Bao et al. 2021,
     arXiv:2106.08254), after ELECTRA.
 
     Parameters
@@ -147,11 +148,13 @@ def find_rate_factors(model: torch.nn.Module, names: Iterable[str], decay: float
         raise CpuftError(f"--layerwise-lr-decay finds no stack of layers in {type(model).__name__}: leave it out")
     stack = max(stacks, key=lambda name: stacks[name])
     layers = stacks[stack]
+    # Names do not show all tables: GPT-2 has wte and wpe. But norms and projections of embeddings have only names.
+    tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, torch.nn.Embedding)}
 
     def distance(name: str) -> int:
         if name.startswith(f"{stack}."):
             return layers - int(name.removeprefix(f"{stack}.").partition(".")[0])
-        return layers + 1 if "embedding" in name else 0
+        return layers + 1 if "embed" in name or name in tables else 0
 
     return {name: decay ** distance(name) for name in names}
 

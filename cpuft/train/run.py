@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from cpuft.comm.compression.table import resolve_compression, wire_type_name
 from cpuft.comm.selection import Choice
@@ -28,7 +27,14 @@ from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS
 from cpuft.train.checkpoint.files import FOLDER, remove_all
 from cpuft.train.checkpoint.final_model import MODEL_DIR, save_model
 from cpuft.train.checkpoint.model_card import write_model_card
-from cpuft.train.checkpoint.policy import Checkpoints, CheckpointWriter, ResumePoint, choose_writer_ranks, resume
+from cpuft.train.checkpoint.policy import (
+    Checkpoints,
+    CheckpointWriter,
+    ResumePoint,
+    choose_writer_ranks,
+    resume,
+    wait_for_disks,
+)
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare, warn_of_unknown
@@ -127,7 +133,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         train = train_independently if worker.independent else train_and_evaluate
         result = train(setup, reporter, checkpoints, done)
         peak_memory = max(gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024))
-        with setup.exchange.full_weights():
+        with wait_for_disks(), setup.exchange.full_weights():
             if reporter.record and config.save_model and not worker.independent:
                 source = config.tokenizer or config.model
                 # sentence-transformers loads whole models.
@@ -206,9 +212,9 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
     It is called when the model and the record are complete. If the launcher still has to fetch the results from this
     host (`worker.keep_checkpoints`), the checkpoints stay until it has.
     """
-    if checkpoints.writer:
-        checkpoints.writer.finish()
-    dist.barrier()
+    with wait_for_disks():
+        if checkpoints.writer:
+            checkpoints.writer.finish()
     if worker.run_dir and local_rank == 0 and not worker.keep_checkpoints:
         remove_all(Path(worker.run_dir, FOLDER))
 

@@ -70,7 +70,9 @@ class TrainingSetup:
         """Number of updates between two evaluations while training; 0: there are none."""
         self.best_metric = find_best_metric(config, prepared)
         """Name of the metric that compares evaluations."""
-        check_negatives(config, prepared, 1 if independent else world.size)
+        # A resumed run compares the examples of as many ranks as it began with.
+        ranks = self.global_batch // (config.batch_size * config.gradient_accumulation)
+        check_negatives(config, prepared, 1 if independent else ranks)
         try_model(model, objective, config, prepared, precision)
         optimizer = make_optimizer(model, config, precision)
         self.compression, self.compression_reason = "", ""

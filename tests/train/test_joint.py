@@ -35,7 +35,7 @@ from cpuft.train.loop import Clock, list_tokens_of_ranks, plan_passes, train
 from cpuft.train.objective.table import make_objective
 from cpuft.train.setup import TrainingSetup
 from tests.conftest import run_cpuft
-from tests.train.pairs import make_config
+from tests.train.pairs import make_config, write_pairs
 from tests.train.tiny import make_config as make_task_config
 
 ALONE = World(0, 1, 0, 1)
@@ -48,12 +48,14 @@ def alone() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def make_setup(config: TrainConfig, world: World = ALONE, independent: bool = True) -> TrainingSetup:
+def make_setup(
+    config: TrainConfig, world: World = ALONE, independent: bool = True, global_batch: int = 0
+) -> TrainingSetup:
     prepared = read_prepared(str(prepare(config)))
     objective = make_objective(config, prepared)
     torch.manual_seed(0)
     model = objective.load_model(config)
-    return TrainingSetup(model, objective, config, prepared, "fp32", world, independent)
+    return TrainingSetup(model, objective, config, prepared, "fp32", world, independent, global_batch)
 
 
 def learn(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -170,6 +172,19 @@ def test_two_ranks_learn_what_one_rank_learns_from_twice_the_batch(way: dict[str
     assert theirs.max_seq_length == 32
 
 
+@pytest.mark.usefixtures("alone")
+def test_two_ranks_of_which_one_has_more_micro_batches_learn_what_one_rank_learns(tmp_path: Path) -> None:
+    # 25 examples in batches of 16: of the 9 in the second update, one rank has 5 and the other 4.
+    exact: dict[str, Any] = {"max_grad_norm": 0.0, "grad_compression": "none", "precision": "fp32"}
+    config = make_config(tmp_path, **exact, backend="gloo", max_steps=4)
+    config = replace(config, train_file=write_pairs(tmp_path / "uneven.csv", 25))
+    two, weights = launch(replace(config, micro_batch=4), 2, "two")
+    losses, weights_of_one = learn(replace(config, batch_size=16))
+    assert [line.loss for line in two.steps] == pytest.approx(losses, rel=1e-4)
+    for name, value in weights.items():
+        torch.testing.assert_close(value, weights_of_one[name], rtol=1e-3, atol=1e-4)
+
+
 @pytest.mark.proof
 def test_negatives_of_the_own_rank_only_make_another_loss(tmp_path: Path) -> None:
     config = make_config(tmp_path, backend="gloo", max_steps=2)
@@ -181,7 +196,7 @@ def test_negatives_of_the_own_rank_only_make_another_loss(tmp_path: Path) -> Non
 @pytest.mark.usefixtures("alone")
 def test_every_rank_has_as_many_batches_and_a_rank_without_examples_takes_part(tmp_path: Path) -> None:
     config = make_config(tmp_path, batch_size=2, sync_every=1)
-    setup = make_setup(config, World(0, 1, 0, 1))
+    setup = make_setup(config, global_batch=6)
     examples = np.arange(7)
     found = []
     for rank in range(3):
@@ -193,6 +208,29 @@ def test_every_rank_has_as_many_batches_and_a_rank_without_examples_takes_part(t
         assert torch.equal(first.labels, second.labels)
     own = [batch.labels[batch.own] for batches in found for batch in batches]
     assert torch.equal(torch.cat([own[0], own[2], own[4]]), found[0][0].labels)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_run_that_is_resumed_on_one_rank_compares_as_many_texts_as_before(tmp_path: Path) -> None:
+    config = make_config(tmp_path, max_steps=3)
+    losses, weights = learn(config)
+    # It began on eight ranks with one example each.
+    setup = make_setup(replace(config, batch_size=1), independent=False, global_batch=8)
+    assert [line.loss for line in train(setup)] == pytest.approx(losses, rel=1e-5)
+    for name, value in setup.model.state_dict().items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-3, atol=2e-5)
+
+
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize("ranks, parts", [(1, 3), (2, 2), (3, 1), (6, 1)])
+def test_a_resumed_run_keeps_its_batches_in_parts_that_fit_into_memory(ranks: int, parts: int, tmp_path: Path) -> None:
+    setup = make_setup(make_config(tmp_path, batch_size=2), independent=False, global_batch=6)
+    setup.world = World(0, ranks, 0, ranks)
+    for updates, sizes in ((7, [6, 1]), (6, [6])):
+        batches = make_joint_batches(setup, np.arange(updates), 0)
+        assert [sum(batch.counts) for batch in batches] == sizes
+        assert (len(batches[0].parts), batches[0].is_cached) == (parts, parts > 1)
+        assert max(len(part.labels) for part in batches[0].parts) <= 2
 
 
 @given(count=st.integers(0, 200), most=st.integers(1, 64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from cpuft.train.data.order import Indices, plan_updates
 from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import train, train_and_evaluate
 from cpuft.train.objective.base import Batch, Objective, Predictions
+from cpuft.train.process_group import checksum_parameters
 from cpuft.train.reporter import Progress, RunReporter
 from cpuft.train.setup import TrainingSetup
 from tests.train.tokens import make_tokens
@@ -65,6 +67,16 @@ class ByWord(Weighing):
 
     def count_terms(self, tokens: Tokens, rows: Indices, epoch: int = -1) -> float:
         return float(tokens.lengths[rows].sum())
+
+
+class Light(Weighing):
+    """The same with the weight 0.02, as a frequent class has: four rows are 0.08 terms."""
+
+    def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
+        return super().losses(model, batch) * 0.02
+
+    def count_terms(self, tokens: Tokens, rows: Indices, epoch: int = -1) -> float:
+        return 0.02 * len(rows)
 
 
 @pytest.fixture(autouse=True)
@@ -178,6 +190,18 @@ def test_an_update_s_loss_is_the_mean_over_all_its_terms(parts: dict[str, Any]) 
     assert torch.count_nonzero(row_gradients) > 1
 
 
+def test_terms_that_weigh_less_than_one_together_have_a_whole_mean() -> None:
+    found = []
+    for objective in (Weighing, Light):
+        loop = make_loop(replace(CONFIG, max_steps=1, max_grad_norm=0.0), objective=objective)
+        (line,) = train(loop)
+        (state,) = loop.optimizer.state.values()
+        found.append((line.loss, state["exp_avg"]))
+    (loss, gradients), (light_loss, light_gradients) = found
+    assert light_loss == pytest.approx(loss)
+    assert torch.allclose(light_gradients, gradients)
+
+
 def test_a_loss_that_is_no_number_ends_the_run() -> None:
     with pytest.raises(CpuftError, match=r"the loss is inf at update 1, .* diverged at learning rate .*: lower"):
         list(train(make_loop(CONFIG, heaviest=3e38)))
@@ -215,6 +239,29 @@ class ScriptedCheckpoints(Checkpoints):
 
     def write_and_stop(self, update: int, updates: int) -> None:
         self.done.append(f"stop {update} of {updates}")
+
+
+class BestCheckpoints(ScriptedCheckpoints):
+    """Keeps the weights of the best evaluation in memory."""
+
+    def __init__(self, loop: TrainingSetup) -> None:
+        super().__init__(loop, {})
+        self.model, self.best = loop.model, dict[str, torch.Tensor]()
+
+    def write(self, update: int, is_best: bool = False) -> None:
+        self.best = copy.deepcopy(self.model.state_dict())
+
+    def restore_best(self, update: int, world: World) -> bool:
+        self.model.load_state_dict(self.best)
+        return True
+
+
+def test_the_checksum_is_that_of_the_weights_of_the_best_evaluation() -> None:
+    loop = make_loop(replace(CONFIG, save_best=True, eval_every="1"))
+    loop.best_metric = "error"  # more is better by this name, so the first evaluation stays the best
+    result = train_and_evaluate(loop, RunReporter(Progress("lines", 1)), BestCheckpoints(loop))
+    assert result.saved_step == 1
+    assert result.checksum == checksum_parameters(loop.model)
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import get_scheduler
+from transformers import AutoConfig, AutoModelForSequenceClassification, get_scheduler
 
 from cpuft.config import LR_SCHEDULES, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.optimizer import (
     count_warm_up_updates,
+    find_rate_factors,
     group_parameters,
     learning_rate_factor,
     make_optimizer,
     plan_averages,
 )
+from tests.train.architectures import SIZES
+from tests.train.decoders import ENCODERS, make_decoder
 from tests.train.fast.encoders import make_model
 
 CODE = """
@@ -99,6 +102,25 @@ def test_each_layer_learns_slower_than_the_one_above_it(kind: str) -> None:
         assert factor == expected, name
     decays = {group["weight_decay"] for group in groups if group["params"][0].ndim > 1}
     assert (decays, len(groups)) == ({0.01}, 8)
+
+
+@pytest.mark.parametrize("family", ["eurobert", "llama", "gpt2"])
+def test_embeddings_learn_slowest_whatever_they_are_called(family: str) -> None:
+    sizes = {**SIZES, **ENCODERS}[family]
+    model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model(family, vocab_size=400, **sizes))
+    factors = find_rate_factors(model, [name for name, _ in model.named_parameters()], 0.5)
+    slowest = {name.split(".")[-2] for name, factor in factors.items() if factor == 0.125}
+    assert slowest == ({"wte", "wpe"} if family == "gpt2" else {"embed_tokens"})
+
+
+def test_a_head_that_is_the_word_embedding_learns_as_slowly() -> None:
+    shared, own = [
+        find_rate_factors(model, [name for name, _ in model.named_parameters()], 0.5)
+        for model in (make_decoder("qwen3"), make_decoder("llama"))
+    ]
+    assert shared["model.embed_tokens.weight"] == own["model.embed_tokens.weight"] == 0.125
+    assert own["lm_head.weight"] == 1.0
+    assert "lm_head.weight" not in shared
 
 
 def test_a_model_without_a_stack_of_layers_has_no_layerwise_rates() -> None:

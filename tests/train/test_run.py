@@ -22,6 +22,7 @@ from cpuft.train.exchange.compression import choose_compression
 from cpuft.train.objective.table import make_objective
 from cpuft.train.reporter import TrainingResult, average_phases, make_footer, merge_steps
 from cpuft.train.run import choose_earlier_backend, find_products, finish, read_earlier_measurements
+from tests.comm.ranks import mpirun
 from tests.records import make_record, make_steps
 from tests.train.exchange.test_compression import PREPARED
 
@@ -62,10 +63,14 @@ def test_a_final_checkpoint_is_written_where_the_launcher_has_to_fetch_the_run(
 @pytest.mark.parametrize("keeps", [True, False])
 def test_checkpoints_are_removed_at_the_end_unless_the_launcher_fetches_the_run(tmp_path: Path, keeps: bool) -> None:
     (tmp_path / FOLDER / "000000009.0").mkdir(parents=True)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.distributed.barrier", lambda: None)
-        finish(Checkpoints(cast(Any, None)), WorkerConfig(str(tmp_path), keep_checkpoints=keeps), 0)
+    finish(Checkpoints(cast(Any, None)), WorkerConfig(str(tmp_path), keep_checkpoints=keeps), 0)
     assert (tmp_path / FOLDER).exists() == keeps
+
+
+def test_a_disk_that_is_slower_than_the_time_limit_of_messages_ends_no_run() -> None:
+    done = mpirun(2, "tests.train.slow_disk")
+    assert done.returncode == 0, done.stdout
+    assert done.stdout.count("has finished") == 2
 
 
 PRODUCTS = {"kernel": "brg_matmul:avx512_core_amx", "teraflops": 9.0, "fp32_teraflops": 1.0}

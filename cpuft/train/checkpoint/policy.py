@@ -9,8 +9,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ _HOST_OPTIONS = ("model", "from_config", "tokenizer", "data_dir", "train_file", 
 """Options that may differ on other hosts: their paths differ, and not all hosts have bf16. A checkpoint knows its
 examples by their checksum, and its weights are fp32."""
 _BROADCAST_BYTES = 1 << 26
+_DISK_DAYS = 1
+"""How long ranks wait for a rank that writes to a slow disk."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +163,9 @@ class Checkpoints:
         """
         if self._state is None:
             return False
-        if self.writer:
-            self.writer.finish()
+        with wait_for_disks():
+            if self.writer:
+                self.writer.finish()
         newest, read = find_newest_checkpoint(self._root / BEST, world, RECORD)
         if newest.update == update:
             self._state.restore(read())
@@ -185,10 +190,11 @@ class Checkpoints:
         leaving = tuple(rank for rank, (_, is_so) in enumerate(causes) if is_so)
         line = InterruptedLine(update, updates, next(cause for cause, _ in causes if cause), leaving)
         written = False
-        if self.writer:
-            written = self.writer.write(update, wait=True, last_line=line)
-        else:
-            self._exchange.contribute_to_checkpoint()
+        with wait_for_disks():
+            if self.writer:
+                written = self.writer.write(update, wait=True, last_line=line)
+            else:
+                self._exchange.contribute_to_checkpoint()
         if any(gather(written)):
             raise Interrupted(line)
 
@@ -205,6 +211,21 @@ class Checkpoints:
             self.writer.write(updates, skip_if_busy=False)
         elif self._keep_final:
             self._exchange.contribute_to_checkpoint()
+
+
+@contextmanager
+def wait_for_disks() -> Iterator[None]:
+    """Let each rank wait at the end of the context until all ranks are there, also if a disk is slow. Collective.
+
+    --comm-timeout does not end this wait, but the loss of a rank or host does. If the context raises, its rank does not
+    wait.
+    """
+    # The group is made before any rank writes, because torch waits for all ranks in the default group, too.
+    has_others = dist.is_initialized() and dist.get_world_size() > 1
+    group = dist.new_group(timeout=timedelta(days=_DISK_DAYS)) if has_others else None
+    yield
+    if group:
+        dist.barrier(group)
 
 
 def choose_writer_ranks(ranks: list[RecordedRank]) -> list[int]:

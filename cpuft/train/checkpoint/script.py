@@ -36,7 +36,7 @@ from cpuft.record import RecordedRank
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.files import FOLDER, STATE, VALUES, remove_after, to_view, write_checkpoint
 from cpuft.train.checkpoint.policy import choose_writer_ranks, find_newest_checkpoint
-from cpuft.train.checkpoint.state import pack_tensors
+from cpuft.train.checkpoint.state import TYPE_NAMES, pack_tensors
 from cpuft.train.process_group import gather
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
@@ -180,6 +180,11 @@ def _state_of(thing: Any) -> Any:
 def _separate_tensors(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
     """Return what JSON can hold of a value, and add its tensors to `tensors`. Raises CpuftError for anything else."""
     if isinstance(value, Tensor):
+        # All ranks check this, and not only those that write: the others would wait for ranks that have ended.
+        if value.dtype not in TYPE_NAMES:
+            raise CpuftError(
+                f"{name} is of type {value.dtype}, which cannot be saved: convert it to another type before"
+            )
         name = name if name not in tensors else f"{name}#{len(tensors)}"
         tensors[name] = value.detach()
         return {"tensor": name}

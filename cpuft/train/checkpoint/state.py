@@ -19,11 +19,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from cpuft.errors import CpuftError
 from cpuft.train.exchange.optimizer_shards import MOMENTS, WEIGHTS, OptimizerShards
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
-_TYPE_NAMES = {
+TYPE_NAMES = {
     torch.float64: "F64",
     torch.int64: "I64",
     torch.float32: "F32",
@@ -33,6 +32,7 @@ _TYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+"""Names in safetensors files of all dtypes that a block can hold."""
 _STEP = "step"
 """AdamW's number of updates of each parameter, all in one tensor."""
 
@@ -167,13 +167,8 @@ def checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
 def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return copies of these tensors as one block, a complete safetensors file: uint8 of shape (bytes,).
 
-    Raises CpuftError if a tensor is not of dtype fp64, fp32, fp16, bf16, int64, int32, uint8 or bool.
+    Raises KeyError if a tensor is of a dtype that is not in TYPE_NAMES.
     """
-    for name, tensor in tensors.items():
-        if tensor.dtype not in _TYPE_NAMES:
-            raise CpuftError(
-                f"{name} is of type {tensor.dtype}, which cannot be saved: convert it to another type before"
-            )
     header, places = _lay_out([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     block = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -195,7 +190,7 @@ def _lay_out(
     for name, dtype, shape in tensors:
         start, end = end, end + dtype.itemsize * torch.Size(shape).numel()
         starts.append(start)
-        header[name] = {"dtype": _TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": TYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     encoded = len(text).to_bytes(8, "little") + text

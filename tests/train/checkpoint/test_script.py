@@ -153,6 +153,12 @@ def test_what_only_pickle_could_keep_is_refused() -> None:
         cpuft.save_state(1, waves=torch.zeros(1, dtype=torch.complex64))
 
 
+def test_a_rank_that_writes_nothing_refuses_what_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpuft.train.checkpoint.script.choose_writer_ranks", lambda ranks: [])
+    with pytest.raises(CpuftError, match=r"counts\.0 is of type torch\.int16, which cannot be saved"):
+        cpuft.save_state(1, counts=[torch.zeros(1, dtype=torch.int16)])
+
+
 def test_where_nothing_can_be_kept_the_next_move_is_said() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RANK", "0")
