@@ -196,10 +196,19 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             self._offer = offer
         return replace(facts, ssh_from=parse_ssh_from(ssh_from), offer=self._offer)
 
+    def _find_other(self) -> str:
+        """Return which other cluster of this name this machine has recorded: of another kind or region; "" for none."""
+        entry = self.find_record()
+        if not entry or entry.kind != self.kind:
+            return f"of kind {entry.kind}" if entry else ""
+        region = entry.options.get("region") or self.client.region
+        return f"in {region}" if region != self.client.region else ""
+
     def _gather_resources(self) -> RentalFacts:
         return RentalFacts(
             find_resources(self.client, self.name, self.services.now()),
-            read_files(self.directory, Path(self.hostfile)),
+            # The directory belongs to the cluster in its record. This one is then as on another machine.
+            {} if self._find_other() else read_files(self.directory, Path(self.hostfile)),
             str(self.directory),
             self.hostfile,
             self.client.region,
@@ -358,13 +367,16 @@ class Aws(Provider[AwsConfig, AwsFacts]):
 
         Returns
         -------
-        "cluster NAME was removed" and, if AWS lists instances of it, what the cluster has cost.
+        "cluster NAME was removed" and, if AWS lists instances of it, what the cluster has cost. If this machine has
+        recorded another cluster of this name, the sentence says that it was left alone.
 
         Raises CpuftError when somebody else made the cluster, AWS refuses a call or does not answer, or another process
         works on the same cluster.
         """
         self._waits = True
         sentence, instances = super().down(say), self._last_instances
+        if other := self._find_other():
+            sentence += f" from {self.client.region}, and cluster {self.name} {other} was left as it is"
         if not instances:
             return sentence
         return f"{sentence}; {describe_bill(find_price_of(self.client, instances), instances, self.services.now())}"
@@ -392,7 +404,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         generation = resources.group.generation if resources.group else -1
         have_appeared = any(one.generation == generation for one in resources.instances)
         record = self.directory / FILE_NAME
-        recorded = record.stat().st_mtime if record.exists() else 0.0
+        recorded = record.stat().st_mtime if record.exists() and not self._find_other() else 0.0
         may_appear = not have_appeared and is_young(resources, recorded, _YOUNG_SECONDS)
         return may_appear and waited < self.services.appear_seconds
 
