@@ -167,6 +167,20 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """The options, with the market that is tried now."""
         return replace(self.config, spot=False) if self._uses_on_demand else self.config
 
+    def check(self) -> None:
+        """Check what can be checked before anything is gathered.
+
+        Raises CpuftError when this machine has recorded another cluster of this name, in another region or of another
+        kind, or when the cluster's folder or hostfile was not written by cpuft or can be written by other users.
+        """
+        super().check()
+        if other := self._find_other():
+            # The new record would replace the one without which nobody finds the instances there.
+            raise CpuftError(
+                f"{self.name} is a cluster {other} already: choose another --name, or remove it first with `cpuft "
+                f"provision down {self.name}`"
+            )
+
     def gather(self) -> AwsFacts:
         """Return what exists in AWS; when nothing is missing there, also what the instances say.
 

@@ -263,6 +263,8 @@ def test_down_leaves_the_record_of_another_cluster_of_this_name(
     files = read_files(lab.directory, Path(lab.hostfile))
     with pytest.raises(CpuftError, match="the keys of lab are not on this machine"):
         make_aws(region, tmp_path, uses_ssh=True).plan_extension("5h")
+    with pytest.raises(CpuftError, match=f"lab is a cluster {other} already: choose another --name, or "):
+        lab.make(say, refuse)
     assert lab.down(say).startswith(
         f"cluster lab was removed from us-east-1, and cluster lab {other} was left as it is"
     )
