@@ -420,19 +420,30 @@ def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
 def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
     """Plan removing environment, wheels, key and its authorization from the servers, then the files on this machine.
 
-    Servers that have none of these get no step. The files here are removed only if cpuft made the cluster's directory.
-    The plan is empty when nothing is left.
+    Servers that have none of these get no step. The environment and the wheels of a server stay if the key of another
+    cluster may log in there, or if another cluster has a folder below the prefix. The files here are removed only if
+    cpuft made the cluster's directory. The plan is empty when nothing is left.
     """
     comment = _key_comment(config)
     command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, comment, WORK_ROOT)
+    why = {
+        False: "remove the environment and the key",
+        True: "remove the key; the environment stays, because another cluster uses it",
+    }
     steps = tuple(
-        Step("remove the environment and the key", command, host=member.address)
+        Step(why[_is_shared(own, comment)], command, host=member.address)
         for member, own in facts.servers
         if own.marked or own.stamp or own.key or any(line.endswith(f" {comment}") for line in own.authorized)
     )
     removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
     return Plan(tuple(stage for stage in stages if stage), command_prefixes=facts.command_prefixes)
+
+
+def _is_shared(server: ServerFacts, comment: str) -> bool:
+    """Return whether the key of another cluster than the one with this comment may log in on a server."""
+    found = (re.search(r" (cpuft-[a-z0-9]+)$", line) for line in server.authorized)
+    return any(match and match[1] != comment for match in found)
 
 
 class Servers(Provider[HostsConfig, ClusterFacts]):

@@ -182,6 +182,13 @@ def test_down_has_steps_only_for_servers_that_have_something() -> None:
     assert plan_servers_down(CONFIG, make_facts((BARE, BARE))).stages == ()
 
 
+def test_down_says_where_another_cluster_uses_the_environment() -> None:
+    shared = replace(DONE, authorized=(KEY, "ssh-ed25519 OTHER cpuft-office", "ssh-ed25519 MINE me@cpuft-here"))
+    ((first, second),) = plan_servers_down(CONFIG, make_facts((shared, DONE))).stages
+    assert first.why == "remove the key; the environment stays, because another cluster uses it"
+    assert second.why == "remove the environment and the key"
+
+
 def survey(prefix: Path) -> ServerFacts:
     """Run the survey on this machine."""
     script = Path(servers.__file__).with_name("servers_survey.sh")
