@@ -225,6 +225,19 @@ def test_terminated_instances_are_replaced_in_the_same_zone(region: Region, tmp_
     assert len(first & {one["InstanceId"] for one in live()}) == 3
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_instances_that_aws_ends_at_their_start_are_not_replaced(at_once: bool, region: Region, tmp_path: Path) -> None:
+    region.ending, region.ends_at_once = "Client.InvalidKMSKey.InvalidState: The key is disabled", at_once
+    # Otherwise it would go on forever if it started others in their place.
+    region.kill = (len(CALLS), "before")
+    with pytest.raises(CpuftError, match=r"AWS has ended instance i-\w+ of lab \(Client\.InvalidKMSKey\..*\): correct"):
+        make(region, tmp_path, nodes=2, uses_ssh=True)
+    assert region.mutating.count("run_instances") == 1
+    region.ending, region.ends_at_once, region.kill = "", False, (-1, "")
+    make(region, tmp_path, nodes=2)
+    assert len(live()) == 2
+
+
 RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
 
 
