@@ -86,7 +86,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     from cpuft.launch.plan import choose_run_dir
     from cpuft.report.sweep import NOT_STORED, Sweep
     from cpuft.sweep.parallel import parse_parallel
-    from cpuft.sweep.queue import open_journal
+    from cpuft.sweep.queue import find_host_share, open_journal
     from cpuft.sweep.study import OptunaSearch
 
     launch = pick(LaunchConfig, values)
@@ -108,7 +108,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     measurement = ""
     if parallel is None:
         places, measurement = _measure_places(first, options, launch, places)
-    share = 1 / len(places) if places[0].prefix else 1.0
+    share = find_host_share(places)
     stored = [option for option in options if option.partition("=")[0] not in map(format_flag, NOT_STORED)]
     header = replace(header, launch=stored, working_folder=os.getcwd(), host_share=share, measurement=measurement)
     with ExitStack() as stack:
@@ -138,6 +138,7 @@ def _open_search(sweep: Sweep, storage: str, is_new: bool) -> Iterator[OptunaSea
 
 def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     """Continue a sweep."""
+    from cpuft.hosts.cluster import LOCAL, read_hosts
     from cpuft.launch.active_runs import lock_run
     from cpuft.report.sweep import read_sweep
     from cpuft.sweep.parallel import AUTO, parse_parallel
@@ -167,8 +168,11 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         raise CpuftError(
             f"--parallel {AUTO} measures only when a sweep begins: give a number, or leave it out to continue as before"
         )
-    parallel = parallel or round(1 / header.host_share) * (header.host_share < 1)
-    places = _find_places(header.hosts_per_run, parallel, make_launch_config(options))
+    launch = make_launch_config(options)
+    if not parallel and read_hosts(launch) == (LOCAL,):
+        # How this machine was divided says nothing about other hosts.
+        parallel = round(1 / header.host_share) * (header.host_share < 1)
+    places = _find_places(header.hosts_per_run, parallel or 0, launch)
     if dry_run:
         _print_plan(sweep, options, places)
         return

@@ -14,7 +14,7 @@ from ipaddress import ip_address
 from typing import TypeVar
 
 from cpuft.doctor.finding import Finding, warning
-from cpuft.doctor.probe import GOVERNORS, RUN_FOLDER
+from cpuft.doctor.probe import GOVERNORS, RUN_FOLDER, UNFETCHED
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.hardware import bf16_hardware
 from cpuft.hosts import transport
@@ -773,14 +773,20 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
             kill = f"for pid in {' '.join(pids)}; do ! grep -qs cpuft /proc/$pid/cmdline || kill -KILL $pid; done"
             remove = f"rm -rf --one-file-system {' '.join(paths)}"
             script = "; ".join([kill] * bool(pids) + [remove] * bool(paths))
+            keep = (
+                "Continue the runs whose checkpoints or results are there with cpuft launch --resume, or remove their "
+                "folders by hand."
+            )
+            has_unfetched = any(text.endswith(UNFETCHED) for text in health.leftovers)
+            steps = [keep] * has_unfetched + [f"Run on that host: {script}"] * bool(script)
             count = len(health.leftovers)
             yield Finding(
                 one.name,
                 f"{counted(count, 'leftover')} of earlier runs {'was' if count == 1 else 'were'} found, "
                 f"the first is: {health.leftovers[0]}",
-                next_step=f"Run on that host: {script}",
+                next_step=" ".join(steps),
                 severe=bool(pids),
-                fix=("sh", "-c", script),
+                fix=("sh", "-c", script) if script else (),
             )
 
 

@@ -25,6 +25,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+UNFETCHED = " (with checkpoints or results that were not fetched)"
+"""Follows the path of a directory of a run that must not be removed without a decision of the user."""
 RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}(\.sent)?"
 """Pattern of the work directories of runs below /var/tmp, and of the files that were sent to their ranks.
 
@@ -231,7 +233,9 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     directory.
 
     A rank is left over when it has been handed to process 1, because its mpirun is gone. A run's directory is left over
-    when it is a day old and no process of this user names it. Nothing is removed. Empty if nothing is left.
+    when it is a day old and no process of this user names it. The path of one with checkpoints or with the results of a
+    run that has ended is followed by `UNFETCHED`: the launcher removes both when it has fetched them, so these may be
+    the only ones. Nothing is removed. Empty if nothing is left.
 
     Parameters
     ----------
@@ -249,7 +253,8 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     for path in runs:
         with contextlib.suppress(FileNotFoundError):  # a run that has just ended removes its folder
             if os.lstat(path).st_mtime < time.time() - 24 * 3600:
-                found.append(path)
+                patterns = (f"{path}/*/checkpoints/[0-9]*.[0-9]*", f"{path}/*/logs/exit-code")
+                found.append(path + UNFETCHED * any(map(glob.glob, patterns)))
     return found
 
 

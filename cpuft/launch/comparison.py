@@ -9,7 +9,7 @@ from cpuft.config import CompareConfig, LaunchConfig, TrainConfig, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.launch.inputs import gather_missing, pack_training
-from cpuft.launch.plan import add_transfers, plan_training
+from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
 from cpuft.launch.progress import show_progress
 from cpuft.launch.remote import run_attempt
 from cpuft.plan import RunPlan
@@ -89,6 +89,26 @@ def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tupl
     ]
 
 
+def refuse_different_precisions(
+    clusters: Mapping[int, Cluster], train: TrainConfig, environ: Mapping[str, str]
+) -> None:
+    """Raise CpuftError if the runs of a comparison would train in different precisions.
+
+    That happens without --precision if only some of the hosts have bf16 instructions. The runs cannot be compared then.
+
+    Parameters
+    ----------
+    clusters: the hosts of each run, by its number of ranks.
+    """
+    precisions = {ranks: find_run_precision(cluster, train, environ) for ranks, cluster in clusters.items()}
+    if len(set(precisions.values())) > 1:
+        listed = ", ".join(f"np {ranks} in {precision}" for ranks, precision in precisions.items())
+        raise CpuftError(
+            "only some of the hosts have bf16 instructions, so the runs would train in different precisions "
+            f"({listed}) and could not be compared: add --precision fp32"
+        )
+
+
 def plan_comparison(
     numbers: tuple[int, ...],
     config: LaunchConfig,
@@ -116,8 +136,9 @@ def plan_comparison(
     -------
     The runs in the order of `order_runs`, each with its label, folder, cluster and plan.
 
-    Raises CpuftError: `--ideal` with one rank only; both `--repeats` and `--seeds`; the global batch does not divide
-        among the ranks of a run; a host cannot be reached, or the ranks do not fit; and what `plan_training` raises.
+    Raises CpuftError: `--ideal` with one rank only; both `--repeats` and `--seeds`; the runs would train in different
+        precisions; the global batch does not divide among the ranks of a run; a host cannot be reached, or the ranks do
+        not fit; and what `plan_training` raises.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")
@@ -126,6 +147,7 @@ def plan_comparison(
             f"--seeds {comparison.seeds} repeats each run already, once with each seed: leave out --repeats"
         )
     clusters = {ranks: gather_cluster(replace(config, np=ranks)) for ranks in numbers}
+    refuse_different_precisions(clusters, train, environ)
     planned: list[PlannedRun] = []
     sent: dict[str, set[str]] = {}
     for ranks, independent, number in order_runs(numbers, comparison):

@@ -307,6 +307,16 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
     return train if agree else replace(train, precision="fp32")
 
 
+def find_run_precision(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> str:
+    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8".
+
+    Raises CpuftError: what `check_training` raises.
+    """
+    train = check_training(cluster, train, environ)
+    flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
+    return choose_precision(train.precision, train.emulate_bf16, flags).name
+
+
 def refuse_unused_data_options(train: TrainConfig) -> None:
     """Raise CpuftError if an option about data differs from its default and has no effect with `train.task`.
 

@@ -12,7 +12,7 @@ import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
@@ -170,6 +170,15 @@ class Provider(ABC, Generic[C, F]):
             registry.refuse_untrusted(self.directory)
         registry.refuse_other_kind(self.root, self.name, self.kind)
         check_places(str(self.directory), self.hostfile)
+
+    def find_record(self) -> Entry | None:
+        """Return the record of this name on this machine, which may be of another cluster: of another kind or region.
+
+        None without a record, and for one that cannot be read: `make` writes it again.
+        """
+        with suppress(CpuftError):
+            return registry.read_entry_if_exists(self.root, self.name)
+        return None
 
     def confirm(self, ask: Ask) -> None:
         """Ask the user what only the user can decide, such as a price; by default nothing.
@@ -398,7 +407,7 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
 
     A record counts only if no `region` is given or the cluster was made in that region. Without such a record, a
     simulated cluster of which something is left on this machine is returned, or, with a `region`, the cluster on AWS of
-    this name, even if nothing carries its tag. If there is neither, a record of another region is returned.
+    this name, even if nothing carries its tag.
 
     Raises CpuftError: nothing is found, the name is not valid, the record cannot be used (damaged, untrusted, or of a
     cluster that was made on another machine), or AWS or this machine cannot be examined.

@@ -420,19 +420,30 @@ def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
 def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
     """Plan removing environment, wheels, key and its authorization from the servers, then the files on this machine.
 
-    Servers that have none of these get no step. The files here are removed only if cpuft made the cluster's directory.
-    The plan is empty when nothing is left.
+    Servers that have none of these get no step. The environment and the wheels of a server stay if the key of another
+    cluster may log in there, or if another cluster has a folder below the prefix. The files here are removed only if
+    cpuft made the cluster's directory. The plan is empty when nothing is left.
     """
     comment = _key_comment(config)
     command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, comment, WORK_ROOT)
+    why = {
+        False: "remove the environment and the key",
+        True: "remove the key; the environment stays, because another cluster uses it",
+    }
     steps = tuple(
-        Step("remove the environment and the key", command, host=member.address)
+        Step(why[_is_shared(own, comment)], command, host=member.address)
         for member, own in facts.servers
         if own.marked or own.stamp or own.key or any(line.endswith(f" {comment}") for line in own.authorized)
     )
     removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
     return Plan(tuple(stage for stage in stages if stage), command_prefixes=facts.command_prefixes)
+
+
+def _is_shared(server: ServerFacts, comment: str) -> bool:
+    """Return whether the key of another cluster than the one with this comment may log in on a server."""
+    found = (re.search(r" (cpuft-[a-z0-9]+)$", line) for line in server.authorized)
+    return any(match and match[1] != comment for match in found)
 
 
 class Servers(Provider[HostsConfig, ClusterFacts]):
@@ -452,7 +463,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         key, wheels, pins = map(_absolute, (config.key, config.wheels, config.pins))
         super().__init__(replace(config, key=key, wheels=wheels, pins=pins), environ, entry)
         check_prefix(config.prefix)
-        names = [name.strip() for name in config.hosts.split(",") if name.strip()]
+        names = split_hosts(config.hosts)
         if not names or len(set(names)) < len(names) or not all(map(NAME.fullmatch, names)):
             raise CpuftError(f"--hosts {config.hosts!r}: give different names or addresses, separated by commas")
         self.members = tuple(Member(name, name, config.user, config.port) for name in names)
@@ -463,6 +474,25 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     def _read_keys(self) -> dict[str, str]:
         lines = read_raw(self.directory / "known_hosts").splitlines()
         return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines if " " in line}
+
+    def check(self) -> None:
+        """Check what can be checked before anything is gathered.
+
+        Raises CpuftError when the record of the cluster has hosts that are not in --hosts, or another prefix; when the
+        name belongs to a cluster of another kind; or when the cluster's folder or hostfile was not written by cpuft or
+        can be written by other users.
+        """
+        super().check()
+        before = entry.options if (entry := self.find_record()) else {}
+        # The new record would replace the one by which `down` finds what is installed there.
+        missing = [name for name in split_hosts(before.get("hosts", "")) if name not in split_hosts(self.config.hosts)]
+        prefix = before.get("prefix", self.config.prefix)
+        if missing or prefix != self.config.prefix:
+            what = f"with {', '.join(missing)}, which --hosts leaves out" if missing else f"with --prefix {prefix}"
+            raise CpuftError(
+                f"{self.name} is a cluster {what}: remove it first with `cpuft provision down {self.name}`, or choose "
+                "another --name"
+            )
 
     def confirm(self, ask: Ask) -> None:
         """Fetch the host keys of servers whose key this cluster does not know, and ask whether each is right.
@@ -590,6 +620,11 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         found = try_hosts(partial(self._survey, self._make_transport()), self.members)
         states = [f"down: {own}" if isinstance(own, CpuftError) else describe_server(own) for own in found]
         return [f"{member.address}  {text}" for member, text in zip(self.members, states)]
+
+
+def split_hosts(text: str) -> list[str]:
+    """Return the names of --hosts, such as "a, b" -> ["a", "b"]; empty ones are left out."""
+    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _absolute(path: str) -> str:

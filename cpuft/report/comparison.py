@@ -603,20 +603,28 @@ def judge_seeds(one: SeedComparison) -> str:
 
 def note_restarts(records: Sequence[Record]) -> list[str]:
     """Return a note for each run that was restarted automatically: how often, on how many ranks, why, and what was
-    lost.
+    lost; and one for each run that the user has resumed on another number of ranks.
 
-    The note has the lost seconds and the repeated updates. Empty if no run was restarted.
+    The first has the lost seconds and the repeated updates. Empty if there was neither.
     """
     notes = []
     for record in records:
+        ranks = record.header.world_size
+        others = [line for line in record.resumptions if line.world_size != ranks and not line.because]
+        if others:
+            listed = " and ".join(f"on {counted(one.world_size, 'rank')} after update {one.step}" for one in others)
+            notes.append(
+                f"np {ranks} was resumed {listed}: its times, its speedup and its efficiency are not those of "
+                f"{counted(ranks, 'rank')}, so leave it out where they matter."
+            )
         again = [line for line in record.resumptions if line.because]
         if again:
             lost = f"{sum(line.lost_seconds for line in again):.0f} s"
             made = counted(sum(line.repeated for line in again), "update")
-            ranks = " and ".join(str(line.world_size) for line in again)
+            on = " and ".join(str(line.world_size) for line in again)
             why = "; ".join(line.because for line in again)
             notes.append(
-                f"np {record.header.world_size} was restarted {counted(len(again), 'time')}, on {ranks} ranks, "
+                f"np {record.header.world_size} was restarted {counted(len(again), 'time')}, on {on} ranks, "
                 "which took "
                 f"{lost} and repeated {made} ({why}): its times are not those of an undisturbed run."
             )

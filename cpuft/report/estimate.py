@@ -294,12 +294,25 @@ def read_job(record: Record, compression: str = "auto") -> Job:
 
     Raises
     ------
-    CpuftError: the run had several ranks; it has fewer than 4 steps without the first tenth; the record does not hold
-        the sizes of its gradients, because it is old; or the bytes that the compression level sends are not known.
+    CpuftError: the run had several ranks, also if only after it was resumed; its ranks would not exchange gradients in
+        every update (--sync-every); it has fewer than 4 steps without the first tenth; the record does not hold the
+        sizes of its gradients, because it is old; or the bytes that the compression level sends are not known.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
         raise CpuftError(f"{record.path} ran on {header.world_size} ranks: an estimate needs a run on one rank")
+    for line in record.resumptions:
+        if line.world_size != 1:
+            raise CpuftError(
+                f"{record.path} was resumed on {line.world_size} ranks after update {line.step}: an estimate needs a "
+                "run on one rank"
+            )
+    every = header.options.get("sync_every", 1)
+    if type(every) is int and every > 1:
+        raise CpuftError(
+            f"{record.path} ran with --sync-every {every}, and an estimate is for ranks that exchange gradients in "
+            "every update: run the job again without that option"
+        )
     if len(steady) < LEAST_STEPS:
         raise CpuftError(f"{record.path} has {counted(len(record.steps), 'step')}: run {LEAST_STEPS + 1} or more")
     if not header.gradient_sizes.parameters:

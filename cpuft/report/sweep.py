@@ -82,7 +82,7 @@ class SweepHeader:
     working_folder: str = ""
     """Folder in which the launches start, because options may have relative paths."""
     host_share: float = 1.0
-    """Share of a host that a run has, if this machine is divided among several runs."""
+    """Share of a host that a run has at the beginning, if this machine is divided among several runs."""
     measurement: str = ""
     """What `--parallel auto` has measured and chosen; empty if it was not given."""
     search: SearchSettings = field(default_factory=SearchSettings)
@@ -116,6 +116,8 @@ class AttemptStart:
     """Folder of the run, in the folder of the sweep."""
     time: float
     """Seconds since 1970."""
+    host_share: float = 0.0
+    """Share of a host that it has; 0 for that of the header, as in older journals. A sweep may continue elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,9 @@ class Sweep:
     @property
     def host_hours(self) -> float:
         """Hours of all hosts in all attempts that have ended."""
-        return sum(one.seconds for one in self.ends) * self.header.hosts_per_run * self.header.host_share / 3600
+        shares = {(one.run, one.attempt): one.host_share or self.header.host_share for one in self.starts}
+        seconds = sum(end.seconds * shares.get((end.run, end.attempt), self.header.host_share) for end in self.ends)
+        return seconds * self.header.hosts_per_run / 3600
 
 
 def is_larger_better(metric: str) -> bool:

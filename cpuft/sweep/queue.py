@@ -126,6 +126,11 @@ def plan_places(
     return made[: parallel or len(made)]
 
 
+def find_host_share(places: Sequence[Place]) -> float:
+    """Return the share of a host that a run at one of these places has: less than 1 if this machine is divided."""
+    return 1 / len(places) if places and places[0].prefix else 1.0
+
+
 def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: float) -> list[Place]:
     if parallel == 1:
         return [Place("this machine")]
@@ -242,6 +247,7 @@ class SweepQueue:
     ) -> None:
         self._journal, self._options, self._places, self._stop_after = journal, options, list(places), stop_after
         self._say, self._active, self._search = say, list[_ActiveRun](), search
+        self._host_share = find_host_share(places)
         self._failed_before = {*self.sweep.list_with_status(FAILED)}
         """Runs that failed in an earlier session, and have not been started in this one."""
         if search:
@@ -396,7 +402,7 @@ class SweepQueue:
             command.append("--copy-checkpoints")
         if place.name in self._checked and "--no-check" not in command:
             command.append("--no-check")
-        start = AttemptStart(run, number, place.name, folder, time.time())
+        start = AttemptStart(run, number, place.name, folder, time.time(), self._host_share)
         self._journal.write(start)
         log = Path(self.sweep.folder, "logs", f"{folder}.log")
         log.parent.mkdir(exist_ok=True)

@@ -140,6 +140,17 @@ def test_a_dry_run_of_a_search_prints_its_first_configuration_and_makes_no_study
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_sweep_that_divided_this_machine_continues_on_all_hosts_of_a_cluster(tmp_path: Path) -> None:
+    """The division of the machine on which it began does not apply to other hosts."""
+    (tmp_path / "s").mkdir()
+    (tmp_path / "hosts").write_text("a1\na2\na3\n")
+    header = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0], host_share=0.25)
+    (tmp_path / "s" / FILE_NAME).write_text(format_journal_line(header) + "\n")
+    done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--hostfile", str(tmp_path / "hosts"), "--dry-run")
+    assert done.returncode == 0, done.stderr
+    assert "at the same time on: a1; a2; a3\n" in done.stdout
+
+
 def write_search(folder: Path, *lines: JournalLine, **changes: Any) -> SweepHeader:
     """Write the journal of a search that was stopped, and return its header."""
     search = SearchSettings(6, pruner="median", spaces=[{"learning_rate": "1e-5..1e-3"}], study="s", token="a")

@@ -8,6 +8,7 @@ import pytest
 
 from cpuft.doctor.checks import CHECKS, find_all, find_kernel_builds, format_kernel_builds
 from cpuft.doctor.finding import describe_errors, format_findings, to_json
+from cpuft.doctor.probe import UNFETCHED
 from cpuft.hosts import transport
 from cpuft.hosts.hostfile import Host
 from cpuft.record import Link
@@ -94,6 +95,13 @@ def test_only_valid_process_ids_and_paths_become_part_of_the_fix() -> None:
     (finding,) = find_all(plant(healthy(), 3, leftovers=said))
     kill = "for pid in 12; do ! grep -qs cpuft /proc/$pid/cmdline || kill -KILL $pid; done"
     assert finding.fix == ("sh", "-c", f"{kill}; rm -rf --one-file-system /var/tmp/cpuft-0/0123456789ab")
+
+
+@pytest.mark.parametrize("other", [[], ["/var/tmp/cpuft-0/ba9876543210"]])
+def test_checkpoints_and_results_are_not_part_of_the_fix(other: list[str]) -> None:
+    (finding,) = find_all(plant(healthy(), 3, leftovers=[f"/var/tmp/cpuft-0/0123456789ab{UNFETCHED}", *other]))
+    assert finding.fix == (("sh", "-c", f"rm -rf --one-file-system {other[0]}") if other else ())
+    assert "cpuft launch --resume, or remove their folders by hand" in finding.next_step
 
 
 def test_two_lines_for_the_same_host_are_found() -> None:

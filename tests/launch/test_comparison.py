@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import os
+import re
+from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
-from cpuft.config import CompareConfig
-from cpuft.launch.comparison import order_runs
+from cpuft.config import CompareConfig, TrainConfig
+from cpuft.errors import CpuftError
+from cpuft.hosts.cluster import Assignment, Cluster
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.launch.comparison import order_runs, refuse_different_precisions
 from cpuft.record import PHASES, read_record
 from cpuft.report.comparison import compare
-from tests.conftest import run_cpuft
+from tests.conftest import make_facts, run_cpuft
 
 
 def test_each_round_runs_all_numbers_of_ranks_and_their_ideals() -> None:
@@ -29,6 +36,32 @@ def test_a_dry_run_prints_the_plans_of_all_runs() -> None:
     done = run_cpuft(*words, "--ideal")
     assert (done.returncode, done.stdout) == (2, "")
     assert "--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("bf16", "precision", "said"),
+    [
+        (
+            (True, False),
+            "auto",
+            "precisions (np 1 in bf16, np 2 in fp32) and could not be compared: add --precision fp32",
+        ),
+        ((True, False), "fp32", ""),
+        ((False, True), "auto", ""),
+        ((True, True), "auto", ""),
+    ],
+)
+def test_runs_in_different_precisions_are_refused_before_the_first(
+    bf16: tuple[bool, bool], precision: str, said: str
+) -> None:
+    facts = [replace(make_facts(number), cpu_flags=("avx512_bf16",) * has) for number, has in enumerate(bf16, start=1)]
+    hosts = [Assignment(Host(f"node{number}"), 1) for number in (1, 2)]
+    clusters = {
+        ranks: Cluster(tuple(hosts[:ranks]), tuple(facts[:ranks]), MpiImplementation("mpirun", "intel"))
+        for ranks in (1, 2)
+    }
+    with pytest.raises(CpuftError, match=re.escape(said)) if said else nullcontext():
+        refuse_different_precisions(clusters, TrainConfig(precision=precision), {})
 
 
 def test_each_seed_is_a_round_of_its_own() -> None:

@@ -186,7 +186,7 @@ def test_an_environment_is_made_with_nothing_of_the_working_folder(tmp_path: Pat
 
 OURS = ("opt/cpuft/env/bin/python", "opt/cpuft/wheels/a.whl", "opt/cpuft/clusters/lab/id_ed25519")
 INPUTS = ("tmp/cpuft-inputs/0123/s.py", "tmp/cpuft-0/inputs/0123/s.py")
-MINE = ("opt/cpuft/clusters/other/id_ed25519", "tmp/cpuft-1/0123456789ab/run", "tmp/other/inputs/a", "home/notes")
+MINE = ("opt/cpuft/clusters/notes", "tmp/cpuft-1/0123456789ab/run", "tmp/other/inputs/a", "home/notes")
 
 
 @pytest.fixture
@@ -219,6 +219,22 @@ def test_down_takes_from_a_server_what_was_put_there(server: Path, mark: str) ->
         assert take_down(server).returncode == 0
         assert files_of(server) == {*MINE, "home/.ssh/authorized_keys"}
     assert (server / "home/.ssh/authorized_keys").read_text() == "ssh-ed25519 A me\n"
+
+
+@pytest.mark.parametrize("sign", ["opt/cpuft/clusters/other/id_ed25519", ""])
+def test_what_another_cluster_uses_stays_on_the_server(server: Path, sign: str) -> None:
+    """A host has a folder of the cluster only if it is a head host, but the cluster's key may log in on all hosts."""
+    write_text(server / "opt/cpuft/install.lock", "")
+    line = "" if sign else "ssh-ed25519 C cpuft-other\n"
+    with open(server / "home/.ssh/authorized_keys", "a") as file:
+        file.write(line)
+    if sign:
+        write_text(server / sign, "")
+    stay = {*OURS[:2], *INPUTS, *MINE, "opt/cpuft/install.lock", "home/.ssh/authorized_keys", *filter(None, [sign])}
+    done = take_down(server)
+    assert (done.returncode, files_of(server)) == (0, stay)
+    assert "stay, because another cluster uses them" in done.stdout
+    assert (server / "home/.ssh/authorized_keys").read_text() == f"ssh-ed25519 A me\n{line}"
 
 
 def test_an_environment_without_our_mark_stays_on_the_server(server: Path) -> None:

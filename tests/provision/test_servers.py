@@ -1,5 +1,6 @@
 import os
 import subprocess
+from contextlib import nullcontext
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
+from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.hosts.ssh_config import Login, Member, format_inside, format_ssh_config
 from cpuft.plan import Plan
 from cpuft.provision import servers
@@ -16,6 +18,7 @@ from cpuft.provision.options import HostsConfig
 from cpuft.provision.servers import (
     ClusterFacts,
     ServerFacts,
+    Servers,
     check_server,
     describe_server,
     find_python,
@@ -179,6 +182,13 @@ def test_down_has_steps_only_for_servers_that_have_something() -> None:
     assert plan_servers_down(CONFIG, make_facts((BARE, BARE))).stages == ()
 
 
+def test_down_says_where_another_cluster_uses_the_environment() -> None:
+    shared = replace(DONE, authorized=(KEY, "ssh-ed25519 OTHER cpuft-office", "ssh-ed25519 MINE me@cpuft-here"))
+    ((first, second),) = plan_servers_down(CONFIG, make_facts((shared, DONE))).stages
+    assert first.why == "remove the key; the environment stays, because another cluster uses it"
+    assert second.why == "remove the environment and the key"
+
+
 def survey(prefix: Path) -> ServerFacts:
     """Run the survey on this machine."""
     script = Path(servers.__file__).with_name("servers_survey.sh")
@@ -256,3 +266,24 @@ def test_a_key_path_with_spaces_is_quoted_in_the_ssh_configuration() -> None:
 def test_a_key_path_that_is_not_utf_8_is_refused() -> None:
     with pytest.raises(CpuftError, match=r"IdentityFile '/\\udcff' is not UTF-8 text, which ssh_config needs: rename"):
         format_ssh_config(MEMBERS, "/\udcff", "/known")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"hosts": "a, c"},
+            "lab is a cluster with b, which --hosts leaves out: remove it first with `cpuft provision ",
+        ),
+        ({"prefix": "/srv/cpuft"}, "lab is a cluster with --prefix /opt/cpuft: remove it first with `cpuft provision "),
+        ({"hosts": "c,b,a", "user": "root"}, ""),
+    ],
+)
+def test_hosts_are_not_forgotten(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    """A new record must not leave out hosts or a folder that have something of the cluster; more hosts are fine."""
+    environ = {"CPUFT_STATE": str(tmp_path / "state")}
+    entry = Entry("lab", "hosts", str(tmp_path / "hostfiles" / "lab"), options={"hosts": "a,b", "prefix": "/opt/cpuft"})
+    write_text(tmp_path / "state" / "lab" / FILE_NAME, format_entry(entry))
+    cluster = Servers(replace(CONFIG, **change), environ)
+    with pytest.raises(CpuftError, match=f"^{said}") if said else nullcontext():
+        cluster.check()

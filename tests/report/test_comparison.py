@@ -359,11 +359,23 @@ def test_a_run_that_was_started_again_says_what_that_took() -> None:
         dataclasses.replace(line, lost_seconds=21.4, because="host node2 was lost"),
         dataclasses.replace(line, repeated=1, world_size=4, lost_seconds=10.2, because="the master was lost"),
     ]
-    assert compare([dataclasses.replace(record, resumptions=[line])]).notes == compare([record]).notes
+    same = dataclasses.replace(line, world_size=4)
+    assert compare([dataclasses.replace(record, resumptions=[same])]).notes == compare([record]).notes
     note = compare([dataclasses.replace(record, resumptions=[line, *again])]).notes[-1]
     assert note == (
         "np 4 was restarted 2 times, on 3 and 4 ranks, which took 32 s and repeated 4 updates (host node2 was "
         "lost; the master was lost): its times are not those of an undisturbed run."
+    )
+
+
+def test_a_run_that_was_resumed_on_other_ranks_says_that_its_times_are_not_those_of_its_ranks() -> None:
+    """The header holds the first number of ranks only, and the row has that number."""
+    record = make_record(1)
+    line = ResumedLine(12, 0, 4, record.header.ranks * 4, "ccl", "bf16", "", "2026-01-01T00:00:00+00:00")
+    notes = compare([dataclasses.replace(record, resumptions=[line])]).notes
+    assert notes[-1] == (
+        "np 1 was resumed on 4 ranks after update 12: its times, its speedup and its efficiency are not those of "
+        "1 rank, so leave it out where they matter."
     )
 
 

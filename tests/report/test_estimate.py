@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from cpuft.compressions import count_buckets, count_coding_seconds
 from cpuft.errors import CpuftError
 from cpuft.hardware import ETHERNET
-from cpuft.record import GradientSizes, GradientTime, Measurement, Record
+from cpuft.record import GradientSizes, GradientTime, Measurement, Record, ResumedLine
 from cpuft.report import estimate
 from cpuft.report.estimate import (
     INSTANCE_COLUMNS,
@@ -288,6 +288,11 @@ def test_more_cores_of_the_same_kind_are_as_much_faster() -> None:
     [
         (recorded(2), "runs/np-1 has 2 steps: run 5 or more"),
         (recorded(ranks=2, world_size=2), "runs/np-2 ran on 2 ranks: an estimate needs a run on one rank"),
+        (
+            replace(recorded(), resumptions=[ResumedLine(9, 0, 4, [], "ccl", "bf16", "", "")]),
+            "runs/np-1 was resumed on 4 ranks after update 9: an estimate needs a run on one rank",
+        ),
+        (recorded(options={"sync_every": 8}), "runs/np-1 ran with --sync-every 8, and an estimate is for ranks that"),
         (make_record(), "runs/np-1 has 1 step: run 5 or more"),
         (replace(recorded(), header=make_record().header), "does not hold the sizes of its gradients"),
         (recorded(options={"grad_compression": "late"}), "the bytes that late sends are not known before a run"),

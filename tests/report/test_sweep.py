@@ -54,6 +54,14 @@ def make_sweep(lines: list[JournalLine] | None = None) -> Sweep:
     return parse_journal("".join(format_journal_line(line) + "\n" for line in lines or make_lines()), "sweeps/a")
 
 
+def test_host_hours_count_the_share_of_a_host_that_each_attempt_had() -> None:
+    """A sweep that divided one machine, and was continued on other hosts from its fourth run on."""
+    older = [replace(HEADER, host_share=0.25), *make_lines()[1:]]
+    assert make_sweep(older).host_hours == pytest.approx(9 * 600 / 3600 / 4)
+    lines = [replace(one, host_share=1.0) if isinstance(one, AttemptStart) and one.run > 3 else one for one in older]
+    assert make_sweep(lines).host_hours == pytest.approx((3 / 4 + 6) * 600 / 3600)
+
+
 def test_a_journal_is_read_back_also_with_a_last_line_that_was_cut_off() -> None:
     lines = make_lines()
     text = "".join(format_journal_line(line) + "\n" for line in lines)

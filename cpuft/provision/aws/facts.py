@@ -73,6 +73,8 @@ class Instance:
     """Its number among the instances that were started by the same call."""
     group: str = ""
     """Id of the security group that it was started in, from its tag: AWS forgets the group of terminated instances."""
+    reason: str = ""
+    """Why it has its state, in AWS's words; empty for a pending or running one."""
 
 
 @dataclass(frozen=True)
@@ -318,6 +320,7 @@ def _parse_instance(found: Mapping[str, Any]) -> Instance:
         generation=_parse_time(tags.get(GENERATION, "")),
         index=int(found.get("AmiLaunchIndex", 0)),
         group=tags.get(GROUP, ""),
+        reason=str(found.get("StateReason", {}).get("Message") or ""),
     )
 
 

@@ -129,6 +129,10 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """Whether to wait until instances start or end. Commands that change nothing do not wait."""
         self._uses_on_demand = False
         """Whether to rent on-demand instances because no zone has spot capacity."""
+        self._makes = False
+        """Whether `make` is at work."""
+        self._ended: frozenset[str] | None = None
+        """Ids of the instances that had ended already when `make` first looked; None before that."""
         self._say: Say = lambda text: None
         self._last_instances: tuple[Instance, ...] = ()
         """The instances when `down` last looked, for the bill."""
@@ -167,6 +171,20 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """The options, with the market that is tried now."""
         return replace(self.config, spot=False) if self._uses_on_demand else self.config
 
+    def check(self) -> None:
+        """Check what can be checked before anything is gathered.
+
+        Raises CpuftError when this machine has recorded another cluster of this name, in another region or of another
+        kind, or when the cluster's folder or hostfile was not written by cpuft or can be written by other users.
+        """
+        super().check()
+        if other := self._find_other():
+            # The new record would replace the one without which nobody finds the instances there.
+            raise CpuftError(
+                f"{self.name} is a cluster {other} already: choose another --name, or remove it first with `cpuft "
+                f"provision down {self.name}`"
+            )
+
     def gather(self) -> AwsFacts:
         """Return what exists in AWS; when nothing is missing there, also what the instances say.
 
@@ -174,9 +192,9 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         shutdowns that are missing. Other commands do not wait and change nothing.
 
         Raises CpuftError when what exists or AWS's offer cannot become what the options ask for; --ssh-from is not
-        valid; this machine's address cannot be found out; AWS refuses a call or does not answer; or instances do not
-        start, cannot be reached or cannot be provisioned, or the wheels for them cannot be used. Raises NoCapacityError
-        when every zone has refused, and LeaseError when instances would not terminate themselves.
+        valid; this machine's address cannot be found out; AWS refuses a call or does not answer; or instances end, do
+        not start, cannot be reached or cannot be provisioned, or the wheels for them cannot be used. Raises
+        NoCapacityError when every zone has refused, and LeaseError when instances would not terminate themselves.
         """
         facts = self._gather_rental()
         if self.services.uses_ssh and not plan_rental(self.config, facts).stages:
@@ -189,6 +207,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """Return the facts for `plan_rental`. Asks AWS what it offers if something has to be rented."""
         facts = self._gather_resources()
         resources, ssh_from = facts.resources, self.config.ssh_from or self.services.find_address()
+        self._refuse_ended(resources)
         check_rental(self.config, resources)
         if needs_offer(self.config, resources) and not self._offer:
             offer = find_offer(self.client, self._wanted)
@@ -196,10 +215,37 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             self._offer = offer
         return replace(facts, ssh_from=parse_ssh_from(ssh_from), offer=self._offer)
 
+    def _refuse_ended(self, resources: Resources) -> None:
+        """Raise CpuftError if an instance has ended since `make` began.
+
+        Without this, `make` would start others in its place again and again if AWS ends each of them at its start, for
+        example because its disk is encrypted with a key that may not be used.
+        """
+        if not self._makes:
+            return
+        ended = {one.id: one for one in resources.instances if one not in resources.live}
+        if self._ended is None:
+            self._ended = frozenset(ended)
+        if new := sorted(ended.keys() - self._ended):
+            raise CpuftError(
+                f"AWS has ended instance {new[0]} of {self.name} ({ended[new[0]].reason or 'it does not say why'}): "
+                "correct the cause and run the same command again, or remove the cluster with `cpuft provision down "
+                f"{self.name}`"
+            )
+
+    def _find_other(self) -> str:
+        """Return which other cluster of this name this machine has recorded: of another kind or region; "" for none."""
+        entry = self.find_record()
+        if not entry or entry.kind != self.kind:
+            return f"of kind {entry.kind}" if entry else ""
+        region = entry.options.get("region") or self.client.region
+        return f"in {region}" if region != self.client.region else ""
+
     def _gather_resources(self) -> RentalFacts:
         return RentalFacts(
             find_resources(self.client, self.name, self.services.now()),
-            read_files(self.directory, Path(self.hostfile)),
+            # The directory belongs to the cluster in its record. This one is then as on another machine.
+            {} if self._find_other() else read_files(self.directory, Path(self.hostfile)),
             str(self.directory),
             self.hostfile,
             self.client.region,
@@ -218,7 +264,10 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return Nodes(self.config, resources.live, self.environ, self.hostfile, resources.group)
 
     def _wait_until_running(self, facts: RentalFacts) -> RentalFacts:
-        """Wait until all instances that are left run and have addresses. Raises CpuftError after a time limit."""
+        """Wait until all instances run and have addresses.
+
+        Raises CpuftError after a time limit, and if an instance ends.
+        """
         end = self.services.now() + _BOOT_SECONDS
         while any(one.state != "running" or not one.public for one in facts.resources.live):
             if self.services.now() > end:
@@ -228,6 +277,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 )
             self.services.sleep(_POLL_SECONDS)
             facts = replace(facts, resources=find_resources(self.client, self.name, self.services.now()))
+            self._refuse_ended(facts.resources)
         return facts
 
     def confirm(self, ask: Ask) -> None:
@@ -315,7 +365,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         their lease, the user refuses, a check or a step fails, AWS refuses a call, or another process works on the same
         cluster.
         """
-        self._waits, self._say = True, say
+        self._waits, self._makes, self._ended, self._say = True, True, None, say
         try:
             sentence = self._make_on_any_market(say, ask)
         except LeaseError as error:
@@ -333,6 +383,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 self.services = replace(self.services, appear_seconds=0.0)
                 self.down(say)
             raise
+        finally:
+            self._makes = False
         return f"{sentence}; {self._describe_end()}"
 
     def _describe_end(self) -> str:
@@ -358,13 +410,16 @@ class Aws(Provider[AwsConfig, AwsFacts]):
 
         Returns
         -------
-        "cluster NAME was removed" and, if AWS lists instances of it, what the cluster has cost.
+        "cluster NAME was removed" and, if AWS lists instances of it, what the cluster has cost. If this machine has
+        recorded another cluster of this name, the sentence says that it was left alone.
 
         Raises CpuftError when somebody else made the cluster, AWS refuses a call or does not answer, or another process
         works on the same cluster.
         """
         self._waits = True
         sentence, instances = super().down(say), self._last_instances
+        if other := self._find_other():
+            sentence += f" from {self.client.region}, and cluster {self.name} {other} was left as it is"
         if not instances:
             return sentence
         return f"{sentence}; {describe_bill(find_price_of(self.client, instances), instances, self.services.now())}"
@@ -392,7 +447,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         generation = resources.group.generation if resources.group else -1
         have_appeared = any(one.generation == generation for one in resources.instances)
         record = self.directory / FILE_NAME
-        recorded = record.stat().st_mtime if record.exists() else 0.0
+        recorded = record.stat().st_mtime if record.exists() and not self._find_other() else 0.0
         may_appear = not have_appeared and is_young(resources, recorded, _YOUNG_SECONDS)
         return may_appear and waited < self.services.appear_seconds
 

@@ -38,6 +38,12 @@ class Region:
     """Zone -> error code of every call of RunInstances in this zone."""
     spot_fault: str = ""
     """Error code of every request for spot instances, in all zones."""
+    ending: str = ""
+    """Why AWS ends new instances: they stay pending until somebody sleeps, and then terminate. Empty if they run."""
+    ends_at_once: bool = False
+    """Whether these instances terminate before the answer to RunInstances."""
+    pending: list[Any] = field(default_factory=list)
+    """Instances that will be ended."""
     tokens: dict[str, Any] = field(default_factory=dict)
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=list)
@@ -79,6 +85,10 @@ class Region:
         for one in self.coming:
             one.state = "available"
         self.coming.clear()
+        for one in self.pending:
+            one.terminate()
+            one.state_reason.message = self.ending
+        self.pending.clear()
 
     def now(self) -> float:
         return self.start + self.seconds
@@ -247,6 +257,11 @@ def _make_run(region: Region, real: Any) -> Any:
             region.tokens[token] = said, real(self, image_id, count, *words, **options)
             for one, address in zip(region.tokens[token][1].instances, region.addresses):
                 one.nics[0].private_ip_address = one.nics[0].public_ip = address
+            for one in region.tokens[token][1].instances if region.ending else ():
+                one._state.name, one._state.code = "pending", 0
+                region.pending.append(one)
+            if region.ends_at_once:
+                region.sleep(0)
         if code:
             raise EC2ClientError("InternalError" if code == "lost" else code, f"We have none in {zone}")
         return region.tokens[token][1]

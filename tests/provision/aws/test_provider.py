@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
+from cpuft.hosts.registry import FILE_NAME, format_entry, read_entry
 from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
 from cpuft.provision.aws.client import ACTIONS, GENERATION, OWNER, READ, TAG, UNTIL, read_tags
 from cpuft.provision.aws.facts import parse_instances
 from cpuft.provision.aws.plan import NoCapacityError
 from cpuft.provision.aws.provider import Aws
+from cpuft.provision.cluster_files import read_files
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
     NAME,
@@ -223,6 +225,19 @@ def test_terminated_instances_are_replaced_in_the_same_zone(region: Region, tmp_
     assert len(first & {one["InstanceId"] for one in live()}) == 3
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_instances_that_aws_ends_at_their_start_are_not_replaced(at_once: bool, region: Region, tmp_path: Path) -> None:
+    region.ending, region.ends_at_once = "Client.InvalidKMSKey.InvalidState: The key is disabled", at_once
+    # Otherwise it would go on forever if it started others in their place.
+    region.kill = (len(CALLS), "before")
+    with pytest.raises(CpuftError, match=r"AWS has ended instance i-\w+ of lab \(Client\.InvalidKMSKey\..*\): correct"):
+        make(region, tmp_path, nodes=2, uses_ssh=True)
+    assert region.mutating.count("run_instances") == 1
+    region.ending, region.ends_at_once, region.kill = "", False, (-1, "")
+    make(region, tmp_path, nodes=2)
+    assert len(live()) == 2
+
+
 RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
 
 
@@ -244,6 +259,30 @@ def test_another_machine_finds_it_by_its_tags(region: Region, tmp_path: Path) ->
         elsewhere.make(say, refuse)
     elsewhere.down(say)
     assert left(region) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "other"), [("aws", "eu-west-1", "in eu-west-1"), ("hosts", "", "of kind hosts")]
+)
+def test_down_leaves_the_record_of_another_cluster_of_this_name(
+    kind: str, place: str, other: str, region: Region, tmp_path: Path
+) -> None:
+    """The record and the keys of a cluster in another region, or of another kind, are the only way to its hosts."""
+    make(region, tmp_path)
+    lab = make_aws(region, tmp_path)
+    entry = read_entry(lab.root, NAME)
+    record = lab.directory / FILE_NAME
+    record.write_text(format_entry(replace(entry, kind=kind, options=entry.options | {"region": place})))
+    files = read_files(lab.directory, Path(lab.hostfile))
+    with pytest.raises(CpuftError, match="the keys of lab are not on this machine"):
+        make_aws(region, tmp_path, uses_ssh=True).plan_extension("5h")
+    with pytest.raises(CpuftError, match=f"lab is a cluster {other} already: choose another --name, or "):
+        lab.make(say, refuse)
+    assert lab.down(say).startswith(
+        f"cluster lab was removed from us-east-1, and cluster lab {other} was left as it is"
+    )
+    assert left(region) == NOTHING
+    assert read_files(lab.directory, Path(lab.hostfile)) == files
 
 
 def test_all_clusters_of_a_region_are_described(region: Region, tmp_path: Path) -> None:
