@@ -40,7 +40,7 @@ from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, STARTED_MARK
 
 TRAINING_STOP_SECONDS = 120.0
-"""How long a training may take to end after the first Ctrl-C: to finish the current update and save a checkpoint."""
+"""How long a training may take to end after the first Ctrl-C: to finish one or two updates and save a checkpoint."""
 SCRIPT_STOP_SECONDS = 30.0
 """How long a user's Python script may take to end after the first Ctrl-C. Most scripts ignore the request, and the user
 should not wait for them long."""

@@ -245,14 +245,14 @@ class Job:
 
         Parameters
         ----------
-        sent_as: compression level, a key of COMPRESSION_FACTS; KeyError for another. With powersgd, embedding rows are
-            sent as int8.
+        sent_as: compression level, a key of COMPRESSION_FACTS; KeyError for another.
         """
         layers, words = self.sent_numbers(hosts, sent_as)
-        in_factors = sent_as == "powersgd"
-        layers = self.factors if in_factors else layers
-        row_facts = COMPRESSION_FACTS["int8" if in_factors else sent_as]
-        return COMPRESSION_FACTS[sent_as].bytes_per_number * layers, row_facts.bytes_per_number * words
+        facts, sent = COMPRESSION_FACTS[sent_as], self.factors if sent_as == "powersgd" else layers
+        each, of_rows = facts.bytes_per_number, facts.row_bytes_per_number or facts.bytes_per_number
+        if sent_as == "powersgd" and self.factors >= layers:  # all gradients are sent whole
+            each = COMPRESSION_FACTS["int8"].bytes_per_number
+        return each * sent, of_rows * words
 
 
 @dataclass(frozen=True)
@@ -544,14 +544,14 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
     members = job.count_members(hosts, sent_as)
     # A sharded optimizer needs half an all-reduce of the gradients and half an all-reduce of the weights.
     share = 0.5 if job.gathered else 1.0
-    buckets = count_buckets(sent_as, job.parameters)
+    buckets = count_buckets(sent_as, job.parameters, members)
     # With powersgd, the mean of one factor is needed to compute the other one.
     exchanges = buckets * (2 if sent_as == "powersgd" else 1)
     each = share * exchanges / buckets * network.all_reduce_seconds(whole / exchanges, members)
     # Each bucket is sent when it is ready and the one before it has been sent.
     backward, end = job.backward_seconds * job.last_backward, 0.0
     rows = network.all_reduce_seconds(words, members) if words else 0.0
-    has_late_rows = COMPRESSION_FACTS[sent_as].has_late_rows and job.ranks_per_host == 1
+    has_late_rows = bool(words) and COMPRESSION_FACTS[sent_as].has_late_rows and job.ranks_per_host == 1
     if has_late_rows:
         # Embedding rows of the update before are sent first, from the end of its last backward pass on.
         end = max(0.0, rows - (job.step_seconds - backward))
@@ -559,12 +559,13 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
         end = max(end, job.when_ready(number / buckets) * backward) + each
     after = 0.0 if has_late_rows else rows
     after += network.all_reduce_seconds(job.gathered, members) / 2 if job.gathered else 0.0
-    after += network.all_reduce_seconds(16, hosts * job.ranks_per_host)  # the loss and the number of tokens
+    # The numbers for the record. After late rows, they are not waited for either.
+    after += 0.0 if has_late_rows else network.latency_seconds
     waited = max(0.0, end - backward) + after
     # While a rank waits, communication takes nothing from computing.
     sending = buckets * each + after + rows * has_late_rows
     hidden = 1.0 - waited / sending if sending else 1.0
-    messages = 2 * (members - 1) * (exchanges + bool(words) + bool(job.gathered) + 1)
+    messages = 2 * (members - 1) * (exchanges + bool(words) + bool(job.gathered)) + hosts * job.ranks_per_host - 1
     sent = count_ring_passes(members) * (share * whole + words + job.gathered / 2)
     if members < hosts * job.ranks_per_host:
         sent += _count_bytes_on_host(job, hosts)

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from cpuft.comm import take_traffic
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.errors import CpuftError
-from cpuft.rank.world import World
 from cpuft.record import EvaluationLine, StepLine
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
@@ -31,7 +30,7 @@ from cpuft.train.objective.base import Batch
 from cpuft.train.objective.embeddings import EmbeddingObjective
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
 from cpuft.train.precision import autocast
-from cpuft.train.process_group import gather, prove_equal_parameters
+from cpuft.train.process_group import gather, gather_numbers, prove_equal_parameters
 from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, merge_steps
 from cpuft.train.setup import TrainingSetup
 
@@ -76,8 +75,7 @@ def train_and_evaluate(
         for line in () if stops() else train(setup, checkpoints, done, layer_times):
             steps.append(line)
             reporter.add_step(line, updates)
-            # With --sync-every the ranks' parameters differ on purpose between two averages.
-            if line.step - done in _EARLY_CHECKS and config.sync_every == 1 and line.step < updates:
+            if compares_parameters_after(setup, line.step, done):
                 with exchange.full_weights():
                     prove_equal_parameters(setup.model, f"after update {line.step}")
                 take_traffic()  # the bytes of this check belong to no step
@@ -130,6 +128,19 @@ def evaluates_after(setup: TrainingSetup, update: int) -> bool:
     """
     interval = setup.evaluation_interval
     return interval > 0 and update % interval == 0 and update < setup.updates
+
+
+def compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> bool:
+    """Return whether the ranks' parameters are compared after this update, before the training goes on.
+
+    Not with --sync-every above 1, with which they differ on purpose between two averages, and not after the last
+    update: the comparison at the end comes then.
+
+    Parameters
+    ----------
+    done: the updates before this start of the run.
+    """
+    return update - done in _EARLY_CHECKS and setup.config.sync_every == 1 and update < setup.updates
 
 
 def restore_best(
@@ -195,8 +206,8 @@ def train(
 ) -> Iterator[StepLine]:
     """Run the updates that follow the first `done` ones; yield the record's line of each. Collective.
 
-    Before the first update, one forward and one backward pass warm up. With --sync-every above 1, the line of an update
-    comes after the next update.
+    Before the first update, one forward and one backward pass warm up. If the exchange has late messages, the line of
+    an update comes after the next update.
 
     Parameters
     ----------
@@ -215,9 +226,10 @@ def train(
     exchange.forward_model.train()
     _warm_up(setup, done)
     take_traffic()  # the bytes sent until now belong to no step
-    # With --sync-every, a rank does not wait for the sums over ranks until its next update: they would queue behind
-    # the parameters that are sent in the background. So requests arrive one update later, too.
-    late_sums = config.sync_every > 1
+    # If messages are sent in the background, a rank does not wait for the sums over ranks until its next update: they
+    # would queue behind these messages. So requests are carried out one update later, and with --sync-every two: what
+    # is due is decided before the update then.
+    late_sums = exchange.has_late_messages
     averages = plan_averages(config, setup.updates)
     requests, unfinished = Requests(), list[_Step]()
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
@@ -267,14 +279,20 @@ def train(
             tokens=weight * passes.tokens,
             compute_seconds=[clock.compute_seconds - waited],
         )
-        sums = own.without_seconds if setup.independent else own.add_up(world)
-        if not late_sums:
-            requests = due = sums().requests
+        sums = own.without_seconds if setup.independent else own.add_up()
+        if late_sums:
+            for step in unfinished:
+                requests = step.sums().requests
+        else:
+            requests = sums().requests
+        if config.sync_every == 1:
+            due = requests
         if is_last:
             due = Requests()
-        waits = due.any or evaluates_after(setup, update)
+        waits = due.any or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
         if waits or is_last:
             exchange.finish_messages()
+            sums()
         clock.lap("communication")
         sent, seconds = take_traffic().nbytes, time.perf_counter() - clock.start
         if layer_times:
@@ -470,25 +488,22 @@ class UpdateSums:
         """Return the sums of a rank that trains independently: its own numbers, and no `compute_seconds` ([])."""
         return UpdateSums(self.requests, self.loss, self.terms, self.examples, self.tokens, [])
 
-    def add_up(self, world: World) -> Callable[[], UpdateSums]:
-        """Start one all-reduce over all ranks; return a function that waits for the sums and returns them. Collective.
+    def add_up(self) -> Callable[[], UpdateSums]:
+        """Start to send these numbers to all ranks; return a function that waits for the sums. Collective.
 
-        The all-reduce runs in the background. `compute_seconds` of the sums has one entry for each rank.
+        The messages are sent in the background. `compute_seconds` of the sums has one entry for each rank.
 
         Raises ValueError: `compute_seconds` of this object has not exactly one entry, for example because it holds sums
         already.
         """
         (own,) = self.compute_seconds
-        numbers = [self.requests.encode(), self.loss, self.terms, self.examples, self.tokens]
-        numbers += [own * (rank == world.rank) for rank in range(world.size)]
-        totals = torch.tensor(numbers, dtype=torch.float64)
-        work = dist.all_reduce(totals, async_op=True)
+        numbers = [self.requests.encode(), self.loss, self.terms, self.examples, self.tokens, own]
+        find_numbers = gather_numbers(numbers)
 
         def wait() -> UpdateSums:
-            if work is not None:
-                work.wait()
-            requests, loss, terms, examples, tokens, *seconds = totals.tolist()
-            return UpdateSums(Requests.decode(requests), loss, terms, examples, tokens, seconds)
+            table = find_numbers()
+            requests, loss, terms, examples, tokens, _ = table.sum(0).tolist()
+            return UpdateSums(Requests.decode(requests), loss, terms, examples, tokens, table[:, -1].tolist())
 
         return wait
 

@@ -53,7 +53,12 @@ from cpuft.terminal import DEAD_PEER_SECONDS
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
+from cpuft.train.process_group import gather_numbers
 
+SUMS = [0.0] * 6
+"""A rank's numbers for the record in an update: as many as `cpuft.train.loop.UpdateSums` sends."""
+Wait = Callable[[], torch.Tensor]
+"""Waits for the numbers of all ranks and returns them."""
 WARM_UP_UPDATES = 2 + EXACT_UPDATES
 """Updates before those that are measured: DistributedDataParallel makes its buckets anew after the first one, and
 powersgd sends int8 blocks before it sends factors."""
@@ -305,11 +310,11 @@ def replay(
     model = ReplayedModel(replayed.times.gradients, timer, numbers)
     optimizer = torch.optim.SGD([parameter for parameter in model.parameters() if parameter.requires_grad], lr=0.0)
     exchange = choose_exchange(replayed.config, dist.get_world_size())(model, optimizer, replayed.config, "fp32")
-    tokens = deal_tokens(replayed.tokens, replayed.own_tokens, dist.get_world_size())
+    tokens, sums = deal_tokens(replayed.tokens, replayed.own_tokens, dist.get_world_size()), list[Wait]()
     period = replayed.config.sync_every
     for update in range(WARM_UP_UPDATES * period):
-        _run_update(exchange, replayed, Timer(0.0), update + 1, tokens)
-    cpu_seconds = _measure_cpu(exchange, replayed, tokens)
+        _run_update(exchange, replayed, Timer(0.0), update + 1, tokens, sums)
+    cpu_seconds = _measure_cpu(exchange, replayed, tokens, sums)
     limit_link()
     seconds, intervals, messages = list[float](), list[Interval](), list[Interval]()
     take_traffic()
@@ -318,16 +323,16 @@ def replay(
     # Whole periods are measured, after one that is not: an average of parameters is waited for one period after it has
     # been sent, and so are late embedding rows.
     count = -(-updates // period) * period
-    if period > 1 or COMPRESSION_FACTS[replayed.config.grad_compression].has_late_rows:
+    if exchange.has_late_messages:
         for update in range(period):
-            _run_update(exchange, replayed, timer, update + 1, tokens)
+            _run_update(exchange, replayed, timer, update + 1, tokens, sums)
         take_traffic()
         cpu = time.process_time()
     register.ended = []
     for update in range(count):
         timer.begin()
         begun = timer.origin
-        marks = _run_update(exchange, replayed, timer, update + 1, tokens)
+        marks = _run_update(exchange, replayed, timer, update + 1, tokens, sums)
         seconds.append(time.monotonic() - begun)
         intervals = [Interval(name, begin - begun, end - begun) for name, begin, end in marks]
         ended, register.ended = register.ended, []
@@ -335,7 +340,7 @@ def replay(
         intervals += [replace(one, begin=one.begin - begun, end=one.end - begun) for one in sent]
         messages += sent
     total_cpu = time.process_time() - cpu
-    exchange.finish_messages()
+    _finish_messages(exchange, sums)
     register.ended = None
     nbytes = take_traffic().nbytes / count
     ideal = replayed.step_seconds * slowdown
@@ -349,14 +354,21 @@ def replay(
     )
 
 
-def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: Sequence[torch.Tensor]) -> float:
+def _finish_messages(exchange: Exchange, sums: list[Wait]) -> None:
+    """Wait until no message of this rank is under way, nor the numbers for the record."""
+    exchange.finish_messages()
+    while sums:
+        sums.pop(0)()
+
+
+def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: Sequence[torch.Tensor], sums: list[Wait]) -> float:
     """Return the CPU seconds of communication in an update: those of updates with it, less those without it."""
     count = CPU_UPDATES * replayed.config.sync_every
     dist.barrier()
     begin = time.process_time()
     for update in range(count):
-        _run_update(exchange, replayed, Timer(0.0), update + 1, tokens)
-    exchange.finish_messages()
+        _run_update(exchange, replayed, Timer(0.0), update + 1, tokens, sums)
+    _finish_messages(exchange, sums)
     dist.barrier()
     between = time.process_time()
     for _ in range(count):
@@ -367,9 +379,13 @@ def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: Sequence[torch.Te
 
 
 def _run_update(
-    exchange: Exchange, replayed: Replay, timer: Timer, update: int, tokens: Sequence[torch.Tensor]
+    exchange: Exchange, replayed: Replay, timer: Timer, update: int, tokens: Sequence[torch.Tensor], sums: list[Wait]
 ) -> list[tuple[str, float, float]]:
-    """Run one update as `cpuft.train.loop.train` does; return what it did, as (name, begin, end) by the clock."""
+    """Run one update as `cpuft.train.loop.train` does; return what it did, as (name, begin, end) by the clock.
+
+    `sums`: functions that wait for the numbers of earlier updates. That of this update is added, and stays there if
+    messages are late.
+    """
     marks: list[tuple[str, float, float]] = []
 
     def mark(name: str, begin: float) -> None:
@@ -397,9 +413,10 @@ def _run_update(
     mark("update", begin)
     exchange.synchronize_parameters(update % replayed.config.sync_every == 0, wait=False)
 
-    # The sums for the record, with which the ranks of a training end each update.
-    if replayed.config.sync_every == 1:
-        dist.all_reduce(torch.zeros(6 + dist.get_world_size(), dtype=torch.float64))
+    # The numbers for the record, which the ranks of a training exchange at the end of each update.
+    sums.append(gather_numbers(SUMS))
+    while len(sums) > exchange.has_late_messages:
+        sums.pop(0)()
     return marks
 
 

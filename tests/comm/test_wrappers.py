@@ -31,8 +31,9 @@ def test_wrappers_reach_the_same_loss_and_send_the_expected_bytes(backend: str, 
     # Five blocks for each of two ranks, with a scale of four bytes.
     assert found["ddp int8"]["bytes"] == 2 * 5 * (256 + 4)
     assert found["ddp int8"]["loss"] == pytest.approx(plain["loss"], rel=5e-2)
-    # The factors of the first matrix, of 16 * 64 and 16 * 32 numbers; the rest whole, in the message with the former.
-    assert found["ddp powersgd"]["bytes"] == 2 * (3 + 1) * (256 + 4)
+    # The factors of the first matrix, of 16 * 64 numbers with 4 bits and of 16 * 32 with 8 bits; the rest is whole, in
+    # the message with the latter. Both messages have two blocks for each of two ranks.
+    assert found["ddp powersgd"]["bytes"] == 2 * 2 * (128 + 4) + 2 * 2 * (256 + 4)
     assert found["ddp powersgd"]["loss"] < 0.2
     # All gradients to their shards, and all weights from there: half an all-reduce each, padded to 16 numbers.
     assert found["shards"]["bytes"] == 4 * 32 * math.ceil(PARAMETERS / 32)

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.record import read_record
+from cpuft.comm.compression.powersgd import EXACT_UPDATES
+from cpuft.record import FILE_NAME, read_record
 from tests.conftest import run_cpuft
 from tests.rank.metadata import serve_metadata
 
@@ -75,6 +76,31 @@ def test_a_resumed_training_equals_an_undisturbed_one(
     assert whole.footer
     assert record.footer.checksum == whole.footer.checksum
     assert not Path("run/checkpoints").exists()
+
+
+def count_updates(run: str) -> int:
+    """The updates that a run has recorded until now."""
+    return len(read_record(run).steps) if Path(run, FILE_NAME).exists() else 0
+
+
+def test_late_embedding_rows_are_finished_before_a_stop(tmp_path: Path) -> None:
+    own = (*WORDS, "--task", "demo", *SIZE, "--max-steps", "100", "--grad-compression", "powersgd")
+    words = [sys.executable, "-m", "cpuft", *own, "--run-dir", "run", "--checkpoint-every", "0"]
+    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
+        end = time.monotonic() + 120
+        while count_updates("run") < EXACT_UPDATES + 3 and time.monotonic() < end:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGUSR1)
+        said = process.communicate(timeout=200)[1].rstrip().splitlines()[-1]
+    assert process.returncode == 75, said
+    stopped = count_updates("run")
+    assert EXACT_UPDATES + 3 <= stopped < 100
+    done = run_cpuft("launch", "--resume", "run")
+    assert done.returncode == 0, done.stderr
+    record = read_record("run")
+    assert record.footer
+    assert [(line.step, line.repeated) for line in record.resumptions] == [(stopped, 0)]
+    assert [line.step for line in record.steps] == list(range(1, 101))
 
 
 def test_a_script_sees_an_interruption_notice_and_the_launch_returns_its_75(tmp_path: Path) -> None:

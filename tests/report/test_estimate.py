@@ -131,8 +131,8 @@ def test_weights_travel_as_ranks_compute_with_them(options: dict[str, Any], prec
 
 
 def test_small_messages_are_sent_in_fewer_buckets() -> None:
-    assert [count_buckets("int8", numbers) for numbers in (0, 8 * 2**20, 8 * 2**20 + 1, 10**8)] == [8, 8, 9, 96]
-    assert [count_buckets("powersgd", numbers) for numbers in (1, 10**8)] == [3, 3]
+    assert [count_buckets("int8", numbers, 64) for numbers in (0, 8 * 2**20, 8 * 2**20 + 1, 10**8)] == [8, 8, 9, 96]
+    assert [count_buckets("powersgd", 10**8, ranks) for ranks in (2, 31, 32)] == [3, 3, 1]
 
 
 def test_recorded_times_say_when_gradients_are_ready() -> None:
@@ -252,8 +252,11 @@ def test_gradients_are_foretold_to_be_sent_as_a_launch_would(bits: float, sent_a
 
 def test_factors_are_fewer_than_what_they_stand_for() -> None:
     layers, words = JOB.sent_bytes(4, "powersgd")
-    assert layers == 260 / 256 * 800_000
-    assert words == JOB.sent_bytes(4, "int8")[1]
+    # Half of the numbers have 4 bits, like those of embedding rows. If all gradients are sent whole, all have 8 bits.
+    assert layers == (132 + 260) / 2 / 256 * 800_000
+    assert words == 132 / 260 * JOB.sent_bytes(4, "int8")[1]
+    whole = replace(JOB, factors=JOB.parameters)
+    assert whole.sent_bytes(4, "powersgd")[0] == JOB.sent_bytes(4, "int8")[0]
     assert JOB.sent_bytes(4, "bf16") == (2 * 10_000_000, 2 * 1280 * 384)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from cpuft.train.checkpoint.policy import Checkpoints, Requests
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Indices, plan_updates
 from cpuft.train.evaluate import evaluate
-from cpuft.train.loop import train, train_and_evaluate
+from cpuft.train.loop import UpdateSums, train, train_and_evaluate
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.process_group import checksum_parameters
 from cpuft.train.reporter import Progress, RunReporter
@@ -265,26 +265,55 @@ def test_the_checksum_is_that_of_the_weights_of_the_best_evaluation() -> None:
 
 
 @pytest.mark.parametrize(
-    "sync_every, requests, done",
+    "sync_every, is_late, requests, done",
     [
-        (1, {2: Requests(checkpoint=True), 4: Requests(stop=True)}, ["write 2", "stop 4 of 6"]),
-        (1, {6: Requests(stop=True)}, []),
-        # Requests arrive an update later. A checkpoint waits for an average, a stop does not.
-        (2, {2: Requests(checkpoint=True)}, ["write 4"]),
-        (2, {3: Requests(stop=True)}, ["stop 5 of 6"]),
-        (2, {5: Requests(stop=True)}, []),
+        (1, False, {2: Requests(checkpoint=True), 4: Requests(stop=True)}, ["write 2", "stop 4 of 6"]),
+        (1, False, {6: Requests(stop=True)}, []),
+        # If messages are late, requests are carried out an update later.
+        (1, True, {2: Requests(checkpoint=True)}, ["write 3"]),
+        (1, True, {3: Requests(stop=True)}, ["stop 4 of 6"]),
+        # With averages of parameters two updates later. A checkpoint waits for an average, a stop does not.
+        (2, True, {2: Requests(checkpoint=True)}, ["write 4"]),
+        (2, True, {3: Requests(stop=True)}, ["stop 5 of 6"]),
+        (2, True, {5: Requests(stop=True)}, []),
     ],
 )
 def test_the_loop_carries_out_requests_between_updates_and_not_after_the_last(
-    sync_every: int, requests: dict[int, Requests], done: list[str], monkeypatch: pytest.MonkeyPatch
+    sync_every: int, is_late: bool, requests: dict[int, Requests], done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loop = make_loop(replace(CONFIG, sync_every=sync_every))
+    loop.exchange.has_late_messages = is_late
     checkpoints, waited = ScriptedCheckpoints(loop, requests), list[int]()
     monkeypatch.setattr(loop.exchange, "finish_messages", lambda: waited.append(checkpoints.update))
-    assert len(list(train(loop, checkpoints))) == 6
+    assert [line.step for line in train(loop, checkpoints)] == [1, 2, 3, 4, 5, 6]
     assert checkpoints.done == done
-    # No message is under way then, nor at the end.
-    assert waited == [*(int(one.split()[1]) for one in done), 6]
+    # No message is under way then, nor when the ranks' parameters are compared after update 2, nor at the end.
+    compared = [2] if sync_every == 1 else []
+    assert waited == sorted({*(int(one.split()[1]) for one in done), *compared, 6})
+
+
+def test_late_sums_are_waited_for_within_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of waiting belongs to a step of the record, and at most one update is ahead of its line."""
+    loop, begun, waited = make_loop(CONFIG), list[float](), list[float]()
+    loop.exchange.has_late_messages = True
+    own = UpdateSums.add_up
+
+    def add_up(sums: UpdateSums) -> Callable[[], UpdateSums]:
+        find, number = own(sums), len(begun)
+        begun.append(number)
+
+        def wait() -> UpdateSums:
+            if number not in waited:
+                waited.append(number)
+                assert len(begun) - 1 - number == (number not in (1, 5))
+            return find()
+
+        return wait
+
+    monkeypatch.setattr(UpdateSums, "add_up", add_up)
+    # The lines of update 2, after which parameters are compared, and of the last one come at once.
+    assert [(line.step, len(begun)) for line in train(loop)] == [(1, 2), (2, 2), (3, 4), (4, 5), (5, 6), (6, 6)]
+    assert waited == [0, 1, 2, 3, 4, 5]
 
 
 def test_no_message_is_under_way_before_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -86,7 +86,7 @@ def test_messages_hide_behind_the_backward_pass_unless_all_gradients_come_at_its
     assert spread.bytes_per_step == pytest.approx(8 * 65536 * 4, rel=0.01)
     assert spread.waiting < 0.12
     assert 0.17 < late.waiting < 0.35
-    assert {one.name for one in spread.intervals} == {"forward", "backward", "update", "all_reduce"}
+    assert {one.name for one in spread.intervals} == {"forward", "backward", "update", "all_reduce", "all_to_all"}
     assert not list(Path("/sys/class/net").glob("rank*")), "the simulated links have ended with their processes"
 
 

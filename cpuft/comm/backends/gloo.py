@@ -15,8 +15,8 @@ from cpuft.comm.watchdog import CollectiveWatchdog, Operation, OperationRegister
 
 _GLOO_EXTRA_SECONDS = 60.0
 """gloo's own timeout is this much longer than the watchdog's, whose message says more."""
-_MAX_PAIRWISE_RANKS = 16
-"""Up to this many ranks gather in pairs. With more ranks, messages would be small and very many."""
+MAX_PAIRWISE_RANKS = 16
+"""Up to this many ranks gather in pairs. With more ranks, Python would start very many messages one by one."""
 _GATHER_TAG = 1 << 30
 """Tag of the messages of a pairwise gather."""
 
@@ -212,7 +212,7 @@ class WatchedGlooGroup(dist.ProcessGroup):
     def _can_gather_in_pairs(self, output: torch.Tensor, source: torch.Tensor) -> bool:
         size = self._membership.size
         fits = output.dtype == source.dtype and output.numel() == size * source.numel() and output.is_contiguous()
-        return fits and source.numel() > 0 and 1 < size <= _MAX_PAIRWISE_RANKS
+        return fits and source.numel() > 0 and 1 < size <= MAX_PAIRWISE_RANKS
 
     def _gather_in_pairs(self, output: torch.Tensor, source: torch.Tensor) -> GlooWork:
         """Gather equally large tensors by sends between all pairs of ranks.

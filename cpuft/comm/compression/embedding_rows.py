@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from cpuft.comm.compression.hierarchical import HostGroups
 from cpuft.comm.compression.int8 import all_gather, decode_message, encode_message, encoded_bytes
-from cpuft.comm.compression.powersgd import EXACT_UPDATES
+from cpuft.comm.compression.powersgd import EXACT_UPDATES, P_BITS
 from cpuft.comm.compression.table import to_wire_type
 from cpuft.comm.process_group import ProgressThread
 from cpuft.compressions import COMPRESSION_FACTS, COMPRESSIONS_WITH_FEEDBACK
@@ -147,11 +147,13 @@ def find_rows(tokens: Sequence[torch.Tensor], vocabulary: int) -> torch.Tensor:
     return is_used.nonzero()[:, 0]
 
 
-def average_rows(own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def average_rows(
+    own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, group: dist.ProcessGroup, bits: int
+) -> torch.Tensor:
     """Return the mean of embedding rows over a group whose ranks each have only some of the rows.
 
     Each rank receives the rows that it averages from the ranks that have them, and sends their mean to all ranks. The
-    messages are int8 blocks. Collective; it blocks until the mean is there.
+    messages are blocks of codes. Collective; it blocks until the mean is there.
 
     Parameters
     ----------
@@ -159,6 +161,7 @@ def average_rows(own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, gro
     routes: what `plan_row_routes` returned for this rank, with at least one row.
     unsent: rounding errors of earlier updates: fp32, (vocabulary, width). Those of the rows that this rank sends or
         averages are added, and replaced by the new errors.
+    bits: of a code, 8 or 4.
 
     Returns the mean in the order of `routes.rows` and in the type of `own`: (rows, width), the same bits on all ranks.
     """
@@ -171,13 +174,13 @@ def average_rows(own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, gro
     messages = []
     for to, (part, some) in enumerate(zip(parts, own_rows, strict=True)):
         if to == rank:
-            messages.append(torch.zeros(encoded_bytes(part.numel(), 1), dtype=torch.int8))
+            messages.append(torch.zeros(encoded_bytes(part.numel(), 1, bits), dtype=torch.int8))
             continue
-        messages.append(encode_message(part.reshape(-1), error := torch.empty(part.numel())))
+        messages.append(encode_message(part.reshape(-1), error := torch.empty(part.numel()), bits))
         unsent[some] = error.view(part.shape)
     sizes = [len(one) * width for one in routes.received]
     sizes[rank] = parts[rank].numel()
-    nbytes = [encoded_bytes(size, 1) for size in sizes]
+    nbytes = [encoded_bytes(size, 1, bits) for size in sizes]
     arrived = torch.empty(sum(nbytes), dtype=torch.int8)
     dist.all_to_all_single(arrived, torch.cat(messages), nbytes, [len(one) for one in messages], group=group)
 
@@ -189,10 +192,10 @@ def average_rows(own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, gro
     for places, message in zip(routes.received, torch.split(arrived, nbytes), strict=True):
         if len(places):
             numbers = torch.empty(len(places), width)
-            decode_message(message, numbers.view(-1))
+            decode_message(message, numbers.view(-1), bits)
             total.index_add_(0, places, numbers)
     mean, error = total.div_(ranks).view(-1), torch.empty(total.numel())
-    message = encode_message(mean, error)
+    message = encode_message(mean, error, bits)
     # The next mean is divided by the number of ranks, so this rank keeps that many times the error of this one.
     unsent[averaged] = error.view(total.shape)[: len(averaged)].mul_(ranks)
 
@@ -201,7 +204,7 @@ def average_rows(own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, gro
     all_gather(means, message, group=group)
     result, share = own.new_empty(len(routes.rows), width), own.new_empty(total.shape)
     for part, message in zip(torch.split(result, routes.row_counts), means.view(ranks, -1), strict=True):
-        decode_message(message, share.view(-1))
+        decode_message(message, share.view(-1), bits)
         part.copy_(share[: len(part)])
     return result
 
@@ -226,7 +229,7 @@ class LateRows:
         self._mean: Future[torch.Tensor] | None = None
         """The mean that was not applied yet; it may still be under way."""
 
-    def average(self, gradient: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor) -> torch.Tensor:
+    def average(self, gradient: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int) -> torch.Tensor:
         """Start to average the gradient's rows, and write the mean of the update before to the gradient instead.
 
         It waits until that mean is there. In the first updates, it writes the mean of this update, and waits for it.
@@ -234,7 +237,7 @@ class LateRows:
         Parameters
         ----------
         gradient: of the embedding, (vocabulary, width), zero outside of `routes.rows`. It is overwritten.
-        routes, unsent: see `average_rows`. A thread changes `unsent` until `wait` has returned.
+        routes, unsent, bits: see `average_rows`. A thread changes `unsent` until `wait` has returned.
 
         Returns the rows that may differ from zero: int64, ascending, without repetitions.
 
@@ -242,7 +245,7 @@ class LateRows:
         """
         own, mean = gradient[routes.own], Future[torch.Tensor]()
         self._updates += 1
-        self._thread.put(lambda: self._run(own, routes, unsent, mean))
+        self._thread.put(lambda: self._run(own, routes, unsent, bits, mean))
         rows = [routes.rows]
         if self._updates <= EXACT_UPDATES:
             gradient[routes.rows] = mean.result()
@@ -254,9 +257,11 @@ class LateRows:
             self._rows, self._mean = routes.rows, mean
         return find_rows(rows, len(gradient))
 
-    def _run(self, own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, mean: Future[torch.Tensor]) -> None:
+    def _run(
+        self, own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int, mean: Future[torch.Tensor]
+    ) -> None:
         try:
-            mean.set_result(average_rows(own, routes, unsent, self._group))
+            mean.set_result(average_rows(own, routes, unsent, self._group, bits))
         except Exception as error:  # whoever waits for the mean raises it
             mean.set_exception(error)
 
@@ -275,8 +280,8 @@ class RowExchange:
     Parameters
     ----------
     embedding: what `find_embedding` returned for the model.
-    compression: a value of --grad-compression other than auto: rows are sent as bf16 or fp16 for these names, as int8
-        blocks with error feedback for int8 and powersgd, and in the gradient's own type otherwise.
+    compression: a value of --grad-compression other than auto: rows are sent as bf16 or fp16 for these names, as blocks
+        of codes with error feedback for int8 and powersgd, and in the gradient's own type otherwise.
     hosts: what `make_host_groups` returned for the same compression and group. If it is given, rows are averaged within
         each host first.
     """
@@ -294,6 +299,7 @@ class RowExchange:
         # nothing.
         has_feedback = compression in COMPRESSIONS_WITH_FEEDBACK and (hosts is None or hosts.leaders is not None)
         self._unsent = torch.zeros(embedding.weight.shape) if has_feedback else None
+        self._updates = 0
         self._late: LateRows | None = None
         if has_feedback and hosts is None and COMPRESSION_FACTS[compression].has_late_rows:
             self._late = LateRows(
@@ -301,6 +307,16 @@ class RowExchange:
             )
         names = [name for name, parameter in model.named_parameters() if parameter is embedding.weight]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)  # type: ignore[no-untyped-call]
+
+    @property
+    def _bits(self) -> int:
+        """Bits of a code in this update."""
+        return P_BITS if self._compression == "powersgd" and self._updates > EXACT_UPDATES else 8
+
+    @property
+    def is_late(self) -> bool:
+        """Whether rows are averaged while the next update computes."""
+        return self._late is not None
 
     @torch.no_grad()
     def average(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -320,6 +336,7 @@ class RowExchange:
         """
         gradient = self.weight.grad
         assert gradient is not None
+        self._updates += 1
         flat = [one.reshape(-1) for one in tokens]
         rows = find_rows(flat, len(gradient))
         if self._hosts is not None:
@@ -330,8 +347,8 @@ class RowExchange:
         elif self._unsent is not None:
             routes = plan_row_routes(flat, len(gradient), self._group.rank())
             if self._late is not None:
-                return self._late.average(gradient, routes, self._unsent)
-            gradient[routes.rows] = average_rows(gradient[routes.own], routes, self._unsent, self._group)
+                return self._late.average(gradient, routes, self._unsent, self._bits)
+            gradient[routes.rows] = average_rows(gradient[routes.own], routes, self._unsent, self._group, self._bits)
         else:
             packed = to_wire_type(gradient[rows], self._compression).div_(self._group.size())
             dist.all_reduce(packed, group=self._group)
@@ -353,7 +370,7 @@ class RowExchange:
         routes = plan_row_routes(tokens, len(self._unsent), leaders.rank())
         own = packed[torch.searchsorted(rows, routes.own)]
         mean = torch.empty_like(packed)
-        mean[torch.searchsorted(rows, routes.rows)] = average_rows(own, routes, self._unsent, leaders)
+        mean[torch.searchsorted(rows, routes.rows)] = average_rows(own, routes, self._unsent, leaders, self._bits)
         return mean
 
     def wait(self) -> None:

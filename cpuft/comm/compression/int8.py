@@ -1,4 +1,5 @@
-"""int8: means over ranks in a quarter of the bytes of fp32, as blocks of 8-bit numbers with error feedback.
+"""int8: means over ranks in a quarter of the bytes of fp32, as blocks of 8-bit numbers with error feedback. powersgd
+sends some of its numbers with 4 bits in the same way.
 
 Blocks with a scale each are those of Dettmers et al. 2021 (arXiv:2110.02861). Error feedback, which adds the rounding
 error of an update to the next one, is that of Seide et al. 2014 (1-bit SGD) and Karimireddy et al. 2019
@@ -17,23 +18,50 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
+from cpuft.comm.backends.gloo import MAX_PAIRWISE_RANKS
 from cpuft.comm.process_group import ProgressThread, QueuedWork
 from cpuft.kernels import kernels_for
 
 BLOCK = 256
 """Numbers that share a scale, whose four bytes are 1.6 % of the message."""
-all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 """torch's all-gather of equally large tensors: `all_gather(output, input, group=None, async_op=False)`. torch 2.13
 warns about the second name, and torch 2.8 has only that one."""
+_DIRECT_BYTES = 2**15
+"""Size of a rank's tensor up to which it is sent directly to each other rank of a large group."""
 
 
-def encoded_bytes(count: int, ranks: int) -> int:
+def all_gather(
+    output: torch.Tensor, own: torch.Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
+) -> Any:
+    """Gather equally large tensors of all ranks, in the order of ranks. Collective.
+
+    In groups of more than MAX_PAIRWISE_RANKS ranks, small tensors are sent directly to each rank. gloo would send them
+    in a ring: as many messages as there are other ranks, one after the other, each of which waits behind larger
+    messages on the same link. Larger tensors use the library's own all-gather, which does not copy the tensor for each
+    rank.
+
+    Returns torch's Work, which waits for the messages, if `async_op`. Otherwise it waits itself, and returns None.
+
+    Parameters
+    ----------
+    output: contiguous, as large as the tensors of all ranks.
+    own: this rank's tensor, contiguous.
+    group: None for all ranks.
+    """
+    ranks = dist.get_world_size(group)
+    if ranks <= MAX_PAIRWISE_RANKS or own.nbytes > _DIRECT_BYTES:
+        return _all_gather(output, own, group=group, async_op=async_op)
+    return dist.all_to_all_single(output.view(-1), own.view(-1).repeat(ranks), group=group, async_op=async_op)
+
+
+def encoded_bytes(count: int, ranks: int, bits: int = 8) -> int:
     """Return the size of `count` numbers as blocks, which each of `ranks` ranks sends in each direction.
 
-    Each rank's share is padded to whole blocks of 256 numbers, at least one, of 260 bytes each. So even 0 numbers have
-    `260 * ranks` bytes.
+    Each rank's share is padded to whole blocks of 256 numbers, at least one: of 260 bytes with codes of 8 bits, of 132
+    with 4 bits. So even 0 numbers have `260 * ranks` or `132 * ranks` bytes.
     """
-    return ranks * _message_bytes(_share_length(count, ranks))
+    return ranks * _message_bytes(_share_length(count, ranks), bits)
 
 
 def _share_length(count: int, ranks: int) -> int:
@@ -41,52 +69,56 @@ def _share_length(count: int, ranks: int) -> int:
     return max(1, -(-count // (ranks * BLOCK))) * BLOCK
 
 
-def _message_bytes(length: int) -> int:
-    return length + length // BLOCK * torch.float32.itemsize
+def _message_bytes(length: int, bits: int) -> int:
+    return length * bits // 8 + length // BLOCK * torch.float32.itemsize
 
 
-def encode(shares: torch.Tensor) -> torch.Tensor:
-    """Encode numbers as 8-bit codes and scales.
+def encode(shares: torch.Tensor, bits: int = 8) -> torch.Tensor:
+    """Encode numbers as codes of 8 or 4 bits, and scales.
 
-    A scale is the largest magnitude in a block of 256 numbers divided by 127, and a code is the number divided by it,
-    rounded. The error of a number is at most 1/254 of the largest magnitude in its block. A block with an infinity or a
-    NaN becomes NaN.
+    A scale is the largest magnitude in a block of 256 numbers divided by the largest code, which is 127 or 7, and a
+    code is the number divided by it, rounded. The error of a number is at most 1/254 or 1/14 of the largest magnitude
+    in its block. A block with an infinity or a NaN becomes NaN.
 
     Parameters
     ----------
     shares: fp32, shape (n, length), contiguous.
+    bits: of a code.
 
-    Returns the messages: int8, shape (n, length + length / 256 * 4), with the codes first and then the bytes of the
-    fp32 scales.
+    Returns the messages: int8, shape (n, length * bits / 8 + length / 256 * 4), with the codes first and then the bytes
+    of the fp32 scales. With 4 bits, a byte has code j of a block in its low half, and code j + 128 in its high half.
 
     Raises RuntimeError: the length is not a multiple of BLOCK.
     """
-    count, length = shares.shape
+    count = len(shares)
     blocks = shares.view(count, -1, BLOCK)
     # A block of zeros needs a scale that is not zero.
-    scales = blocks.abs().amax(2, keepdim=True).div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
-    codes = blocks.div(scales).round_()
-    message = torch.empty((count, _message_bytes(length)), dtype=torch.int8)
-    message[:, :length].view(codes.shape).copy_(codes)
-    message[:, length:] = scales.view(count, -1).view(torch.int8)
-    return message
+    largest = 127 if bits == 8 else 7
+    scales = blocks.abs().amax(2, keepdim=True).div_(largest).clamp_(min=torch.finfo(torch.float32).tiny)
+    codes = blocks.div(scales).round_().to(torch.int8)
+    if bits == 4:
+        codes = codes[:, :, : BLOCK // 2] & 15 | codes[:, :, BLOCK // 2 :] << 4
+    return torch.cat([codes.view(count, -1), scales.view(count, -1).view(torch.int8)], 1)
 
 
-def decode(message: torch.Tensor, length: int) -> torch.Tensor:
+def decode(message: torch.Tensor, length: int, bits: int = 8) -> torch.Tensor:
     """Return the numbers of messages of `encode`: fp32, shape (n, length).
 
     Parameters
     ----------
     message: int8, shape (n, bytes).
     length: of what was encoded, a multiple of BLOCK.
+    bits: of a code.
     """
-    scales = message[:, length:].contiguous().view(torch.float32)
-    numbers = message[:, :length].float().view(len(message), -1, BLOCK).mul_(scales[:, :, None])
-    return numbers.view(len(message), length)
+    scales = message[:, length * bits // 8 :].contiguous().view(torch.float32)
+    codes = message[:, : length * bits // 8].reshape(len(message), -1, BLOCK * bits // 8)
+    if bits == 4:
+        codes = torch.cat([((codes & 15) ^ 8) - 8, codes >> 4], 2)
+    return codes.float().mul_(scales[:, :, None]).view(len(message), length)
 
 
 def _encode_numbers(
-    numbers: torch.Tensor, unsent: torch.Tensor | None, error: torch.Tensor, ranks: int
+    numbers: torch.Tensor, unsent: torch.Tensor | None, error: torch.Tensor, ranks: int, bits: int
 ) -> torch.Tensor:
     """Encode the shares of all ranks of `numbers + unsent`, and write the errors to `error`, which may be `unsent`.
 
@@ -95,17 +127,17 @@ def _encode_numbers(
     count, length = len(numbers), _share_length(len(numbers), ranks)
     kernels = kernels_for(numbers)
     if kernels is not None:
-        messages = torch.empty((ranks, _message_bytes(length)), dtype=torch.int8)
-        kernels.run("encode_blocks", numbers.dtype, numbers, unsent, error, messages, count, ranks, length)
+        messages = torch.empty((ranks, _message_bytes(length, bits)), dtype=torch.int8)
+        kernels.run("encode_blocks", numbers.dtype, numbers, unsent, error, messages, count, ranks, length, bits)
         return messages
     summed = numbers.float() if unsent is None else numbers.float() + unsent
     shares = torch.nn.functional.pad(summed, (0, ranks * length - count)).view(ranks, length)
-    messages = encode(shares)
-    error.copy_((shares - decode(messages, length)).view(-1)[:count])
+    messages = encode(shares, bits)
+    error.copy_((shares - decode(messages, length, bits)).view(-1)[:count])
     return messages
 
 
-def _average_messages(received: torch.Tensor, length: int, error: torch.Tensor) -> torch.Tensor:
+def _average_messages(received: torch.Tensor, length: int, error: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the message of the mean of all ranks' messages: int8, shape (1, bytes).
 
     Rounding the mean loses as much of every rank's numbers, so the loss of all of them is added to `error`: fp32, at
@@ -115,40 +147,40 @@ def _average_messages(received: torch.Tensor, length: int, error: torch.Tensor) 
     kernels = kernels_for(error)
     if kernels is not None:
         message = torch.empty_like(received[:1])
-        kernels.run("average_blocks", error.dtype, received, message, error, len(error), ranks, length)
+        kernels.run("average_blocks", error.dtype, received, message, error, len(error), ranks, length, bits)
         return message
-    first, *others = decode(received, length)
+    first, *others = decode(received, length, bits)
     for numbers in others:
         first += numbers
     mean = first.div_(ranks)[None]
-    message = encode(mean)
-    error += mean.sub_(decode(message, length)).mul_(ranks)[0, : len(error)]
+    message = encode(mean, bits)
+    error += mean.sub_(decode(message, length, bits)).mul_(ranks)[0, : len(error)]
     return message
 
 
-def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor) -> None:
+def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor, bits: int) -> None:
     """Write the numbers of the messages of all ranks' shares to `numbers`: fp32 or bf16, one-dimensional."""
     kernels = kernels_for(numbers)
     if kernels is not None:
-        kernels.run("decode_blocks", numbers.dtype, messages, numbers, len(numbers), len(messages), length)
+        kernels.run("decode_blocks", numbers.dtype, messages, numbers, len(numbers), len(messages), length, bits)
     else:
-        numbers.copy_(decode(messages, length).view(-1)[: len(numbers)])
+        numbers.copy_(decode(messages, length, bits).view(-1)[: len(numbers)])
 
 
-def encode_message(numbers: torch.Tensor, error: torch.Tensor) -> torch.Tensor:
-    """Return a message of int8 blocks: int8, one-dimensional, with `encoded_bytes(len(numbers), 1)` bytes.
+def encode_message(numbers: torch.Tensor, error: torch.Tensor, bits: int = 8) -> torch.Tensor:
+    """Return a message of blocks: int8, one-dimensional, with `encoded_bytes(len(numbers), 1, bits)` bytes.
 
     Parameters
     ----------
     numbers: one-dimensional, contiguous, fp32 or bf16.
     error: fp32, of the same shape: what the message lacks of the numbers is written to it.
     """
-    return _encode_numbers(numbers, None, error, 1)[0]
+    return _encode_numbers(numbers, None, error, 1, bits)[0]
 
 
-def decode_message(message: torch.Tensor, numbers: torch.Tensor) -> None:
+def decode_message(message: torch.Tensor, numbers: torch.Tensor, bits: int = 8) -> None:
     """Write the numbers of a message of `encode_message` to `numbers`: fp32 or bf16, one-dimensional, contiguous."""
-    _decode_numbers(message[None], _share_length(len(numbers), 1), numbers)
+    _decode_numbers(message[None], _share_length(len(numbers), 1), numbers, bits)
 
 
 class BlockMean:
@@ -162,15 +194,19 @@ class BlockMean:
     numbers: one-dimensional, contiguous, of the same length on all ranks. They are not changed.
     unsent: fp32, contiguous, of the same shape, or None: what was not sent before, and is added to the numbers. It is
         overwritten with `error`, which has the same memory.
+    bits: of a code, 8 or 4.
     """
 
-    def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, unsent: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, numbers: torch.Tensor, group: dist.ProcessGroup, unsent: torch.Tensor | None = None, bits: int = 8
+    ) -> None:
+        self._bits = bits
         self._group, self._length = group, _share_length(len(numbers), group.size())
         self.error = torch.empty(len(numbers), dtype=torch.float32) if unsent is None else unsent
         """What the mean lacks of this rank's numbers, which must be added to the next ones: fp32, shape of the numbers.
 
         It is complete after `average_share`."""
-        self._message = _encode_numbers(numbers, unsent, self.error, group.size())
+        self._message = _encode_numbers(numbers, unsent, self.error, group.size(), bits)
         self._received = torch.empty_like(self._message)
         self._work: dist.Work | None = None
 
@@ -183,7 +219,8 @@ class BlockMean:
         assert self._work is not None
         self._work.wait()
         start = self._group.rank() * self._length
-        message = _average_messages(self._received, self._length, self.error[start : start + self._length])
+        share = self.error[start : start + self._length]
+        message = _average_messages(self._received, self._length, share, self._bits)
         self._message = torch.empty_like(self._received)
         self._work = all_gather(self._message, message, group=self._group, async_op=True)
 
@@ -196,7 +233,7 @@ class BlockMean:
         assert self._work is not None
         self._work.wait()
         mean = torch.empty_like(self.error) if numbers is None else numbers
-        _decode_numbers(self._message, self._length, mean)
+        _decode_numbers(self._message, self._length, mean, self._bits)
         return mean
 
 
@@ -251,8 +288,8 @@ def measure_coding_seconds() -> float:
 def _code(numbers: torch.Tensor, error: torch.Tensor) -> None:
     """Compute what a rank of one computes for a mean."""
     length = _share_length(len(numbers), 1)
-    message = _average_messages(_encode_numbers(numbers, error, error, 1), length, error)
-    _decode_numbers(message, length, torch.empty_like(numbers))
+    message = _average_messages(_encode_numbers(numbers, error, error, 1, 8), length, error, 8)
+    _decode_numbers(message, length, torch.empty_like(numbers), 8)
 
 
 @dataclass

@@ -33,7 +33,7 @@ class CompressionLevel:
     coding_seconds: float
     """Seconds of computing to encode and decode the messages."""
     buckets: int
-    """Number of messages in which `layer_bytes` are sent, at least `LATE_BUCKETS`."""
+    """Number of messages in which `layer_bytes` are sent."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link:
     compute + coding + taken + max(late, layers - OVERLAP * compute, layers + rows - compute) + messages * latency.
     """
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
-    late = layers * LATE_BUCKETS / level.buckets
+    late = layers * min(1.0, LATE_BUCKETS / level.buckets)
     waiting = max(late, layers - OVERLAP * compute_seconds)
     waiting = max(waiting, layers + rows - compute_seconds) if level.has_late_rows else waiting + rows
     waiting += level.messages * link.latency_seconds

@@ -80,13 +80,13 @@ def _make_rounding(dtype: torch.dtype) -> Compression:
     )
 
 
-def _count_block_bytes(numbers: int, own: int, ranks: int) -> float:
-    """Return the bytes of embedding rows as int8 blocks.
+def _count_block_bytes(bits: int, numbers: int, own: int, ranks: int) -> float:
+    """Return the bytes of embedding rows as blocks of codes with this number of bits.
 
     One half of the exchange sends a rank's own rows, the other one the means of all rows; each counts as half an
     all-reduce.
     """
-    return (int8.encoded_bytes(own, ranks) + int8.encoded_bytes(numbers, ranks)) / 2
+    return (int8.encoded_bytes(own, ranks, bits) + int8.encoded_bytes(numbers, ranks, bits)) / 2
 
 
 TABLE = {
@@ -101,15 +101,13 @@ TABLE = {
     "int8": Compression(
         make_reduce=lambda group: int8.BlockReducer(group).reduce,
         layer_bytes=lambda parameters, ranks: int8.encoded_bytes(_count(parameters), ranks),
-        row_bytes=_count_block_bytes,
+        row_bytes=functools.partial(_count_block_bytes, 8),
         messages=4,
     ),
     "powersgd": Compression(
         make_reduce=lambda group: powersgd.PowerSGD(group).reduce,
-        layer_bytes=lambda parameters, ranks: int8.encoded_bytes(
-            sum(powersgd.count_numbers(parameter.shape) for parameter in parameters), ranks
-        ),
-        row_bytes=_count_block_bytes,
+        layer_bytes=lambda parameters, ranks: powersgd.count_bytes((one.shape for one in parameters), ranks),
+        row_bytes=functools.partial(_count_block_bytes, powersgd.P_BITS),
         messages=4,
     ),
 }
@@ -124,8 +122,8 @@ def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | 
     Parameters
     ----------
     compression: `none`; `bf16` or `fp16`, which send half the bytes of fp32 gradients; `int8`, a quarter, as blocks of
-        8-bit numbers with error feedback; `powersgd`, for slow networks, the factors of a rank-16 approximation in such
-        blocks, and whole gradients where the factors would be larger.
+        8-bit numbers with error feedback; `powersgd`, for slow networks, the factors of a rank-12 approximation in
+        blocks of 4-bit and 8-bit numbers, and whole gradients where the factors would be larger.
     hosts: what `make_host_groups` returned for the same compression and group. If it is given, gradients are averaged
         within each host first.
 
@@ -185,7 +183,7 @@ def list_levels(
                 facts.has_late_rows and not hosts,
                 entry.messages + 2 * (facts.has_late_rows and hosts > 0),
                 slower * count_coding_seconds(name, numbers, factors, row_numbers),
-                count_buckets(name, numbers),
+                count_buckets(name, numbers, members),
             )
         )
     return levels

@@ -20,8 +20,9 @@ class Exchange:
     An exchange is made after the optimizer has the model's parameters, on all ranks together. In every update the
     training loop calls, on all ranks and in this order: `micro_batch` around each forward and backward pass,
     `average_gradients`, `clip_gradients`, the optimizer's step, `clear_gradients` and `synchronize_parameters`. Before
-    an evaluation, a checkpoint or the end, it calls `finish_messages`. Between updates it may call `full_weights`,
-    `common_weights` and `contribute_to_checkpoint`. Subclasses override what differs from one rank alone.
+    an evaluation, a comparison of parameters, a checkpoint or the end, it calls `finish_messages`. Between updates it
+    may call `full_weights`, `common_weights` and `contribute_to_checkpoint`. Subclasses override what differs from one
+    rank alone.
 
     Parameters
     ----------
@@ -30,6 +31,8 @@ class Exchange:
 
     sends_gradients: ClassVar[bool] = False
     """Whether gradients are sent in every update, so that `--grad-compression auto` has something to choose."""
+    has_late_messages: bool = False
+    """Whether messages of an update are sent while the next update computes."""
     allows_warm_up: ClassVar[bool] = True
     """Whether a backward pass outside of an update is harmless, as the loop makes one before the first update."""
 
@@ -103,7 +106,7 @@ class Exchange:
 
         Returns
         -------
-        Seconds of the last backward pass in which this rank only waited for messages.
+        Seconds of the last backward pass in which this rank encoded gradients, or only waited for messages.
         """
         return 0.0
 

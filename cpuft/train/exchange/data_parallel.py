@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
-from cpuft.compressions import BUCKET_NUMBERS, FACTOR_BUCKETS, MIN_BUCKETS
+from cpuft.compressions import BUCKET_NUMBERS, MIN_BUCKETS, count_buckets
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import set_gradient_rows
@@ -31,15 +31,19 @@ _MIN_COMPILED_BYTES = 2**20
 a model where buckets end, and fails on smaller ones."""
 
 
-def _bucket_bytes(model: torch.nn.Module, layers: Sequence[torch.nn.Parameter], config: TrainConfig) -> int:
+def _bucket_bytes(
+    model: torch.nn.Module, layers: Sequence[torch.nn.Parameter], config: TrainConfig, members: int
+) -> int:
     """Return the largest size of a gradient bucket. DistributedDataParallel fills buckets for each type by themselves.
 
     Parameters
     ----------
     layers: the trained parameters of the model without an embedding that is exchanged by rows.
+    members: ranks that send gradients to each other.
     """
     if config.grad_compression == "powersgd":
-        nbytes = -(-sum(parameter.nbytes for parameter in layers) // FACTOR_BUCKETS)
+        buckets = count_buckets("powersgd", sum(parameter.numel() for parameter in layers), members)
+        nbytes = -(-sum(parameter.nbytes for parameter in layers) // buckets)
     else:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         numbers = min(BUCKET_NUMBERS, -(-sum(parameter.numel() for parameter in trained) // MIN_BUCKETS))
@@ -64,10 +68,11 @@ class DataParallelExchange(Exchange):
         assert group is not None
         hosts = make_host_groups(compression, group)
         self._rows = make_row_exchange(model, compression, group, hosts)
+        self.has_late_messages = self._rows is not None and self._rows.is_late
         self._reduce = make_reduce(compression, group, hosts)
         self._last_ready = 0.0
         """When the last gradient of the backward pass was ready."""
-        self._seconds_in_hook = 0.0
+        self._coding_seconds = 0.0
         if self._rows:
             weight: Any = self._rows.weight  # torch has no types for its hooks
             weight.register_post_accumulate_grad_hook(self._note_ready)
@@ -77,7 +82,10 @@ class DataParallelExchange(Exchange):
             untyped._set_params_and_buffers_to_ignore_for_model(model, frozen)
         words = self._rows.weight if self._rows else None
         layers = [one for one in model.parameters() if one.requires_grad and one is not words]
-        megabytes = _bucket_bytes(model, layers, config) / 2**20
+        megabytes = (
+            _bucket_bytes(model, layers, config, group.size() if hosts is None else hosts.ranks // hosts.sums.size())
+            / 2**20
+        )
         # Looking for unused parameters costs time in every forward pass. Without it, a model that has some would end
         # with an error.
         unused = bool(getattr(model, UNUSED_ATTRIBUTE, ()))
@@ -102,8 +110,7 @@ class DataParallelExchange(Exchange):
     def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         start = time.perf_counter()
         sent = self._reduce(bucket)
-        # Compressions wait here for earlier messages.
-        self._seconds_in_hook += time.perf_counter() - start
+        self._coding_seconds += time.perf_counter() - start
         self._note_ready()
         return sent
 
@@ -119,10 +126,10 @@ class DataParallelExchange(Exchange):
 
         Returns
         -------
-        Seconds of the last backward pass in which this rank waited for messages: those within compressions, and those
-        from the last gradient to this call.
+        Seconds of the last backward pass in which this rank encoded gradients, or waited for messages after the last
+        gradient was ready.
         """
-        waited, self._seconds_in_hook = self._seconds_in_hook + time.perf_counter() - self._last_ready, 0.0
+        waited, self._coding_seconds = self._coding_seconds + time.perf_counter() - self._last_ready, 0.0
         if self._rows:
             set_gradient_rows(self.bare_model, self._rows.average(find_token_ids()))
         return waited

@@ -126,7 +126,7 @@ def row_sums(compression: str, dtype: torch.dtype = torch.float32, waits: bool =
         if waits:
             exchange.wait()
         named += rows.tolist() == sorted({*together.tolist(), *late_rows.tolist()})
-        most += encoded_bytes(len(together) * 300, ranks)
+        most += encoded_bytes(len(together) * 300, ranks, exchange._bits)
         sent += comm.take_traffic().nbytes
         wanted = mean(gradient)
         exact += wanted

@@ -99,7 +99,7 @@ def average_all_rows(hosts: HostGroups) -> dict[str, object]:
     def average(own: torch.Tensor, leaders: dist.ProcessGroup) -> torch.Tensor:
         routes = plan_row_routes([rows] * 2, len(rows), leaders.rank())
         mean = torch.empty_like(own)
-        mean[routes.rows] = average_rows(own[routes.own], routes, unsent, leaders)
+        mean[routes.rows] = average_rows(own[routes.own], routes, unsent, leaders, 8)
         return mean
 
     found = hosts.average(numbers, average)

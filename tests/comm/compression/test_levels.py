@@ -56,6 +56,9 @@ def test_the_estimate_of_a_step_counts_what_backward_does_not_hide() -> None:
     # All of the layers hidden but the last two of four buckets; then messages and coding. Late rows are hidden.
     late = 0.5 * 0.4e6 * 1.2e-8
     assert estimate_step_seconds(POWERSGD, 1.0, link(1000, 0.01)) == pytest.approx(1 + late + 0.13 + 0.04)
+    # All layers are late in one bucket.
+    one_bucket = replace(POWERSGD, buckets=1)
+    assert estimate_step_seconds(one_bucket, 1.0, link(1000, 0.01)) == pytest.approx(1 + 2 * late + 0.13 + 0.04)
     on_time = replace(POWERSGD, has_late_rows=False)
     assert estimate_step_seconds(on_time, 1.0, link(1000, 0.01)) == pytest.approx(1 + late + 0.13 + 0.0072 + 0.04)
     # 1 MB at 1/6 MB/s, of which all that computes hides 1 s.

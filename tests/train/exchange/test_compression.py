@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm.compression.levels import LinkModel
+from cpuft.comm.compression.powersgd import RANK
 from cpuft.config import TrainConfig
 from cpuft.rank.world import World
 from cpuft.train.data.archive import Prepared
@@ -71,7 +72,7 @@ def test_a_model_without_words_of_its_own_sends_all() -> None:
 
 def test_factors_are_counted_where_they_are_fewer() -> None:
     found = count_sent_numbers(torch.nn.Linear(64, 100), OBJECTIVE, TrainConfig(), PREPARED)
-    assert (found.parameters, found.factors) == (64 * 100 + 100, (64 + 100) * 16 + 100)
+    assert (found.parameters, found.factors) == (64 * 100 + 100, (64 + 100) * RANK + 100)
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,6 @@ def test_auto_counts_that_hosts_with_several_ranks_send_blocks_once(
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **options: None)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
     found, reason = choose_compression(
-        TrainConfig(), "bf16", torch.nn.Linear(512, 512), OBJECTIVE, PREPARED, World(0, 16, 0, 8)
+        TrainConfig(), "bf16", torch.nn.Linear(21_845, RANK), OBJECTIVE, PREPARED, World(0, 16, 0, 8)
     )
     assert (found, "bf16 0." in reason) == (chosen, True)
