@@ -88,9 +88,13 @@ _END_SECONDS = 5.0
 """How long to wait for the exit codes of ranks, to explain why one of them ended."""
 _ALIGNMENT = 64
 """Bytes of a cache line."""
-_BURST_BYTES = 256 * 1024
+_LEAST_BURST_BYTES = 16 * 1024
+_BURST_SECONDS = 0.01
+"""Size of a burst that a link lets pass at once after it was idle. Linux needs one of some milliseconds to reach the
+rate. A larger one would make slow links faster than they are: the factors of a bucket have less than 256 KiB."""
+_QUEUE_BYTES = 256 * 1024
 _QUEUE_SECONDS = 0.05
-"""Burst and queue of a link, those of simulated hosts (simulated_node.sh)."""
+"""Size of a link's queue: these bytes, and those that the link sends in these seconds, as on simulated hosts."""
 _PORT = 29500
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
@@ -478,7 +482,8 @@ def plan_limit(rank: int, bytes_per_second: float, queue_bytes: int) -> tuple[li
     bytes_per_second: rate of the link in each direction.
     queue_bytes: size of the link's queue.
     """
-    limit = f"root tbf rate {max(1, round(bytes_per_second * 8))}bit burst {_BURST_BYTES} limit {queue_bytes}"
+    burst = max(_LEAST_BURST_BYTES, round(bytes_per_second * _BURST_SECONDS))
+    limit = f"root tbf rate {max(1, round(bytes_per_second * 8))}bit burst {burst} limit {queue_bytes}"
     return [f"qdisc add dev rank{rank} {limit}"], [f"qdisc add dev eth0 {limit}"]
 
 
@@ -572,7 +577,7 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
         processes.append(process)
     gc.unfreeze()
     _gather(pipes, end, processes)
-    queue = _BURST_BYTES + round(rate * _QUEUE_SECONDS)
+    queue = _QUEUE_BYTES + round(rate * _QUEUE_SECONDS)
     links = [plan_link(rank, one.pid or 0) for rank, one in enumerate(processes)]
     limits = [plan_limit(rank, rate / slowdown, queue) for rank in range(size)]
     _run_commands("ip", ["link set dev lo up", *(command for router, _ in links for command in router)])

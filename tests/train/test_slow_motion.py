@@ -213,8 +213,10 @@ def test_each_rank_has_an_address_and_a_limit_in_both_directions() -> None:
     assert router[0] == "link add dev rank255 type veth peer name eth0 netns 4711"
     assert "address add 10.64.1.0/32 dev eth0" in own
     router, own = plan_limit(3, 1e6, 500_000)
-    assert router == ["qdisc add dev rank3 root tbf rate 8000000bit burst 262144 limit 500000"]
-    assert own == ["qdisc add dev eth0 root tbf rate 8000000bit burst 262144 limit 500000"]
+    assert router == ["qdisc add dev rank3 root tbf rate 8000000bit burst 16384 limit 500000"]
+    assert own == ["qdisc add dev eth0 root tbf rate 8000000bit burst 16384 limit 500000"]
+    # A fast link needs a larger burst to reach its rate.
+    assert "burst 156250 limit" in plan_limit(3, 15_625_000, 500_000)[0][0]
 
 
 def test_a_case_is_described_by_arguments_alone() -> None:
