@@ -40,9 +40,10 @@ COMPRESSION_FACTS = {
     "int8": CompressionFacts(260 / 256, coding_seconds=3.5e-9, is_automatic=True, has_feedback=True),
     # Coding for the layers of MiniLM, BERT-base and a BERT of four layers, in bf16, on a core of a Xeon with AMX took
     # 1.56, 1.13 and 1.47 times the time in which it codes as many numbers as int8 blocks, measured alternately. Per
-    # number, the factors have 0.066, 0.033 and 0.050 numbers. 0.7 + 13 * factors is within 0.13 of all three.
+    # number, the factors of 16 rows, which were measured, had 0.066, 0.033 and 0.050 numbers. 0.7 + 13 * factors is
+    # within 0.13 of all three. Factors of 12 rows, of which P has codes of 4 bits, were not measured.
     # With four ranks and five seeds, the metric differed from that of exact gradients by -0.0010 (standard error
-    # 0.0007) on MRPC, and -0.0018 (0.0011) on SST-2.
+    # 0.0007) on MRPC, and -0.0018 (0.0011) on SST-2. Gradients that are sent whole had 4 bits then instead of 8.
     "powersgd": CompressionFacts(
         # Nearly as many numbers belong to P, with 4 bits, as to Q, with 8 bits.
         (132 + 260) / 2 / 256,
@@ -73,13 +74,12 @@ communication of MiniLM in bf16 over gloo between two hosts with one core each (
 MIN_BUCKETS = 8
 """Minimum number of gradient buckets, so that little is left to send when the backward pass ends."""
 FACTOR_BUCKETS = 3
-"""Number of gradient buckets with powersgd, whose messages are small; a type that only few gradients have makes one
-more. In slow motion (four hosts of half a core with AMX, MiniLM in bf16), an update at 1 Gbit/s took 77 and 73 ms of
-CPU time in seven buckets, 59 to 63 ms in three, and 60 ms in two. A step at 100 Mbit/s took 619 and 622 ms in seven,
-605 to 619 ms in three, and 624 ms in two. When the machine was slower, steps in three, four and five buckets took 600,
-592 and 612 ms at 1 Gbit/s, and 676, 659 and 665 ms at 100 Mbit/s."""
-
-
+"""Number of gradient buckets with powersgd, whose messages are small. A type that only few gradients have makes one
+more, which shares the messages of the bucket before it. In slow motion with earlier versions (four hosts of half a core
+with AMX, MiniLM in bf16), an update at 1 Gbit/s took 77 and 73 ms of CPU time in seven buckets, 59 to 63 ms in three,
+and 60 ms in two. A step at 100 Mbit/s took 619 and 622 ms in seven, 605 to 619 ms in three, and 624 ms in two. When the
+machine was slower, steps in three, four and five buckets took 600, 592 and 612 ms at 1 Gbit/s, and 676, 659 and 665 ms
+at 100 Mbit/s."""
 MANY_RANKS = 32
 """Ranks from which on powersgd sends gradients in one bucket instead: the CPU time of an update grows with the number
 of buckets times the number of ranks."""

@@ -80,8 +80,8 @@ _HOP_SECONDS = 1e-3
 _CODING_REPEATS = 5
 """Measurements of the time that encoding takes, of which the shortest counts."""
 _LAST_MESSAGES = 3
-"""Collectives of an update that no computing hides: the last bucket, embedding rows that are not late, and the sums for
-the record."""
+"""Collectives of an update that no computing hides: the last bucket, embedding rows, and the numbers for the record.
+Late rows and numbers are hidden, so that the slowdown is larger than necessary then."""
 _MOST_LATE = 0.02
 """Share of a step that such delays may take: they are this machine's, and not those of a network."""
 _END_SECONDS = 5.0

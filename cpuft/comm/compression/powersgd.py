@@ -229,9 +229,10 @@ SMALL_SHARE = 0.5
 
 
 class PowerSGD:
-    """Averages DDP's buckets over a group's ranks: in the first updates as int8 blocks, then as factors in such blocks.
+    """Averages DDP's buckets over a group's ranks: in the first updates as int8 blocks, then as factors.
 
-    Gradients that factors would not make smaller are sent as int8 blocks in all updates. P is computed in the backward
+    P is sent as blocks of 4-bit codes, Q as int8 blocks. Gradients that factors would not make smaller are sent as int8
+    blocks in all updates. P is computed in the backward
     pass, and everything else by a thread, so that the backward pass waits for no message. One object belongs to one
     model.
 
@@ -249,7 +250,7 @@ class PowerSGD:
         self._sizes = list[int]()
         """Numbers in the buckets that have been given in this update."""
         self._small_after = 0
-        """Number of the buckets before the last one in the update before, if that was small; otherwise 0."""
+        """Number of buckets before the last bucket of the previous update, if that bucket was small; otherwise 0."""
         self._error: Exception | None = None
         """The first error of the thread, after which it sends nothing any more."""
         self._held: list[_Bucket] = []
