@@ -21,8 +21,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
     folder = tmp_path_factory.mktemp("doctor")
     before = take_snapshot(folder)
     with simulate(folder, "--nodes", "4") as made:
+        for index in range(1, 5):
+            hide_other_runs(made, index)
         yield made
     assert take_snapshot(folder) == before
+
+
+def hide_other_runs(cluster: Simulated, index: int) -> None:
+    """Give a host a /var/tmp of its own: hosts share that of this machine, where a killed test may have left a run."""
+    cluster.on(index, "mount -t tmpfs -o mode=1777 tmpfs /var/tmp")
 
 
 def examine(cluster: Simulated, *options: str) -> dict[str, set[str]]:
@@ -103,6 +110,7 @@ def test_a_wrong_key_is_found(cluster: Simulated, usual: dict[str, set[str]], co
         found = new(examine(cluster), usual)
         cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "2")
         cluster.cpuft("provision", "local", "--name", cluster.name, "--nodes", "4")
+        hide_other_runs(cluster, 2)
         assert found[code] == {address}
 
 
@@ -116,7 +124,9 @@ def test_closed_ports_between_hosts_are_found(cluster: Simulated, usual: dict[st
 
 def test_a_rank_left_over_is_found_and_fixed(cluster: Simulated, usual: dict[str, set[str]]) -> None:
     script = "exec -a python sh -c 'sleep 300; :' cpuft.rank"
-    cluster.on(2, f"setsid bash -c {shlex.quote(script)} >/dev/null 2>&1 </dev/null & sleep 0.2")
+    runs = "grep -lsz '^cpuft.rank$' /proc/[0-9]*/cmdline"
+    wait = f"for i in $(seq 100); do {runs} && exit; sleep 0.1; done; exit 1"
+    cluster.on(2, f"setsid bash -c {shlex.quote(script)} >/dev/null 2>&1 </dev/null & {wait}")
     assert new(examine(cluster), usual) == {"CPUFT-032": {cluster.hosts[1].name}}
     assert not new(examine(cluster, "--fix"), usual)
     assert "sleep 300; :" not in cluster.on(2, "cat /proc/[0-9]*/cmdline | tr '\\0' ' '")
