@@ -52,21 +52,27 @@ _BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")  # x86 in two forms, Arm's nam
 
 
 class Cpu(NamedTuple):
-    """A CPU's model name and its flags in /proc/cpuinfo, for example avx2."""
+    """What /proc/cpuinfo says about a CPU."""
 
     model: str
+    """Its name with family and model number, such as "AMD EPYC (family 26, model 2)": clouds hide the rest of a name,
+    so that CPUs of different generations have the same one."""
     flags: tuple[str, ...]
+    """Its instruction sets, such as avx2."""
 
 
 def parse_cpuinfo(text: str, machine: str) -> Cpu:
-    """Return model name and flags of the first CPU in the text of /proc/cpuinfo.
+    """Return model and flags of the first CPU in the text of /proc/cpuinfo.
 
-    Without a model name there, the CPU is called `machine` (as in uname -m). Without flags, `flags` is ().
+    Without a model name there, the CPU is called `machine` (as in uname -m). Family and model number are left out if
+    the text lacks one of them, as on Arm. Without flags, `flags` is ().
     """
     lines = [line.partition(":") for line in text.splitlines()]
     found = {name.strip(): value.strip() for name, _, value in reversed(lines)}
     flags = found.get("flags") or found.get("Features", "")
-    return Cpu(found.get("model name") or machine, tuple(flags.split()))
+    numbers = [found.get("cpu family"), found.get("model")]
+    generation = " (family {}, model {})".format(*numbers) if all(numbers) else ""
+    return Cpu((found.get("model name") or machine) + generation, tuple(flags.split()))
 
 
 def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:

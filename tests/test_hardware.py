@@ -8,6 +8,8 @@ from cpuft.errors import CpuftError
 from cpuft.hardware import bf16_hardware, choose_precision, compiler_target, cpu_class, effective_flags, parse_cpuinfo
 
 XEON = """processor\t: 0
+cpu family\t: 6
+model\t\t: 106
 model name\t: Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz
 flags\t\t: fpu avx512f avx2
 vmx flags\t: vnmi
@@ -22,7 +24,12 @@ GRAVITON = "processor\t: 0\nFeatures\t: fp asimd bf16\nCPU implementer\t: 0x41\n
 @pytest.mark.parametrize(
     "text, name, flags",
     [
-        (XEON, "Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz", ("fpu", "avx512f", "avx2")),
+        (XEON, "Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz (family 6, model 106)", ("fpu", "avx512f", "avx2")),
+        (
+            XEON.replace("cpu family", "other"),
+            "Intel(R) Xeon(R) Platinum 8375C CPU @ 2.90GHz",
+            ("fpu", "avx512f", "avx2"),
+        ),
         (GRAVITON, "aarch64", ("fp", "asimd", "bf16")),
         ("", "aarch64", ()),
     ],

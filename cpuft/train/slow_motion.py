@@ -95,6 +95,8 @@ rate. A larger one would make slow links faster than they are: the factors of a 
 _QUEUE_BYTES = 256 * 1024
 _QUEUE_SECONDS = 0.05
 """Size of a link's queue: these bytes, and those that the link sends in these seconds, as on simulated hosts."""
+_RESEND_SECONDS = 0.2
+"""How long Linux waits at least for the confirmation of a packet before it sends it again (TCP_RTO_MIN)."""
 _PORT = 29500
 _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
@@ -445,16 +447,20 @@ def address_of(rank: int) -> str:
     return f"{_NETWORK}.{(rank + 1) // 256}.{(rank + 1) % 256}"
 
 
-def plan_link(rank: int, process: int) -> tuple[list[str], list[str]]:
+def plan_link(rank: int, process: int, slowdown: float) -> tuple[list[str], list[str]]:
     """Return the commands that connect a rank to the router: those of the router, and those of the rank's namespace.
 
     Each is a line for `ip -batch`. Routes instead of a bridge, because the kernel remembers the neighbours of all
     namespaces in one table, in which hosts of one bridge would all need entries of each other.
 
+    The time after which TCP sends a packet again is multiplied by the slowdown, too. Otherwise, packets that only wait
+    in the queue of a slow link would count as lost and be sent twice, and TCP would send less at a time.
+
     Parameters
     ----------
     process: a process in the rank's namespace.
     """
+    patience = f"rto_min {round(1e3 * _RESEND_SECONDS * slowdown)}ms"
     address, link = address_of(rank), f"rank{rank}"
     router = [
         f"link add dev {link} type veth peer name eth0 netns {process}",
@@ -467,7 +473,7 @@ def plan_link(rank: int, process: int) -> tuple[list[str], list[str]]:
         f"address add {address}/32 dev eth0",
         "link set dev eth0 up",
         f"route add {_ROUTER}/32 dev eth0 scope link",
-        f"route add default via {_ROUTER} dev eth0 src {address}",
+        f"route add default via {_ROUTER} dev eth0 src {address} {patience}",
     ]
     return router, own
 
@@ -578,7 +584,7 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
     gc.unfreeze()
     _gather(pipes, end, processes)
     queue = _QUEUE_BYTES + round(rate * _QUEUE_SECONDS)
-    links = [plan_link(rank, one.pid or 0) for rank, one in enumerate(processes)]
+    links = [plan_link(rank, one.pid or 0, slowdown) for rank, one in enumerate(processes)]
     limits = [plan_limit(rank, rate / slowdown, queue) for rank in range(size)]
     _run_commands("ip", ["link set dev lo up", *(command for router, _ in links for command in router)])
     Path("/proc/sys/net/ipv4/ip_forward").write_text("1")

@@ -336,7 +336,7 @@ _ROWS = values.damaged([*_CSV, *_JSON_ROWS, _GLUE]) | values.lines(
     values.TEXTS, st.sampled_from([",", "\t", '"']), values.TEXTS
 )
 _WORDS = st.lists(values.WORDS | st.sampled_from(format_arguments(TrainConfig())), max_size=5).map("\n".join)
-_CPUINFO = "processor\t: 0\nmodel name\t: X\nflags\t\t: avx2 amx_bf16\n"
+_CPUINFO = "processor\t: 0\ncpu family\t: 6\nmodel\t: 1\nmodel name\t: X\nflags\t\t: avx2 amx_bf16\n"
 _FACTS = vars(make_facts()) | {"allowed_cpus": [0, 1], "cpuinfo": _CPUINFO, "machine": "x86_64"}
 _FACTS = {name: value for name, value in _FACTS.items() if name not in ("cpu_model", "cpu_flags")}
 _PLAN = dataclasses.asdict(

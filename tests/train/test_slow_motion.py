@@ -209,9 +209,10 @@ def test_only_time_in_which_a_rank_does_not_wait_counts_as_hidden() -> None:
 
 
 def test_each_rank_has_an_address_and_a_limit_in_both_directions() -> None:
-    router, own = plan_link(255, 4711)
+    router, own = plan_link(255, 4711, 2.5)
     assert router[0] == "link add dev rank255 type veth peer name eth0 netns 4711"
     assert "address add 10.64.1.0/32 dev eth0" in own
+    assert own[-1] == "route add default via 169.254.1.1 dev eth0 src 10.64.1.0 rto_min 500ms"
     router, own = plan_limit(3, 1e6, 500_000)
     assert router == ["qdisc add dev rank3 root tbf rate 8000000bit burst 16384 limit 500000"]
     assert own == ["qdisc add dev eth0 root tbf rate 8000000bit burst 16384 limit 500000"]
