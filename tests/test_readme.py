@@ -21,7 +21,7 @@ from cpuft.cli.aliases import TOOLS, read_aliases
 from cpuft.config import LaunchConfig
 from cpuft.launch.plan import choose_run_dir, plan_settings
 from cpuft.report.sweep import VERSION, SweepHeader, format_journal_line
-from scripts.benchmarks.figures import format_contestants, format_figures, read_figures
+from scripts.benchmarks.figures import format_contestants, format_figures, format_shares, read_figures
 from scripts.reference import format_reference
 from tests.conftest import run_cpuft
 from tests.launch.test_plan import make_cluster
@@ -239,6 +239,10 @@ def format_rows() -> str:
     return f"\n{format_contestants(read_figures(ROOT / 'scripts/figures'))}\n\n"
 
 
+def format_parts() -> str:
+    return f"\n{format_shares(read_figures(ROOT / 'scripts/figures'))}\n\n"
+
+
 @pytest.mark.parametrize(
     "path, mark, made",
     [
@@ -246,6 +250,7 @@ def format_rows() -> str:
         ("docs/other-tools.md", "others", format_others),
         ("README.md", "speeds", format_speeds),
         ("docs/performance.md", "contestants", format_rows),
+        ("docs/performance.md", "shares", format_parts),
     ],
 )
 def test_tables_are_made_from_the_code(path: str, mark: str, made: Any, request: pytest.FixtureRequest) -> None:

@@ -14,6 +14,8 @@ BASE = "cpuft"
 OWN = (BASE, "trainer-accelerated")
 """Contestants that use the fast path."""
 MODELS = {"minilm": "MiniLM (22 M)", "bert-base": "BERT-base-sized (110 M)"}
+SHARES = ("products", "attention", "norms and activations", "optimizer")
+"""Parts of a step that have a column of their own, by their names in a record of scripts/bench-train."""
 LEAST_ROUNDS = 3
 """Contestants of a run whose results are kept."""
 PATTERN = "bench-train-{}.json"
@@ -53,27 +55,34 @@ def format_figures(kept: dict[str, dict[str, Any]]) -> str:
 
 
 def format_contestants(kept: dict[str, dict[str, Any]]) -> str:
-    """Return the table of all contestants: samples/s, ratio, peak memory, and the share of matrix products."""
-    head = [
-        "CPU with",
-        "model",
-        "whom",
-        "samples/s",
-        "cpuft is faster by",
-        "peak MB",
-        "products' share of the step",
-    ]
-    lines = [head, ["---"] * len(head)]
-    for name, label in CLASSES.items():
-        for model, found in sorted(kept.get(name, {}).items(), key=lambda item: list(MODELS).index(item[0])):
-            products = found["breakdown"]["kinds"]["products"] / sum(found["breakdown"]["kinds"].values())
-            for one in found["summary"]:
-                own = one["contestant"] == BASE
-                where = [label if own else "", MODELS[model] if own else "", one["contestant"]]
-                ratio = "" if own else f"{one['ratio']:.2f} ({one['ratio_least']:.2f} to {one['ratio_most']:.2f})"
-                cells = [f"{one['samples_per_second']:.1f}", ratio, str(one["peak_megabytes"] or "")]
-                lines.append([*where, *cells, f"{products:.0%}" if own else ""])
+    """Return the table of all contestants: samples/s, ratio and peak memory."""
+    lines = [["CPU with", "model", "contestant", "samples/s", "cpuft's speed / this speed", "peak MB"]]
+    lines.append(["---"] * len(lines[0]))
+    for label, model, found in _list_runs(kept):
+        for one in found["summary"]:
+            own = one["contestant"] == BASE
+            where = [label if own else "", model if own else "", one["contestant"]]
+            ratio = "" if own else f"{one['ratio']:.2f} ({one['ratio_least']:.2f} to {one['ratio_most']:.2f})"
+            lines.append([*where, f"{one['samples_per_second']:.1f}", ratio, str(one["peak_megabytes"] or "")])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def format_shares(kept: dict[str, dict[str, Any]]) -> str:
+    """Return the table of where the time of cpuft's step goes."""
+    lines = [["CPU with", "model", "step, ms", *SHARES, "everything else"]]
+    lines.append(["---"] * len(lines[0]))
+    for label, model, found in _list_runs(kept):
+        seconds = found["breakdown"]["kinds"]
+        shares = [seconds[name] / sum(seconds.values()) for name in SHARES]
+        cells = [f"{share:.0%}" for share in [*shares, 1 - sum(shares)]]
+        lines.append([label, model, f"{1e3 * found['breakdown']['seconds']:.0f}", *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _list_runs(kept: dict[str, dict[str, Any]]) -> list[tuple[str, str, dict[str, Any]]]:
+    """Return the description of the CPU's class, that of the model, and the results: the fastest class first."""
+    order = [(name, model) for name in CLASSES for model in MODELS if model in kept.get(name, {})]
+    return [(CLASSES[name], MODELS[model], kept[name][model]) for name, model in order]
 
 
 def _format_ratio(found: dict[str, Any] | None) -> str:

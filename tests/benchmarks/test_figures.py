@@ -5,7 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from scripts.benchmarks.figures import format_contestants, format_figures, keep_figures, read_figures
+from scripts.benchmarks.figures import (
+    format_contestants,
+    format_figures,
+    format_shares,
+    keep_figures,
+    read_figures,
+)
 
 
 def found(rate: float, isa: str = "", rounds: int = 3) -> dict[str, Any]:
@@ -40,8 +46,23 @@ def test_everybody_has_a_row() -> None:
     one = found(20.0)
     for line in one["summary"]:
         line["peak_megabytes"] = 100
-    one["breakdown"] = {"kinds": {"products": 3.0, "attention": 1.0}}
     table = format_contestants({"amx_bf16": {"minilm": one}}).splitlines()
-    assert table[2] == "| AMX | MiniLM (22 M) | cpuft | 20.0 |  | 100 | 75% |"
-    assert table[5] == "|  |  | trainer | 10.0 | 2.00 (1.90 to 2.10) | 100 |  |"
+    assert table[2] == "| AMX | MiniLM (22 M) | cpuft | 20.0 |  | 100 |"
+    assert table[5] == "|  |  | trainer | 10.0 | 2.00 (1.90 to 2.10) | 100 |"
     assert len(table) == 6
+
+
+def test_what_has_no_column_of_its_own_is_summed() -> None:
+    one = found(20.0)
+    kinds = {
+        "products": 5.0,
+        "attention": 1.0,
+        "norms and activations": 1.0,
+        "optimizer": 1.0,
+        "idle": 0.5,
+        "other": 1.5,
+    }
+    one["breakdown"] = {"seconds": 0.1234, "kinds": kinds}
+    table = format_shares({"avx2": {"bert-base": one}}).splitlines()
+    assert table[2] == "| AVX2 only | BERT-base-sized (110 M) | 123 | 50% | 10% | 10% | 10% | 20% |"
+    assert len(table) == 3
