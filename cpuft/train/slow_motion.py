@@ -328,12 +328,12 @@ def replay(
     cpu = time.process_time()
     # Whole periods are measured, after one that is not: an average of parameters is waited for one period after it has
     # been sent, and so are late embedding rows.
-    count = -(-updates // period) * period
+    count = sent_updates = -(-updates // period) * period
     if exchange.has_late_messages:
         for update in range(period):
             _run_update(exchange, replayed, timer, update + 1, tokens, sums)
-        take_traffic()
         cpu = time.process_time()
+        sent_updates += period  # some of their messages are sent later, so the bytes of all updates are counted
     register.ended = []
     for update in range(count):
         timer.begin()
@@ -348,7 +348,7 @@ def replay(
     total_cpu = time.process_time() - cpu
     _finish_messages(exchange, sums)
     register.ended = None
-    nbytes = take_traffic().nbytes / count
+    nbytes = take_traffic().nbytes / sent_updates
     ideal = replayed.step_seconds * slowdown
     return RankTimes(
         seconds,

@@ -86,7 +86,7 @@ def measure_in_process(freed_megabytes: int, settings: Mapping[str, str], option
     environ = {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
     words = ["--child", str(freed_megabytes), "--repeats", str(options.repeats), "--threads", str(options.threads)]
     command = [sys.executable, "-m", "scripts.benchmarks.bench_memory", *words]
-    done = subprocess.run(command, env=environ | settings, stdout=subprocess.PIPE, text=True, timeout=300)
+    done = subprocess.run(command, env={**environ, **settings}, stdout=subprocess.PIPE, text=True, timeout=300)
     if done.returncode:
         raise CpuftError(f"a process ended with exit code {done.returncode}; see the lines above")
     return Measured(*json.loads(done.stdout))
