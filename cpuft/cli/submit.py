@@ -137,7 +137,10 @@ def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str
 
 
 def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
-    """Return the context of a verb of cpuft whose parser has accepted these arguments."""
+    """Return the context of a verb of cpuft whose parser has accepted these arguments.
+
+    Raises CpuftError: an option has no meaning in a job. Raises click.UsageError: the parser refused the arguments.
+    """
     root = click.get_current_context().find_root()
     command = root.command.get_command(root, verb) if isinstance(root.command, click.Group) else None
     assert command is not None
@@ -146,6 +149,11 @@ def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
     with command.make_context(verb, list(argv), root) as context:
         if context.params["dry_run"]:
             raise CpuftError(f"--dry-run is an option of cpuft submit: write it before -- {verb}")
+        if context.params["cluster"]:
+            raise CpuftError(
+                f"the {verb} of a job uses the hosts that the scheduler gives to the job, and --cluster names others: "
+                "leave out --cluster"
+            )
         return context
 
 

@@ -229,6 +229,18 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
             ("slurm", "--nodes", "2", "--array", "0-1", "--", "sweep"),
             "a sweep trains its runs in one job, and --array submits several jobs: leave out --array",
         ),
+        (
+            ("slurm", "--array", "0-3", "--", "launch", "--np", "2", "--resume", "runs/x"),
+            "all jobs of --array would resume the same run, runs/x: leave out --array, and submit a job for each run",
+        ),
+        (
+            ("slurm", *LAUNCH, "--cluster", "lab"),
+            "the launch of a job uses the hosts that the scheduler gives to the job, and --cluster names others: leave",
+        ),
+        (
+            ("slurm", "--nodes", "2", "--", "sweep", "--cluster", "lab"),
+            "the sweep of a job uses the hosts that the scheduler gives to the job, and --cluster names others: leave",
+        ),
         (("slurm", "--nodes", "2", "--", "sweep", "status", "x"), "a job runs a sweep, and has no status to show:"),
         (("slurm", "--nodes", "2", "--", "sweep", "--dry-run"), "--dry-run is an option of cpuft submit: write it bef"),
         (("slurm", "--nodes", "2", "--", "sweep", "--sead", "1"), "No such option '--sead'."),
