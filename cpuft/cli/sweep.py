@@ -70,9 +70,16 @@ def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 
 
 def _is_running(folder: str) -> bool:
-    """Return whether a `cpuft sweep` of this user works on the sweep in a folder, on this machine."""
-    from cpuft.launch.active_runs import lock_run
+    """Return whether a `cpuft sweep` works on the sweep in a folder.
 
+    On other hosts, it is found where the file system of the folder has locks. Otherwise, it is found if it is this
+    user's on this machine.
+    """
+    from cpuft.launch.active_runs import lock_run
+    from cpuft.sweep.queue import has_locked_journal
+
+    if has_locked_journal(folder):
+        return True
     try:
         with lock_run(os.path.abspath(folder)):
             return False
@@ -178,8 +185,8 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         return
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
-        search = stack.enter_context(_open_search(sweep, config.storage, is_new=False))
         journal = stack.enter_context(continue_journal(folder))
+        search = stack.enter_context(_open_search(sweep, config.storage, is_new=False))
         _carry_out(journal, config, options, places, search)
 
 

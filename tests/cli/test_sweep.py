@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -149,6 +150,25 @@ def test_a_sweep_that_divided_this_machine_continues_on_all_hosts_of_a_cluster(t
     done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--hostfile", str(tmp_path / "hosts"), "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "at the same time on: a1; a2; a3\n" in done.stdout
+
+
+def test_a_sweep_that_runs_on_another_host_is_active(tmp_path: Path) -> None:
+    """Only the lock of its journal shows that: its other lock contains the name of that host."""
+    header = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
+    start = AttemptStart(1, 1, "node1", "run-1", time.time())
+    text = "".join(format_journal_line(line) + "\n" for line in (header, start))
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / FILE_NAME).write_text(text)
+    with (tmp_path / "s" / FILE_NAME).open("r+") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        told = run_cpuft("sweep", "status", str(tmp_path / "s")).stdout
+        refused = run_cpuft("sweep", "--resume", str(tmp_path / "s"))
+    assert told.startswith("1 run: 0 done, 1 running, 0 queued, 0 failed")
+    assert "no cpuft sweep works on these runs now" not in told
+    said = f"another cpuft sweep is working on {tmp_path}/s, here or on another host: wait until it has ended, or stop"
+    assert (refused.returncode, refused.stderr) == (2, f"cpuft: error: {said} it, and try again\n")
+    assert (tmp_path / "s" / FILE_NAME).read_text() == text
+    assert "no cpuft sweep works on these runs now" in run_cpuft("sweep", "status", str(tmp_path / "s")).stdout
 
 
 def write_search(folder: Path, *lines: JournalLine, **changes: Any) -> SweepHeader:
