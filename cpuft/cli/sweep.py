@@ -169,7 +169,8 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     names = {option.partition("=")[0] for option in given}
     # Hosts that are given now replace those of the sweep.
     names |= {"--cluster", "--hostfile"} if names & {"--cluster", "--hostfile"} else set()
-    options = [option for option in header.launch if option.partition("=")[0] not in names] + given
+    stored = [_make_path_absolute(option, header.working_folder) for option in header.launch]
+    options = [option for option in stored if option.partition("=")[0] not in names] + given
     parallel = parse_parallel(config.parallel)
     if parallel is None and not header.measurement:
         raise CpuftError(
@@ -376,14 +377,33 @@ def _measure_places(
 
 
 def _list_launch_options() -> list[str]:
-    """Return the options of the command line that every launch of the sweep gets, too."""
+    """Return the options of the command line that every launch of the sweep gets, too, with absolute paths of files.
+
+    The launches start in the folder where the sweep was started first, and not where --resume continues it.
+    """
     own = [name for name in option_names(LaunchConfig) if name != "run_dir"]
     context, given = click.get_current_context(), given_options()
     values = {name: context.params[name] for name in own if name in given}
-    return [
+    options = [
         format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
         for name, value in values.items()
     ]
+    return [_make_path_absolute(option, os.getcwd()) for option in options]
+
+
+def _make_path_absolute(option: str, folder: str) -> str:
+    """Return an option of a launch such as "--hostfile=hosts"; if it names a file on this machine by a relative path,
+    the path in the result is absolute.
+
+    Parameters
+    ----------
+    folder: absolute path of the folder where relative paths begin; empty for the working directory.
+    """
+    flag, _, path = option.partition("=")
+    absolute = os.path.abspath(os.path.join(folder, path))
+    # --mpirun may be a name that is looked up on PATH, or a path on another host.
+    is_mpirun = flag == "--mpirun" and "/" in path and os.path.exists(absolute)
+    return f"{flag}={absolute}" if path and (flag in ("--hostfile", "--ssh-config") or is_mpirun) else option
 
 
 def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str = "") -> None:

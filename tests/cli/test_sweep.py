@@ -152,6 +152,43 @@ def test_a_sweep_that_divided_this_machine_continues_on_all_hosts_of_a_cluster(t
     assert "at the same time on: a1; a2; a3\n" in done.stdout
 
 
+def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal names files from where the sweep was started, and options that are given now name files from here."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, host in ((old, "a1"), (new, "b1")):
+        (folder / "bin").mkdir(parents=True)
+        (folder / "hosts").write_text(f"{host}\n")
+        (folder / "bin" / "mpirun").touch()
+    launch = ["--hostfile=hosts", "--no-check", "--iface=hosts"]
+    header = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
+    header = replace(header, launch=launch, working_folder=str(old))
+    (old / "s").mkdir()
+    (old / "s" / FILE_NAME).write_text(format_journal_line(header) + "\n")
+    monkeypatch.chdir(new)
+    resume = ("sweep", "--resume", str(old / "s"), "--dry-run")
+    done = run_cpuft(*resume)
+    assert done.returncode == 0, done.stderr
+    assert "at the same time on: a1\n" in done.stdout
+    assert f"cpuft launch --hostfile={old}/hosts --no-check --iface=hosts" in done.stdout
+    done = run_cpuft(*resume, "--hostfile", "hosts", "--mpirun", "./bin/mpirun", "--ssh-config", "ssh")
+    assert "at the same time on: b1\n" in done.stdout
+    assert f"--hostfile={new}/hosts --ssh-config={new}/ssh --mpirun={new}/bin/mpirun --task=demo" in done.stdout
+    # A name is looked up on PATH, and a path that is not here may be one on the hosts.
+    assert "--mpirun=mpirun " in run_cpuft(*resume, "--mpirun", "mpirun").stdout
+    assert "--mpirun=mpi/mpirun " in run_cpuft(*resume, "--mpirun", "mpi/mpirun").stdout
+
+
+def test_a_new_sweep_stores_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hosts").write_text("a1\n")
+    headers = list[SweepHeader]()
+    monkeypatch.setattr("cpuft.cli.sweep._carry_out", lambda journal, *_: headers.append(journal.sweep.header))
+    sweep.main(["--seed", "1,2", "--hostfile", "hosts", "--run-dir", "s"], standalone_mode=False)
+    assert headers[0].launch == [f"--hostfile={Path.cwd()}/hosts"]
+    assert read_sweep("s").header == headers[0]
+
+
 def test_a_sweep_that_runs_on_another_host_is_active(tmp_path: Path) -> None:
     """Only the lock of its journal shows that: its other lock contains the name of that host."""
     header = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
