@@ -101,6 +101,7 @@ def parse_hosts(text: str) -> list[int]:
         click.Option(["--json", "as_json"], is_flag=True, help="Print the estimates as one JSON object"),
         click.Argument(["run"], required=False, shell_complete=complete_runs),
     ],
+    alternatives=(("link", "bandwidth"), ("link", "latency")),
 )
 def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     """Estimate time, speed, efficiency and price on 1 to 64 hosts before you rent them.

@@ -262,7 +262,15 @@ class Verb(CheckedCommand):
     """A verb whose options may also come from a YAML file (--config), with its help in sections.
 
     Options of other tools are answered with cpuft's own.
+
+    Parameters
+    ----------
+    alternatives: pairs of names of options of which only one may be given, besides those in ALTERNATIVES.
     """
+
+    def __init__(self, *args: Any, alternatives: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._alternatives = (*ALTERNATIVES, *alternatives)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments into `ctx.params`, with the values of --config's YAML file for options that are not among
@@ -272,7 +280,7 @@ class Verb(CheckedCommand):
         read.
 
         Raises click.UsageError or CpuftError: an unknown option, an option of another tool (with cpuft's own), a wrong
-        value, options that exclude each other (ALTERNATIVES), a control character, or a file of --config that
+        value, options that exclude each other, a control character, or a file of --config that
         `read_config` refuses.
         """
         args = self.rename_old_flags(ctx, args)
@@ -290,9 +298,14 @@ class Verb(CheckedCommand):
             rest = super().parse_args(ctx, args)
         except click.BadParameter as error:
             raise _name_the_file(error, ctx) from None
-        for pair in ALTERNATIVES:
-            if all(name in ctx.params and ctx.get_parameter_source(name) in _GIVEN for name in pair):
-                one, other = map(format_flag, pair)
+        given = {
+            str(param.name): param.opts[0]
+            for param in self.get_params(ctx)
+            if ctx.get_parameter_source(str(param.name)) in _GIVEN and ctx.params.get(str(param.name)) is not False
+        }
+        for first, second in self._alternatives:
+            if first in given and second in given:
+                one, other = given[first], given[second]
                 raise click.UsageError(f"{one} and {other} exclude each other: leave out one of them", ctx)
         return rest
 

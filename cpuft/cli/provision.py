@@ -192,7 +192,11 @@ def diff(name: str) -> None:
     sys.exit(1 if lines else 0)
 
 
-@provision.command(cls=Verb, params=[*make_options(ImageConfig), DRY_RUN, CONFIG_FILE])
+@provision.command(
+    cls=Verb,
+    params=[*make_options(ImageConfig), DRY_RUN, CONFIG_FILE],
+    alternatives=(("list", "delete"), ("output", "aws"), ("output", "list"), ("output", "delete")),
+)
 def image(dry_run: bool, **values: Any) -> None:
     """Build a golden image from a recipe and test that it can train. An image that exists already is left as it is.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 from pathlib import Path
@@ -47,6 +48,7 @@ from cpuft.errors import CpuftError
         CONFIG_FILE,
         click.Argument(["runs"], nargs=-1, required=True, metavar="RUN...", shell_complete=complete_runs),
     ],
+    alternatives=tuple(itertools.combinations(("to", "html", "as_json", "markdown"), 2)),
 )
 def report(
     runs: tuple[str, ...], as_json: bool, markdown: bool, html: bool, estimate: str, to: str, metric: str, config: str

@@ -6,6 +6,8 @@ import os
 import shutil
 import sys
 import time
+from collections import Counter
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -35,9 +37,13 @@ def submit() -> None:
 def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: str, **values: Any) -> None:
     if wait and values.get("array"):
         raise CpuftError("--wait follows one job: leave it out with --array")
-    launch, subject = _parse_sweep(argv) if argv[:1] == ("sweep",) else _parse_launch(argv)
-    name = name or f"{subject}-np{launch.np}-{time.strftime('%m%d-%H%M%S')}"
     scheduler_class = SCHEDULERS[kind]
+    launch: JobLaunch
+    if argv[:1] == ("sweep",):
+        launch, subject = _parse_sweep(argv, scheduler_class.has_submitters_files)
+    else:
+        launch, subject = _parse_launch(argv, values["nodes"], scheduler_class.has_submitters_files)
+    name = name or f"{subject}-np{launch.np}-{time.strftime('%m%d-%H%M%S')}"
     options = pick(scheduler_class.options, {**values, "name": name})
     scheduler = scheduler_class(options.scope)
     # Containers have cpuft on their PATH.
@@ -52,8 +58,13 @@ def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: s
         sys.exit(follow_job(scheduler, job.rpartition("/")[2], partial(click.echo, nl=False)))
 
 
-def _parse_launch(argv: tuple[str, ...]) -> tuple[JobLaunch, str]:
+def _parse_launch(argv: tuple[str, ...], nodes: int, sees_files: bool) -> tuple[JobLaunch, str]:
     """Return (the launch, its task or "script") after its own parser has accepted it.
+
+    Parameters
+    ----------
+    nodes: number of hosts that the user asked for; 0 for as many as the ranks need.
+    sees_files: whether the job sees the files of this machine, so that a run to resume can be looked up here.
 
     Raises CpuftError: `argv` is not a launch that a job can run. Raises click.UsageError: the parser refused it.
     """
@@ -61,18 +72,50 @@ def _parse_launch(argv: tuple[str, ...]) -> tuple[JobLaunch, str]:
         raise CpuftError("no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc")
     end = argv.index("--") if "--" in argv else len(argv)
     script = argv[end:] if argv[end + 1 :] else ()
-    values = _parse("launch", argv[1:]).params
+    context = _parse("launch", argv[1:])
+    values = context.params
     if len(values["script"]) != len(script[1:]):
         raise CpuftError("a script comes after a -- of its own, e.g. -- launch --np 8 -- train.py")
     known = {key: values[key] for key in ("np", "ppn", "run_dir", "resume")}
+    if values["resume"] and context.get_parameter_source("np") not in (_COMMANDLINE, _DEFAULT_MAP):
+        known["np"], most = _read_ranks(values["resume"], sees_files)
+        known["ppn"] = values["ppn"] or (0 if nodes else most)
     return JobLaunch(argv[1:end], script, **known), "script" if script else values["task"]
 
 
-def _parse_sweep(argv: tuple[str, ...]) -> tuple[JobSweep, str]:
+def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
+    """Return (recorded number of ranks of a run, number of ranks on the host that had most).
+
+    Parameters
+    ----------
+    run: folder of the run.
+    sees_files: whether the job sees the files of this machine. If not, the folder here may be that of another run.
+
+    Raises CpuftError: no record of the run can be read here, for example because it is the run of a script.
+    """
+    from cpuft.record import read_record
+
+    if sees_files:
+        with suppress(CpuftError):
+            header = read_record(run).header
+            return header.world_size, max(Counter(rank.host for rank in header.ranks).values(), default=0)
+    raise CpuftError(
+        f"cpuft submit cannot read here how many ranks the run in {run} has, and reserves hosts for them: add --np N "
+        "to the launch, with the number of ranks of that run"
+    )
+
+
+def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str]:
     """Return (the sweep, "sweep") after its own parser has accepted it.
+
+    Parameters
+    ----------
+    sees_files: whether the job sees the files of this machine, so that a sweep to resume can be looked up here.
 
     Raises CpuftError: `argv` is not a sweep that a job can run. Raises click.UsageError: the parser refused it.
     """
+    from cpuft.report.sweep import read_sweep
+
     context = _parse("sweep", argv[1:])
     values = context.params
     if values["action"]:
@@ -83,13 +126,21 @@ def _parse_sweep(argv: tuple[str, ...]) -> tuple[JobSweep, str]:
         for name in list_options_for_resume()
         if name in given
     )
-    ppn = values["ranks_per_host"]
-    np = values["hosts_per_run"] * ppn
+    hosts, ppn = values["hosts_per_run"], values["ranks_per_host"]
+    if values["resume"] and sees_files:
+        with suppress(CpuftError):
+            header = read_sweep(values["resume"]).header
+            recorded = dict(option.split("=", 1) for option in header.options if "=" in option)
+            hosts, ppn = header.hosts_per_run, int(recorded.get("--ppn", 1))
+    np = hosts * ppn
     return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], resume_options), "sweep"
 
 
 def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
-    """Return the context of a verb of cpuft whose parser has accepted these arguments."""
+    """Return the context of a verb of cpuft whose parser has accepted these arguments.
+
+    Raises CpuftError: an option has no meaning in a job. Raises click.UsageError: the parser refused the arguments.
+    """
     root = click.get_current_context().find_root()
     command = root.command.get_command(root, verb) if isinstance(root.command, click.Group) else None
     assert command is not None
@@ -98,6 +149,11 @@ def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
     with command.make_context(verb, list(argv), root) as context:
         if context.params["dry_run"]:
             raise CpuftError(f"--dry-run is an option of cpuft submit: write it before -- {verb}")
+        if context.params["cluster"]:
+            raise CpuftError(
+                f"the {verb} of a job uses the hosts that the scheduler gives to the job, and --cluster names others: "
+                "leave out --cluster"
+            )
         return context
 
 

@@ -70,9 +70,16 @@ def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
 
 
 def _is_running(folder: str) -> bool:
-    """Return whether a `cpuft sweep` of this user works on the sweep in a folder, on this machine."""
-    from cpuft.launch.active_runs import lock_run
+    """Return whether a `cpuft sweep` works on the sweep in a folder.
 
+    On other hosts, it is found where the file system of the folder has locks. Otherwise, it is found if it is this
+    user's on this machine.
+    """
+    from cpuft.launch.active_runs import lock_run
+    from cpuft.sweep.queue import has_locked_journal
+
+    if has_locked_journal(folder):
+        return True
     try:
         with lock_run(os.path.abspath(folder)):
             return False
@@ -162,7 +169,8 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
     names = {option.partition("=")[0] for option in given}
     # Hosts that are given now replace those of the sweep.
     names |= {"--cluster", "--hostfile"} if names & {"--cluster", "--hostfile"} else set()
-    options = [option for option in header.launch if option.partition("=")[0] not in names] + given
+    stored = [_make_path_absolute(option, header.working_folder) for option in header.launch]
+    options = [option for option in stored if option.partition("=")[0] not in names] + given
     parallel = parse_parallel(config.parallel)
     if parallel is None and not header.measurement:
         raise CpuftError(
@@ -178,8 +186,8 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
         return
     with ExitStack() as stack:
         stack.enter_context(lock_run(folder))
-        search = stack.enter_context(_open_search(sweep, config.storage, is_new=False))
         journal = stack.enter_context(continue_journal(folder))
+        search = stack.enter_context(_open_search(sweep, config.storage, is_new=False))
         _carry_out(journal, config, options, places, search)
 
 
@@ -369,14 +377,33 @@ def _measure_places(
 
 
 def _list_launch_options() -> list[str]:
-    """Return the options of the command line that every launch of the sweep gets, too."""
+    """Return the options of the command line that every launch of the sweep gets, too, with absolute paths of files.
+
+    The launches start in the folder where the sweep was started first, and not where --resume continues it.
+    """
     own = [name for name in option_names(LaunchConfig) if name != "run_dir"]
     context, given = click.get_current_context(), given_options()
     values = {name: context.params[name] for name in own if name in given}
-    return [
+    options = [
         format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
         for name, value in values.items()
     ]
+    return [_make_path_absolute(option, os.getcwd()) for option in options]
+
+
+def _make_path_absolute(option: str, folder: str) -> str:
+    """Return an option of a launch such as "--hostfile=hosts"; if it names a file on this machine by a relative path,
+    the path in the result is absolute.
+
+    Parameters
+    ----------
+    folder: absolute path of the folder where relative paths begin; empty for the working directory.
+    """
+    flag, _, path = option.partition("=")
+    absolute = os.path.abspath(os.path.join(folder, path))
+    # --mpirun may be a name that is looked up on PATH, or a path on another host.
+    is_mpirun = flag == "--mpirun" and "/" in path and os.path.exists(absolute)
+    return f"{flag}={absolute}" if path and (flag in ("--hostfile", "--ssh-config") or is_mpirun) else option
 
 
 def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str = "") -> None:

@@ -98,7 +98,7 @@ class JobLaunch:
         function = f'launch() {{ exec "$cpuft" {argv} "$@" {script}; }}\n'
         if self.resume:
             return f"{function}run={shlex.quote(self.resume)} progress=.\nset --\n"
-        run, progress = shlex.quote(self.run_dir or f"runs/{name}"), "logs" if self.script else FILE_NAME
+        run, progress = shlex.quote(self.run_dir.rstrip("/") or f"runs/{name}"), "logs" if self.script else FILE_NAME
         resume = read_template("resume.sh")
         return f"{function}run={run}$task progress={progress} restarted={restarted}\n{resume}"
 
@@ -136,7 +136,7 @@ class JobSweep(JobLaunch):
         begin = f"set -- {shlex.join(self.options)}"
         if self.resume:
             return f"{function}run={shlex.quote(self.resume)} progress={SWEEP_FILE_NAME}\n{begin}\n"
-        names = f"run={shlex.quote(self.run_dir or f'runs/{name}')}$task progress={SWEEP_FILE_NAME}"
+        names = f"run={shlex.quote(self.run_dir.rstrip('/') or f'runs/{name}')}$task progress={SWEEP_FILE_NAME}"
         return (
             f"{function}{names} restarted={restarted}\n"
             f'set -- --resume "$run" {shlex.join(self.resume_options)}\n'

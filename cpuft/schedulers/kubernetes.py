@@ -69,12 +69,13 @@ class Kubernetes(Scheduler[KubernetesOptions]):
                 raise CpuftError(
                     f"--{flag} {text[:80]!r}: use at most {most} small letters, digits and dashes, a letter first"
                 )
-        lines = launch.to_shell(options.name, "yes", *_DEFAULTS)
+        lines = launch.to_shell(options.name, '$(has_begun "$run")', *_DEFAULTS)
+        script = f"cpuft={cpuft}\n{read_template('has_begun.sh')}{lines}{read_template('kubernetes.sh')}"
         claim = {"claimName": options.claim} if options.claim else None
         values: dict[str, Any] = {
             "hosts": hosts,
             "ranks": ranks,
-            "script": escape_variables(f"cpuft={cpuft}\n{lines}{read_template('kubernetes.sh')}"),
+            "script": escape_variables(script),
             "claim": claim,
             "scratch": None if claim else {},
             "cores": str(options.cores),

@@ -56,10 +56,16 @@ class Slurm(Scheduler[SlurmOptions]):
         """Return a job script that has its hosts for itself alone and requeues itself after an interruption.
 
         Raises CpuftError: an option that no #SBATCH line can hold, with spaces or quotes; --extra has an open quotation
-        mark; --nodes contradicts --np and --ppn, or is missing for a sweep; or there is an --array of a sweep.
+        mark; --nodes contradicts --np and --ppn, or is missing for a sweep; or there is an --array of a sweep or of a
+        launch with --resume.
         """
         if options.array and isinstance(launch, JobSweep):
             raise CpuftError("a sweep trains its runs in one job, and --array submits several jobs: leave out --array")
+        if options.array and launch.resume:
+            raise CpuftError(
+                f"all jobs of --array would resume the same run, {launch.resume}: leave out --array, and submit a job "
+                "for each run"
+            )
         hosts, ranks = launch.count_hosts(options.nodes)
         directives = [f"--job-name={options.name}", f"--nodes={hosts}", f"--ntasks-per-node={ranks}"]
         for name in ("partition", "account", "constraint", "time", "array"):

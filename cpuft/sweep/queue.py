@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import signal
@@ -157,10 +158,13 @@ def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: floa
 def open_journal(folder: str, header: SweepHeader) -> Iterator[Journal]:
     """Create the journal of a new sweep, and its folder; inside the `with` block, lines can be added.
 
+    The journal is locked (flock) inside the block, like that of `continue_journal`.
+
     Raises OSError: the folder or the file cannot be made.
     """
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder, FILE_NAME), "x", encoding="utf-8") as file:
+        _lock_journal(file, folder)
         journal = Journal(file, Sweep(folder, header))
         journal.write(header)
         yield journal
@@ -170,16 +174,55 @@ def open_journal(folder: str, header: SweepHeader) -> Iterator[Journal]:
 def continue_journal(folder: str) -> Iterator[Journal]:
     """Open the journal of a sweep that was stopped; inside the `with` block, lines can be added.
 
-    A last line that was cut off is removed. Raises CpuftError: there is no sweep in the folder, or it is broken.
+    A last line that was cut off is removed. The journal is locked (flock) inside the block, so that two sweeps do not
+    write to it; on a shared file system, these may be on different hosts.
+
+    Raises CpuftError: there is no sweep in the folder, or it is broken, or another `cpuft sweep` works on it.
     """
     path = Path(folder, FILE_NAME)
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    sweep = parse_journal(text, folder)
+    if not path.is_file():
+        parse_journal("", folder)
+    # NFS version 4 gives an exclusive lock only to a file that is open for writing.
     with open(path, "r+", encoding="utf-8") as file:
+        _lock_journal(file, folder)
+        text = file.read()  # after the lock, because the former owner may have added lines until then
+        sweep = parse_journal(text, folder)
         whole = text[: text.rfind("\n") + 1]
         file.truncate(len(whole.encode()))
         file.seek(0, os.SEEK_END)
         yield Journal(file, sweep)
+
+
+def _lock_journal(file: IO[str], folder: str) -> None:
+    """Lock the journal of the sweep in `folder` until `file` is closed; without locks on its file system, do nothing.
+
+    Raises CpuftError: another `cpuft sweep` works on the sweep.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise CpuftError(
+            f"another cpuft sweep is working on {folder}, here or on another host: wait until it has ended, or stop "
+            "it, and try again"
+        ) from None
+    except OSError:
+        pass
+
+
+def has_locked_journal(folder: str) -> bool:
+    """Return whether a `cpuft sweep` on any host works on the sweep in a folder.
+
+    False also if the file system has no locks, or if there is no journal that can be read.
+    """
+    try:
+        # A shared lock also fails while a sweep has the exclusive one, and needs no permission to write.
+        with open(Path(folder, FILE_NAME), "rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
 
 
 class Journal:

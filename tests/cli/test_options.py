@@ -225,3 +225,36 @@ def test_the_demo_has_a_learning_rate_of_its_own_that_a_flag_overrides() -> None
     rates = [parse_arguments(TrainConfig, list(words)).choose_lora(0).learning_rate for words in asked]
     assert rates == [1e-4, 1e-4, 2e-5, 2e-5, 2e-4]
     assert "--learning-rate=0.0001" in format_arguments(TrainConfig())  # as the plan and the record show it
+
+
+@pytest.mark.parametrize(
+    ("words", "flags"),
+    [
+        ("report run --to mlflow --html", "--to and --html"),
+        ("report run --to mlflow --json", "--to and --json"),
+        ("report run --markdown --to mlflow", "--to and --markdown"),
+        ("report run --json --html", "--html and --json"),
+        ("report run --markdown --html", "--html and --markdown"),
+        ("report run --markdown --json", "--json and --markdown"),
+        ("estimate run --link links.json --bandwidth 1gbit", "--link and --bandwidth"),
+        ("estimate run --latency 0 --link links.json", "--link and --latency"),
+        ("provision image --list --delete image", "--list and --delete"),
+        ("provision image --aws --output image", "--output and --aws"),
+        ("provision image --output image --list", "--output and --list"),
+        ("provision image --output image --delete image", "--output and --delete"),
+    ],
+)
+def test_options_that_exclude_each_other(words: str, flags: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """One of them would be without effect."""
+    with pytest.raises(SystemExit) as ended:
+        main(words.split())
+    said = capsys.readouterr()
+    verb = "provision image" if words.startswith("provision") else words.split()[0]
+    message = f"{flags} exclude each other: leave out one of them (see cpuft {verb} --help)"
+    assert (ended.value.code, said.out, said.err) == (2, "", f"cpuft: error: {message}\n")
+
+
+def test_an_option_that_is_off_excludes_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["provision", "image", "--no-aws", "--no-list", "--output", "image", "--recipe", "none.yaml"])
+    assert "none.yaml" in capsys.readouterr().err

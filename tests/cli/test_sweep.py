@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -149,6 +150,62 @@ def test_a_sweep_that_divided_this_machine_continues_on_all_hosts_of_a_cluster(t
     done = run_cpuft("sweep", "--resume", str(tmp_path / "s"), "--hostfile", str(tmp_path / "hosts"), "--dry-run")
     assert done.returncode == 0, done.stderr
     assert "at the same time on: a1; a2; a3\n" in done.stdout
+
+
+def test_a_sweep_that_is_resumed_in_another_folder_finds_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal names files from where the sweep was started, and options that are given now name files from here."""
+    old, new = tmp_path / "old", tmp_path / "new"
+    for folder, host in ((old, "a1"), (new, "b1")):
+        (folder / "bin").mkdir(parents=True)
+        (folder / "hosts").write_text(f"{host}\n")
+        (folder / "bin" / "mpirun").touch()
+    launch = ["--hostfile=hosts", "--no-check", "--iface=hosts"]
+    header = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
+    header = replace(header, launch=launch, working_folder=str(old))
+    (old / "s").mkdir()
+    (old / "s" / FILE_NAME).write_text(format_journal_line(header) + "\n")
+    monkeypatch.chdir(new)
+    resume = ("sweep", "--resume", str(old / "s"), "--dry-run")
+    done = run_cpuft(*resume)
+    assert done.returncode == 0, done.stderr
+    assert "at the same time on: a1\n" in done.stdout
+    assert f"cpuft launch --hostfile={old}/hosts --no-check --iface=hosts" in done.stdout
+    done = run_cpuft(*resume, "--hostfile", "hosts", "--mpirun", "./bin/mpirun", "--ssh-config", "ssh")
+    assert "at the same time on: b1\n" in done.stdout
+    assert f"--hostfile={new}/hosts --ssh-config={new}/ssh --mpirun={new}/bin/mpirun --task=demo" in done.stdout
+    # A name is looked up on PATH, and a path that is not here may be one on the hosts.
+    assert "--mpirun=mpirun " in run_cpuft(*resume, "--mpirun", "mpirun").stdout
+    assert "--mpirun=mpi/mpirun " in run_cpuft(*resume, "--mpirun", "mpi/mpirun").stdout
+
+
+def test_a_new_sweep_stores_absolute_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hosts").write_text("a1\n")
+    headers = list[SweepHeader]()
+    monkeypatch.setattr("cpuft.cli.sweep._carry_out", lambda journal, *_: headers.append(journal.sweep.header))
+    sweep.main(["--seed", "1,2", "--hostfile", "hosts", "--run-dir", "s"], standalone_mode=False)
+    assert headers[0].launch == [f"--hostfile={Path.cwd()}/hosts"]
+    assert read_sweep("s").header == headers[0]
+
+
+def test_a_sweep_that_runs_on_another_host_is_active(tmp_path: Path) -> None:
+    """Only the lock of its journal shows that: its other lock contains the name of that host."""
+    header = SweepHeader(VERSION, ["--task=demo"], [{"seed": "1"}], "", "auto", 1, 0.0, [1.0])
+    start = AttemptStart(1, 1, "node1", "run-1", time.time())
+    text = "".join(format_journal_line(line) + "\n" for line in (header, start))
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / FILE_NAME).write_text(text)
+    with (tmp_path / "s" / FILE_NAME).open("r+") as journal:
+        fcntl.flock(journal, fcntl.LOCK_EX)
+        told = run_cpuft("sweep", "status", str(tmp_path / "s")).stdout
+        refused = run_cpuft("sweep", "--resume", str(tmp_path / "s"))
+    assert told.startswith("1 run: 0 done, 1 running, 0 queued, 0 failed")
+    assert "no cpuft sweep works on these runs now" not in told
+    said = f"another cpuft sweep is working on {tmp_path}/s, here or on another host: wait until it has ended, or stop"
+    assert (refused.returncode, refused.stderr) == (2, f"cpuft: error: {said} it, and try again\n")
+    assert (tmp_path / "s" / FILE_NAME).read_text() == text
+    assert "no cpuft sweep works on these runs now" in run_cpuft("sweep", "status", str(tmp_path / "s")).stdout
 
 
 def write_search(folder: Path, *lines: JournalLine, **changes: Any) -> SweepHeader:

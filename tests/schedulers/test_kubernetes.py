@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cpuft.errors import CpuftError
-from cpuft.schedulers.base import JobLaunch
+from cpuft.schedulers.base import JobLaunch, JobSweep
 from cpuft.schedulers.kubernetes import Kubernetes, KubernetesOptions, escape_variables
 from tests.conftest import Golden
 from tests.launch.operator import expand
@@ -41,7 +41,13 @@ CONTAINER = {
     "image": str,
     "command": [str],
     "workingDir?": str,
-    "env?": [{"name": re.compile("[A-Z_]+"), "value": str}],
+    "env?": [
+        {
+            "name": re.compile("[A-Z_]+"),
+            "value?": str,
+            "valueFrom?": {"fieldRef": {"fieldPath": re.compile(r"metadata\.labels\['[a-z./-]+'\]")}},
+        }
+    ],
     "resources": {"requests": SHARE, "limits": SHARE},
     "readinessProbe?": {"tcpSocket": {"port": range(1, 1 << 16)}, "periodSeconds": range(1, 10**6)},
     "volumeMounts": [{"name": LABEL, "mountPath": str}],
@@ -189,12 +195,60 @@ def test_a_launcher_that_is_started_again_goes_on() -> None:
     assert words_said() == ["launch", *FIRST, *WORK.options, "--resume", "runs/mrpc-np8", "--run-dir", ""]
 
 
+@pytest.mark.parametrize("run_dir", ["", "runs/my run/"])
+def test_a_job_resumes_only_the_run_that_it_has_begun(run_dir: str) -> None:
+    """Each start of a new job with the folder of an earlier job starts a run there, which its launch refuses."""
+    add_program("cpuft", SAY)
+    launch, run = replace(WORK, run_dir=run_dir), run_dir.rstrip("/") or "runs/mrpc-np8"
+    job = yaml.safe_load(Kubernetes().render(SITE, launch, "cpuft"))
+    container = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
+    label = {"fieldRef": {"fieldPath": "metadata.labels['batch.kubernetes.io/controller-uid']"}}
+    assert {"name": "CPUFT_JOB_UID", "valueFrom": label} in container["env"]
+
+    def start(uid: str) -> list[str]:
+        done = run_script("sh", expand(container["command"][-1], {}), CPUFT_JOB_UID=uid)
+        assert (done.returncode, done.stderr) == (0, "")
+        return words_said()[len(FIRST) + len(WORK.options) + 1 :]
+
+    begins, resumes = ["--run-dir", run], ["--resume", run, "--run-dir", ""]
+    assert start("a") == begins
+    assert start("a") == begins
+    Path(run).mkdir()
+    Path(run, "record.jsonl").write_text("{}")
+    assert start("a") == resumes
+    assert start("b") == start("b") == begins
+    assert start("a") == resumes
+    Path(run, "record.jsonl").unlink()
+    Path(run).rmdir()
+    assert start("b") == begins
+    Path(run, "logs").mkdir(parents=True)
+    assert start("b") == begins  # after it has moved aside what came to nothing
+    assert not Path(run).exists()
+
+
+def test_a_job_continues_only_the_sweep_that_it_has_begun() -> None:
+    add_program("cpuft", SAY)
+    text = Kubernetes().render(replace(SITE, nodes=2), JobSweep(("--seed", "1..3"), ppn=1), "cpuft")
+    containers = yaml.safe_load(text)["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"]
+    begins, run = ["sweep", "--seed", "1..3", "--run-dir", "runs/mrpc-np8"], Path("runs/mrpc-np8")
+
+    def start(uid: str) -> list[str]:
+        assert run_script("sh", expand(containers[0]["command"][-1], {}), CPUFT_JOB_UID=uid).returncode == 0
+        return words_said()
+
+    assert start("a") == begins
+    run.mkdir()
+    (run / "sweep.jsonl").write_text("{}")
+    assert start("a") == ["sweep", "--resume", "runs/mrpc-np8"]
+    assert start("b") == begins
+
+
 def run_launcher(program: str, memo: Path) -> tuple[int, str]:
     """The launcher's container, where `program` is cpuft and its pod's memory is a folder: exit code and errors."""
     add_program("cpuft", program)
     job = yaml.safe_load(Kubernetes().render(SITE, WORK, "cpuft"))
     container = job["spec"]["mpiReplicaSpecs"]["Launcher"]["template"]["spec"]["containers"][0]
-    assert container["env"] == [{"name": "CPUFT_MEMO", "value": "/memo"}]
+    assert {"name": "CPUFT_MEMO", "value": "/memo"} in container["env"]
     assert {"name": "memo", "mountPath": "/memo"} in container["volumeMounts"]
     memo.mkdir(exist_ok=True)
     done = run_script("sh", expand(container["command"][-1], {}), CPUFT_MEMO=str(memo))

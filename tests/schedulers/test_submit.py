@@ -14,9 +14,11 @@ import yaml
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError
-from cpuft.report.sweep import FILE_NAME
+from cpuft.record import Writer
+from cpuft.report.sweep import FILE_NAME, VERSION, SweepHeader, format_journal_line
 from cpuft.schedulers import parse_job
 from cpuft.schedulers.base import SWEEP_FILE_NAME, follow_job, read_template
+from tests.records import make_record
 from tests.schedulers.programs import SAY, add_program, run_script, words_said
 
 LAUNCH = ("--", "launch", "--np", "2", "--task", "mrpc")
@@ -134,6 +136,55 @@ def test_kubernetes_takes_a_sweep(capsys: pytest.CaptureFixture[str]) -> None:
     assert words_said() == [*words, "--run-dir", "runs/s"]
 
 
+def write_run(folder: str, ranks: int, hosts: int) -> None:
+    """Write the record of an interrupted run."""
+    record = make_record(ranks, hosts)
+    with Writer(folder) as writer:
+        writer.write(record.header)
+
+
+@pytest.mark.parametrize(
+    "words, ranks_per_host, directives",
+    [
+        ((), 1, "--nodes=8\n#SBATCH --ntasks-per-node=1\n"),
+        ((), 4, "--nodes=2\n#SBATCH --ntasks-per-node=4\n"),
+        (("--nodes", "4"), 4, "--nodes=4\n#SBATCH --ntasks-per-node=2\n"),
+        (("--nodes", "4"), 1, "--nodes=4\n#SBATCH --ntasks-per-node=2\n"),
+    ],
+)
+def test_a_job_that_resumes_a_run_has_hosts_for_its_recorded_ranks(
+    capsys: pytest.CaptureFixture[str], words: tuple[str, ...], ranks_per_host: int, directives: str
+) -> None:
+    write_run("runs/x", 8, 8 // ranks_per_host)
+    code, text, errors = run(capsys, "slurm", *words, "--dry-run", "--", "launch", "--resume", "runs/x")
+    assert (code, errors) == (0, "")
+    assert directives in text
+    assert "#SBATCH --job-name=demo-np8-" in text
+
+
+def test_options_of_a_resumed_launch_replace_the_recorded_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    write_run("runs/x", 8, 2)
+    resume = ("--dry-run", "--", "launch", "--resume", "runs/x")
+    assert "--nodes=4\n#SBATCH --ntasks-per-node=2\n" in run(capsys, "slurm", *resume, "--ppn", "2")[1]
+    assert "--nodes=6\n#SBATCH --ntasks-per-node=1\n" in run(capsys, "slurm", *resume, "--np", "6")[1]
+    # The folder in the container is not the one here.
+    assert "slotsPerWorker: 3\n" in run(capsys, "kubernetes", *IMAGE, *resume, "--np", "6", "--ppn", "3")[1]
+    code, _, errors = run(capsys, "kubernetes", *IMAGE, "--nodes", "4", *resume)
+    assert code == 2
+    assert errors.startswith("cpuft: error: cpuft submit cannot read here how many ranks the run in runs/x has, and ")
+
+
+def test_a_job_that_resumes_a_sweep_has_hosts_for_its_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--task=demo", "--np=6", "--ppn=3"]
+    header = SweepHeader(VERSION, options, [{"seed": "1"}], "", "auto", 2, 0.0, [1.0])
+    Path("s").mkdir()
+    Path("s", FILE_NAME).write_text(format_journal_line(header) + "\n")
+    resume = ("--dry-run", "--", "sweep", "--resume", "s")
+    assert "--nodes=4\n#SBATCH --ntasks-per-node=3\n" in run(capsys, "slurm", "--nodes", "4", *resume)[1]
+    said = "cpuft: error: --nodes 1 is less than --hosts-per-run 2: raise --nodes\n"
+    assert run(capsys, "slurm", "--nodes", "1", *resume) == (2, "", said)
+
+
 def test_the_journal_has_the_name_that_job_scripts_look_for() -> None:
     assert SWEEP_FILE_NAME == FILE_NAME
     assert f'"$progress" = {FILE_NAME}' in read_template("slurm.sh")
@@ -164,6 +215,10 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
             ("slurm", "--", "launch", "train.py"),
             "a script comes after a -- of its own, e.g. -- launch --np 8 -- train.py",
         ),
+        (
+            ("slurm", "--nodes", "4", "--", "launch", "--resume", "runs/x"),
+            "cpuft submit cannot read here how many ranks the run in runs/x has, and reserves hosts for them: add --np",
+        ),
         (("slurm", "--", "launch", "--iface", "\udc80"), "the launch contains bytes that are not UTF-8, which no"),
         (("slurm", "--", "sweep", "--task", "mrpc"), "a sweep trains on as many hosts as its job has: add --nodes N,"),
         (
@@ -173,6 +228,18 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
         (
             ("slurm", "--nodes", "2", "--array", "0-1", "--", "sweep"),
             "a sweep trains its runs in one job, and --array submits several jobs: leave out --array",
+        ),
+        (
+            ("slurm", "--array", "0-3", "--", "launch", "--np", "2", "--resume", "runs/x"),
+            "all jobs of --array would resume the same run, runs/x: leave out --array, and submit a job for each run",
+        ),
+        (
+            ("slurm", *LAUNCH, "--cluster", "lab"),
+            "the launch of a job uses the hosts that the scheduler gives to the job, and --cluster names others: leave",
+        ),
+        (
+            ("slurm", "--nodes", "2", "--", "sweep", "--cluster", "lab"),
+            "the sweep of a job uses the hosts that the scheduler gives to the job, and --cluster names others: leave",
         ),
         (("slurm", "--nodes", "2", "--", "sweep", "status", "x"), "a job runs a sweep, and has no status to show:"),
         (("slurm", "--nodes", "2", "--", "sweep", "--dry-run"), "--dry-run is an option of cpuft submit: write it bef"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 import re
 import shlex
@@ -48,6 +50,7 @@ from cpuft.sweep.queue import (
     estimate_seconds_left,
     find_lost_hosts,
     format_status,
+    has_locked_journal,
     name_in_trackers,
     open_journal,
     plan_places,
@@ -535,3 +538,36 @@ def test_a_second_sweep_cannot_write_to_the_same_journal(launches: Launches) -> 
     with pytest.raises(FileExistsError), open_journal(str(launches.folder), launches.header(1)):
         pass
     assert shlex.split(launches.calls[0])[0] == "launch"
+
+
+def test_a_journal_is_locked_while_a_sweep_writes_to_it(launches: Launches, tmp_path: Path) -> None:
+    """The lock is on the file itself, so that a sweep on another host that sees the file is kept out, too."""
+    folder = str(launches.folder)
+    refusal = pytest.raises(CpuftError, match=f"another cpuft sweep is working on {folder}, here or on another host: ")
+    assert not has_locked_journal(str(tmp_path / "none"))
+    with open_journal(folder, launches.header(1)) as journal:
+        with refusal, continue_journal(folder):
+            pass
+        assert has_locked_journal(folder)
+        text = Path(folder, FILE_NAME).read_text()
+    assert not has_locked_journal(folder)
+    with continue_journal(folder) as journal:
+        assert has_locked_journal(folder)
+        with refusal, continue_journal(folder):
+            pass
+        journal.write(AttemptStart(1, 1, "node1", "run-1", 1.0))
+    assert Path(folder, FILE_NAME).read_text().startswith(text)
+    assert len(read_sweep(folder).starts) == 1
+
+
+def test_a_file_system_without_locks_does_not_stop_a_sweep(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    folder = str(launches.folder)
+    with open_journal(folder, launches.header(1)):
+        assert not has_locked_journal(folder)
+    with continue_journal(folder) as journal:
+        journal.write(AttemptStart(1, 1, "node1", "run-1", 1.0))
+    assert len(read_sweep(folder).starts) == 1
