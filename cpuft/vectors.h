@@ -218,4 +218,25 @@ struct Lanes {
     }
 };
 
+// Sums of columns to which several threads add. Each thread has a line of its own, and `add_to` adds the lines in the
+// order of the threads. So sums have the same bits in every run with as many threads, whichever thread ends first.
+class ThreadSums {
+    size_t length;
+    std::vector<float> lines;
+
+  public:
+    ThreadSums(int threads, int64_t columns)
+        // Lines are a cache line apart, so that no two threads write to the same one.
+        : length((size_t(columns) + 31) / 16 * 16), lines(length * size_t(threads)) {}
+
+    // The line of a thread: zeros at first.
+    float *of(int thread) { return lines.data() + size_t(thread) * length; }
+
+    // Add the sums of `count` columns from `first` on to `sums`, which may be null: there is nothing to do then.
+    void add_to(float *sums, size_t first, size_t count) const {
+        for (size_t line = first; sums && line < lines.size(); line += length)
+            for (size_t j = 0; j < count; j++) sums[j] += lines[line + j];
+    }
+};
+
 } // namespace

@@ -57,10 +57,10 @@ void gelu_forward(const T *x, const T *bias, T *y, T *slope, int64_t rows, int64
 // dx = dy * slope. The bias's gradient, which is the column sums of dx, is added to `dbias`.
 template <class T>
 void gelu_backward(const T *dy, const T *slope, T *dx, float *dbias, int64_t rows, int64_t cols, int threads) {
+    ThreadSums line(threads, cols);
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> line(static_cast<size_t>(cols));
-        float *mine = line.data();
+        float *mine = line.of(omp_get_thread_num());
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0, at = i * cols; j < cols; j += W, at += W) {
@@ -69,9 +69,8 @@ void gelu_backward(const T *dy, const T *slope, T *dx, float *dbias, int64_t row
                 put(dx + at, d, m);
                 put(mine + j, get(mine + j, m) + d, m);
             }
-#pragma omp critical
-        for (int64_t j = 0; j < cols; j++) dbias[j] += mine[j];
     }
+    line.add_to(dbias, 0, size_t(cols));
 }
 
 // y = activation(x1) * x2, where x1 and x2 are the halves of x's rows, which have 2 * cols numbers.
@@ -201,10 +200,10 @@ void rotate_backward(const T *dy, const T *x, const float *cos, const float *sin
                      int threads) {
     Turn query{query_weight, query_eps, size, half}, key{key_weight, key_eps, size, half};
     int64_t turned = (queries + keys) * size, width = turned + values;
+    ThreadSums sums(threads, 3 * size);
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> room(static_cast<size_t>(3 * size));
-        float *line = room.data(), *dquery = line + size, *dkey = dquery + size;
+        float *line = sums.of(omp_get_thread_num()), *dquery = line + size, *dkey = dquery + size;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows; i++) {
             const T *dyi = dy + i * width, *xi = x ? x + i * width : dyi;
@@ -215,12 +214,9 @@ void rotate_backward(const T *dy, const T *x, const float *cos, const float *sin
                               h < queries ? dquery : dkey);
             std::memcpy(dxi + turned, dyi + turned, size_t(values) * sizeof(T));
         }
-#pragma omp critical
-        for (int64_t j = 0; j < size; j++) {
-            if (query_grad) query_grad[j] += dquery[j];
-            if (key_grad) key_grad[j] += dkey[j];
-        }
     }
+    sums.add_to(query_grad, size_t(size), size_t(size));
+    sums.add_to(key_grad, size_t(2 * size), size_t(size));
 }
 
 // Quantise rows of x, after multiplying each column by its number of `factors` (null: by 1), to whole numbers from -127

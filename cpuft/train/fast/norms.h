@@ -5,7 +5,6 @@
 #include "../../vectors.h"
 #include <cmath>
 #include <omp.h>
-#include <vector>
 
 namespace {
 
@@ -58,11 +57,11 @@ template <class T>
 void norm_backward(const T *dy, const T *dsum, const T *sum, const float *mean, const float *rstd, const float *weight,
                    T *dx, T *dresidual, float *dweight, float *dbias, float *dshift, int64_t rows, int64_t cols,
                    uint64_t seed, uint32_t threshold, float scale, int threads) {
+    ThreadSums line(threads, 3 * cols);
 #pragma omp parallel num_threads(threads)
     {
         Lanes lanes(cols);
-        std::vector<float> line(static_cast<size_t>(3 * cols));
-        float *dw = line.data(), *db = dw + cols, *ds = db + cols;
+        float *dw = line.of(omp_get_thread_num()), *db = dw + cols, *ds = db + cols;
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows; i++) {
             const T *dyi = dy + i * cols, *si = sum + i * cols;
@@ -95,30 +94,26 @@ void norm_backward(const T *dy, const T *dsum, const T *sum, const float *mean, 
                 if (dshift) put(ds + j, get(ds + j, m) + d, m);
             }
         }
-#pragma omp critical
-        for (int64_t j = 0; j < cols; j++) {
-            if (dweight) dweight[j] += dw[j];
-            if (dbias) dbias[j] += db[j];
-            if (dshift) dshift[j] += ds[j];
-        }
     }
+    line.add_to(dweight, 0, size_t(cols));
+    line.add_to(dbias, size_t(cols), size_t(cols));
+    line.add_to(dshift, size_t(2 * cols), size_t(cols));
 }
 
 // sums += the sum of all rows of x. The gradient of a linear layer's bias is this sum of its output's gradient.
 template <class T> void column_sums(const T *x, float *sums, int64_t rows, int64_t cols, int threads) {
+    ThreadSums line(threads, cols);
 #pragma omp parallel num_threads(threads)
     {
-        std::vector<float> line(static_cast<size_t>(cols));
-        float *mine = line.data();
+        float *mine = line.of(omp_get_thread_num());
 #pragma omp for schedule(static)
         for (int64_t i = 0; i < rows; i++)
             for (int64_t j = 0; j < cols; j += W) {
                 int64_t m = lanes_of(j, cols);
                 put(mine + j, get(mine + j, m) + get(x + i * cols + j, m), m);
             }
-#pragma omp critical
-        for (int64_t j = 0; j < cols; j++) sums[j] += mine[j];
     }
+    line.add_to(sums, 0, size_t(cols));
 }
 
 } // namespace
