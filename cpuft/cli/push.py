@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,6 +14,7 @@ from cpuft.cli.common import find_model_folder, say
 from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs
 from cpuft.errors import CpuftError, counted, install_command
 from cpuft.files import EMBEDDING_FILES, NORMALIZE_FOLDER, POOLING_FOLDER, TOKENIZER_FILES
+from cpuft.secret_variables import mask_secrets
 from cpuft.serialization import load, parse_json
 
 _FILES = (
@@ -151,7 +153,7 @@ def upload_files(upload: Upload, name: str, public: bool) -> str:
     if not token:
         raise CpuftError(f"there is no token for the Hugging Face hub: {_LOG_IN}")
     get_session().timeout = _SECONDS  # the client of the hub waits without a limit
-    hub = huggingface_hub.HfApi(token=token)
+    hub, address = huggingface_hub.HfApi(token=token), mask_secrets(constants.ENDPOINT, os.environ, token)
     try:
         repository = hub.create_repo(name, private=not public, exist_ok=True).repo_id
         if not public and not hub.repo_info(repository).private:
@@ -170,10 +172,10 @@ def upload_files(upload: Upload, name: str, public: bool) -> str:
         raise
     except Exception as error:  # the client's HTTP library and its uploader raise errors of their own classes
         raise CpuftError(
-            f"the upload to {constants.ENDPOINT} failed ({_shorten(error, token)}): check the network and the proxy "
+            f"the upload to {address} failed ({_shorten(error, token)}): check the network and the proxy "
             f"settings, then run the same command again"
         ) from None
-    return f"{constants.ENDPOINT}/{repository}"
+    return f"{address}/{repository}"
 
 
 def _describe_refusal(error: Exception, name: str, token: str) -> str:
@@ -184,6 +186,6 @@ def _describe_refusal(error: Exception, name: str, token: str) -> str:
 
 
 def _shorten(error: Exception, token: str) -> str:
-    """Return the text of an error in one short line without the token."""
+    """Return the text of an error in one short line without passwords and tokens."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text.replace(token, "***")[:200]
+    return mask_secrets(text, os.environ, token)[:200]

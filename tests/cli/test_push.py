@@ -220,10 +220,12 @@ def test_a_hub_that_refuses_or_is_not_there(hub: Hub, settings: dict[str, str]) 
     assert TOKEN not in last
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{one.getsockname()[1]}"
-        done = run_cpuft("push", "run", "team/model", settings=settings | {"HF_ENDPOINT": nobody})
+        nobody = f"127.0.0.1:{one.getsockname()[1]}"
+        address = f"http://me:pass-word@{nobody}"
+        done = run_cpuft("push", "run", "team/model", settings=settings | {"HF_ENDPOINT": address})
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"cpuft: error: the upload to {nobody} failed (")
+    assert done.stderr.splitlines()[-1].startswith(f"cpuft: error: the upload to http://***@{nobody} failed (")
+    assert "pass-word" not in done.stderr
     assert "check the network and the proxy settings" in done.stderr
 
 
