@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import os
 import reprlib
 import shlex
 import signal
@@ -112,15 +113,26 @@ def describe_path_error(error: OSError) -> str:
     """Return the message for an OSError about a path: what is wrong with the path, and what to do.
 
     This is for a path that is too long, a missing permission, a part of the path that is not a folder, a file system
-    that is full, over quota or read-only, and a file that is too large. The result is empty for any other OSError, also
-    for a file that does not exist.
+    that is full, over quota or read-only, and a file that is too large. If a file does not exist, the message is that
+    the working folder was deleted, if it was. The result is empty for any other OSError, also for a file that does not
+    exist although the working folder does.
     """
+    if error.errno == errno.ENOENT and _is_working_folder_deleted():
+        return "the working folder does not exist any more: change to another one"
     if error.errno == errno.ENAMETOOLONG:
         return f"the path {reprlib.repr(str(error.filename))} is longer than the file system takes: give a shorter one"
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
         return ""
     path = error.filename2 or error.filename or "a file"
     return f"{path} cannot be used ({error.strerror}): see to its disk and its mode, or give another place"
+
+
+def _is_working_folder_deleted() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:

@@ -36,6 +36,17 @@ TOKENIZER_FILES = (
 """Names of the files that transformers saves a tokenizer in.
 
 Their content is part of the data's checksum, in this order, and they are what `cpuft push` uploads of a tokenizer."""
+POOLING_FOLDER, NORMALIZE_FOLDER = "1_Pooling", "2_Normalize"
+EMBEDDING_FILES = (
+    "modules.json",
+    "config_sentence_transformers.json",
+    "sentence_bert_config.json",
+    f"{POOLING_FOLDER}/config.json",
+    f"{NORMALIZE_FOLDER}/config.json",
+)
+"""Paths, in the folder of an embedding model, of the files that tell sentence-transformers how to make embeddings.
+
+`cpuft push` uploads them with the model: without them, the same weights make other embeddings."""
 _SPECIAL = {
     stat.S_IFDIR: "folder",
     stat.S_IFCHR: "device",

@@ -483,8 +483,8 @@ def format_line(line: Line) -> str:
 class Writer:
     """Writes a record line by line and flushes each line, so that a killed run leaves all of them.
 
-    The file is locked (flock) while the writer is open. Use the writer in a `with` block, which closes the file; if the
-    block raised an error, an error of closing does not replace it.
+    The file is locked (flock) while the writer is open, if its file system has locks. Use the writer in a `with` block,
+    which closes the file; if the block raised an error, an error of closing does not replace it.
     """
 
     def __init__(self, run_dir: str, begun: str | None = None) -> None:
@@ -508,7 +508,9 @@ class Writer:
             beside.unlink(missing_ok=True)  # left by an earlier start that was killed before it renamed the file
         # Mode "x" does not follow a link, and does not wait for the other end of a named pipe.
         self._file: IO[str] = open(beside, "x", encoding="utf-8")  # noqa: SIM115
-        fcntl.flock(self._file, fcntl.LOCK_EX)
+        # The lock only tells `cpuft launch --resume` that the run is active. Some file systems have no locks (ENOLCK).
+        with suppress(OSError):
+            fcntl.flock(self._file, fcntl.LOCK_EX)
         self._file.write(begun or "")
         self._file.flush()
         beside.rename(path)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import abc
 import importlib.util
+import io
 import os
 import sys
 import threading
@@ -22,6 +23,7 @@ from typing import Any, ClassVar
 from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.files import hash_text
 from cpuft.record import FILE_NAME, EvaluationLine, Footer, Header, Line, StepLine, format_line, parse_lines
+from cpuft.secret_variables import mask_secrets
 
 _PROJECT = "cpuft"
 """Project or experiment of all runs, unless the tracker's own environment variable names another one."""
@@ -276,7 +278,7 @@ def send_record(run: str, names: Sequence[str]) -> None:
     try:
         send(iter(lines), names, Path(run))
     except Exception as error:  # each library has errors of its own
-        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        reason = mask_secrets(" ".join(str(error).split()), os.environ)[:200] or type(error).__name__
         raise CpuftError(f"{run} was not sent to {', '.join(names)} ({reason}): try again when it answers") from None
 
 
@@ -294,6 +296,14 @@ def follow(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[
             sleep(_POLL_SECONDS)
 
 
+class _MaskedText(io.TextIOWrapper):
+    """Standard output or error without passwords and tokens, which libraries may show in warnings and errors."""
+
+    def write(self, text: str) -> int:
+        super().write(mask_secrets(text, os.environ))
+        return len(text)
+
+
 def _end_with_parent(parent: int) -> None:
     """End this process when the rank that started it has ended, even if a library never returns."""
     while os.getppid() == parent:
@@ -305,6 +315,10 @@ def main() -> None:
     """Follow the record in RUN_DIR and send it to the trackers NAMES, until its footer or the end of the rank."""
     names, run_dir = sys.argv[1:]
     os.nice(19)
+    sys.stdout, sys.stderr = (
+        _MaskedText(stream.buffer, stream.encoding, "backslashreplace", line_buffering=True)
+        for stream in (sys.stdout, sys.stderr)
+    )
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     send(follow(Path(run_dir) / FILE_NAME), parse_trackers(names), Path(run_dir))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shlex
 import subprocess
 import sys
@@ -12,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cpuft
-from cpuft.errors import CPU_INDEX, CpuftError, install_command
+from cpuft.errors import CPU_INDEX, CpuftError, describe_path_error, install_command
 
 PACKAGE = Path(cpuft.__file__).parent
 
@@ -33,6 +35,19 @@ def test_every_message_is_one_printable_line(text: str) -> None:
 )
 def test_what_would_end_the_line_is_escaped(text: str, shown: str) -> None:
     assert str(CpuftError(text)) == shown
+
+
+def test_a_working_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing = FileNotFoundError(errno.ENOENT, "No such file or directory", "a.csv")
+    assert describe_path_error(missing) == ""
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(FileNotFoundError) as caught:
+        os.getcwd()
+    for error in (caught.value, missing):
+        assert describe_path_error(error) == "the working folder does not exist any more: change to another one"
+    assert describe_path_error(OSError(errno.EIO, "I/O error")) == ""
 
 
 def test_pip_takes_the_command_that_hints_print() -> None:

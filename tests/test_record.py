@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -119,6 +121,19 @@ def test_a_disk_that_is_full_is_named_by_the_records_path(tmp_path: Path) -> Non
         fill(tmp_path)
     said = f"{tmp_path}/record.jsonl cannot be used (File too large): see to its disk and its mode, or give another"
     assert describe_path_error(caught.value).startswith(said)
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_record_is_written_on_a_file_system_without_locks(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with Writer(str(tmp_path)) as writer:
+        writer.write(make_record().header)
+    assert (tmp_path / "record.jsonl").read_text() == format_line(make_record().header) + "\n"
 
 
 def test_a_resumed_record_is_written_through_no_link_and_into_no_pipe(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -141,6 +142,47 @@ def test_a_tracker_that_fails_is_one_message(listening: type[Listening], tmp_pat
     listening.finish = lambda self: 1 / 0  # type: ignore[method-assign, assignment]
     with pytest.raises(CpuftError, match=r"run was not sent to listening \(division by zero\): try again"):
         send_record(str(tmp_path / "run"), ["listening"])
+
+
+MLFLOW = """
+import os, sys
+class MlflowClient:
+    def __init__(self):
+        address, token = os.environ["MLFLOW_TRACKING_URI"], os.environ["MLFLOW_TRACKING_TOKEN"]
+        print(f"{address} does not answer", file=sys.stderr)
+        raise ConnectionError(f"API request to {address}/api failed with the token {token}")
+"""
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> dict[str, str]:
+    """The environment of a user whose mlflow names the password and the token of its server in its errors."""
+    (tmp_path / "lib/mlflow").mkdir(parents=True)
+    (tmp_path / "lib/mlflow/__init__.py").touch()
+    (tmp_path / "lib/mlflow/tracking.py").write_text(MLFLOW)
+    secret = {"MLFLOW_TRACKING_URI": "https://me:pass-word@server", "MLFLOW_TRACKING_TOKEN": "tok-123"}
+    return {"PYTHONPATH": str(tmp_path / "lib"), **secret}
+
+
+def test_the_error_of_a_tracker_shows_no_password(settings: dict[str, str], tmp_path: Path) -> None:
+    write_record(tmp_path / "run")
+    done = run_cpuft("report", "run", "--to", "mlflow", settings=settings)
+    assert done.returncode == 2
+    reason = "(API request to https://***@server/api failed with the token ***)"
+    assert done.stderr.splitlines()[-1].startswith(f"cpuft: error: run was not sent to mlflow {reason}: try again")
+
+
+def test_the_log_of_a_tracker_shows_no_password(settings: dict[str, str], tmp_path: Path) -> None:
+    write_record(tmp_path / "run")
+    command = [sys.executable, "-m", "cpuft.trackers", "mlflow", "run"]
+    done = subprocess.run(
+        command, env=os.environ | settings, cwd=tmp_path, stderr=subprocess.PIPE, text=True, timeout=60, check=False
+    )
+    lines = done.stderr.splitlines()
+    assert lines[:2] == ["https://***@server does not answer", "Traceback (most recent call last):"]
+    assert lines[-1] == "ConnectionError: API request to https://***@server/api failed with the token ***"
+    assert "pass-word" not in done.stderr
+    assert done.returncode == 1
 
 
 def test_no_tracker_is_imported_before_it_is_used() -> None:

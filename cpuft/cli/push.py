@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,7 +13,8 @@ import click
 from cpuft.cli.common import find_model_folder, say
 from cpuft.cli.options import CONFIG_FILE, Verb, complete_runs
 from cpuft.errors import CpuftError, counted, install_command
-from cpuft.files import TOKENIZER_FILES
+from cpuft.files import EMBEDDING_FILES, NORMALIZE_FOLDER, POOLING_FOLDER, TOKENIZER_FILES
+from cpuft.secret_variables import mask_secrets
 from cpuft.serialization import load, parse_json
 
 _FILES = (
@@ -26,8 +28,10 @@ _FILES = (
     "adapter_model.safetensors",
     "chat_template.jinja",
     *TOKENIZER_FILES,
+    *EMBEDDING_FILES,
 )
-"""Patterns of the names of all files that are ever uploaded: the model card, the model and its tokenizer."""
+"""Patterns of the paths of all files that are ever uploaded: the model card, the model, its tokenizer, and how it makes
+embeddings."""
 _SECONDS = 60.0
 """Time in which the hub must accept a connection, and take or send the next bytes."""
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
@@ -39,9 +43,9 @@ class Upload:
 
     folder: Path
     files: tuple[str, ...]
-    """Names of the files of the folder that are uploaded, in alphabetical order."""
+    """Paths in the folder of the files that are uploaded, in alphabetical order."""
     others: tuple[str, ...]
-    """Names of everything else in the folder, which stays here."""
+    """Paths in the folder of everything else, which stays here."""
 
 
 @click.command(
@@ -76,21 +80,26 @@ def push(run: str, name: str, public: bool, dry_run: bool, config: str) -> None:
 
 
 def list_upload(folder: Path) -> Upload:
-    """Return which files of a model's folder are uploaded: regular files with the names of a model, its tokenizer and
-    its card. Links and folders are not.
+    """Return which files of a model's folder are uploaded: regular files with the names of a model, its tokenizer, its
+    card, and the settings of an embedding model, some of which are in folders of their own. Links and other folders
+    are not.
 
     Raises CpuftError: there are no weights among them.
     """
-    paths = sorted(folder.iterdir())
-    files = tuple(path.name for path in paths if _may_be_uploaded(path))
+    paths = list[Path]()
+    for path in sorted(folder.iterdir()):
+        has_settings = path.name in (POOLING_FOLDER, NORMALIZE_FOLDER) and path.is_dir() and not path.is_symlink()
+        paths += sorted(path.iterdir()) if has_settings else [path]
+    names = [str(path.relative_to(folder)) for path in paths]
+    files = tuple(name for name in names if _may_be_uploaded(folder, name))
     if not any(name.endswith(".safetensors") for name in files):
         raise CpuftError(f"{folder} holds no weights (*.safetensors): give the folder of a finished run")
-    return Upload(folder, files, tuple(path.name for path in paths if path.name not in files))
+    return Upload(folder, files, tuple(name for name in names if name not in files))
 
 
-def _may_be_uploaded(path: Path) -> bool:
-    is_known = any(fnmatchcase(path.name, pattern) for pattern in _FILES)
-    return is_known and path.is_file() and not path.is_symlink()
+def _may_be_uploaded(folder: Path, name: str) -> bool:
+    is_known = any(fnmatchcase(name, pattern) for pattern in _FILES)
+    return is_known and (folder / name).is_file() and not (folder / name).is_symlink()
 
 
 def check_base_model(folder: Path) -> None:
@@ -144,7 +153,7 @@ def upload_files(upload: Upload, name: str, public: bool) -> str:
     if not token:
         raise CpuftError(f"there is no token for the Hugging Face hub: {_LOG_IN}")
     get_session().timeout = _SECONDS  # the client of the hub waits without a limit
-    hub = huggingface_hub.HfApi(token=token)
+    hub, address = huggingface_hub.HfApi(token=token), mask_secrets(constants.ENDPOINT, os.environ, token)
     try:
         repository = hub.create_repo(name, private=not public, exist_ok=True).repo_id
         if not public and not hub.repo_info(repository).private:
@@ -163,10 +172,10 @@ def upload_files(upload: Upload, name: str, public: bool) -> str:
         raise
     except Exception as error:  # the client's HTTP library and its uploader raise errors of their own classes
         raise CpuftError(
-            f"the upload to {constants.ENDPOINT} failed ({_shorten(error, token)}): check the network and the proxy "
+            f"the upload to {address} failed ({_shorten(error, token)}): check the network and the proxy "
             f"settings, then run the same command again"
         ) from None
-    return f"{constants.ENDPOINT}/{repository}"
+    return f"{address}/{repository}"
 
 
 def _describe_refusal(error: Exception, name: str, token: str) -> str:
@@ -177,6 +186,6 @@ def _describe_refusal(error: Exception, name: str, token: str) -> str:
 
 
 def _shorten(error: Exception, token: str) -> str:
-    """Return the text of an error in one short line without the token."""
+    """Return the text of an error in one short line without passwords and tokens."""
     text = " ".join(str(error).split()) or type(error).__name__
-    return text.replace(token, "***")[:200]
+    return mask_secrets(text, os.environ, token)[:200]

@@ -484,7 +484,10 @@ class LiveStatus:
         if time.monotonic() - self._drawn < _REDRAW_SECONDS:
             return
         self.clear()
-        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        try:
+            columns = os.get_terminal_size(sys.stderr.fileno()).columns
+        except OSError:  # The terminal was closed, which must not end the active runs.
+            columns = 80
         lines = [line[: columns - 1] for line in format_status(queue.sweep, self._places, time.time()).split("\n")]
         click.echo("\n".join(lines), err=True)
         self._lines, self._drawn = len(lines), time.monotonic()

@@ -34,11 +34,12 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
 from cpuft.hosts.ssh_config import COMMAND_OPTIONS
 from cpuft.hosts.transport import map_hosts, try_hosts
-from cpuft.launch import settings as environment
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.relay import Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
+from cpuft.launch.settings import unexportable_names
 from cpuft.plan import RunPlan, Setting, Stages, Step
+from cpuft.secret_variables import may_be_secret, secrets_for_ranks
 from cpuft.serialization import load, parse_json
 
 _SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -chf - -- "${@:1:count}" | "${@:count+1}"'
@@ -418,15 +419,13 @@ def plan_secrets(
       see them or the ranks inherit them.
     - Notes for the plan, which name the variables and not their values.
     """
-    names = sorted(name for name, value in environ.items() if environment.may_be_secret(name, value))
-    notes = [
-        f"not passed on, because no shell can set this name: {name}" for name in environment.unexportable_names(environ)
-    ]
+    names = sorted(name for name, value in environ.items() if may_be_secret(name, value))
+    notes = [f"not passed on, because no shell can set this name: {name}" for name in unexportable_names(environ)]
     if cluster.inherits:
         notes += [f"may be secret, so ranks only inherit them: {', '.join(names)}"] if names else []
         return ((),), (), tuple(notes)
-    sent = ", ".join([KEY, *sorted(environment.secrets_for_ranks(environ))])
-    local = ", ".join(sorted(set(names) - environment.secrets_for_ranks(environ).keys()))
+    sent = ", ".join([KEY, *sorted(secrets_for_ranks(environ))])
+    local = ", ".join(sorted(set(names) - secrets_for_ranks(environ).keys()))
     channel = "srun" if cluster.access.transport.bootstrap else "ssh"
     notes += [f"may be secret, so each rank gets them in a file of its own, over {channel}: {sent}"]
     notes += [f"may be secret, so they stay on this machine, and ranks do not get them: {local}"] if local else []
@@ -459,7 +458,7 @@ def secrets_on_hosts(plan: RunPlan, cluster: Cluster, work: str, environ: Mappin
     Raises CpuftError: naming every host that could not store the files, with its reason. Raised before the block
     begins.
     """
-    text = json.dumps({KEY: secrets.token_hex(32)} | environment.secrets_for_ranks(environ))
+    text = json.dumps({KEY: secrets.token_hex(32)} | secrets_for_ranks(environ))
     prepares = any(
         setting.name == SECRETS_PREFIX for stage in plan.prepare for step in stage for setting in step.settings
     )

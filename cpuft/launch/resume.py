@@ -215,11 +215,15 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
 
 
 def _is_locked(path: Path) -> bool:
+    """Return whether a run holds the lock of its record. False if the file system has no locks."""
     with path.open() as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+            # NFSv4 refuses an exclusive lock of a file that is open for reading only, with EBADF.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
             return True
+        except OSError:  # A file system without locks must not keep every interrupted run from being resumed.
+            return False
     return False
 
 

@@ -10,6 +10,7 @@ from cpuft.errors import counted
 from cpuft.hosts.topology import HostFacts, Interface, RankCores, format_mask
 from cpuft.plan import Setting
 from cpuft.rank.connection_check import CHECK_VARIABLE
+from cpuft.secret_variables import OWN_PREFIX, may_be_secret
 from cpuft.serialization import load, parse_json
 
 _BY_VALUE = (
@@ -20,25 +21,10 @@ _BY_VALUE = (
 )
 """Prefixes of the user's variables that every rank gets. Their values are visible on command lines and in plans."""
 
-_FOR_RANKS = {
-    *("ALL_PROXY", "HF_ENDPOINT", "HF_TOKEN", "HTTP_PROXY", "HTTPS_PROXY"),
-    *("HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY"),
-    *("MLFLOW_TRACKING_URI", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD"),
-}
-"""Secret variables that training may need, so that other hosts get them. The URL of a proxy may hold a password."""
-# UCX_IB_PKEY and similar names are not secret: they number a partition of the network.
-_SECRET_NAME = re.compile(
-    r"(?<!_P)KEY|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|(^|_)(PASS|PAT|PWD)(_|$)|CREDENTIAL|AUTH|COOKIE|PRIVATE", re.I
-)
-# In a URL, a token may replace the user name, without a password.
-_SECRET_VALUE = re.compile(r"://[^/\s]*@")
-_PLAIN_ENDPOINT = re.compile(r"(https?://)?[\w.-]+(:[0-9]+)?/?", re.ASCII)
-_PLACES = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY"}
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 _SET_BY_OPERATOR = ("I_MPI_HYDRA_", "I_MPI_PERHOST")
 """Prefixes of variables that the operator of an MPIJob sets for an mpirun on the launcher. Ours starts on a worker."""
-_OWN_PREFIX = "CPUFT_"
 _EXPORTED = "CPUFT_EXPORTED"
 
 
@@ -217,7 +203,7 @@ def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
 
     The list is a JSON object of names and values, by which `user_variables` recognizes them.
     """
-    exported = tuple(setting for setting in settings if not setting.name.startswith(_OWN_PREFIX))
+    exported = tuple(setting for setting in settings if not setting.name.startswith(OWN_PREFIX))
     listed = json.dumps({setting.name: setting.value for setting in exported})
     return (
         *exported,
@@ -250,7 +236,7 @@ def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) 
 
 def _keep_user_value(setting: Setting, environ: Mapping[str, str]) -> Setting:
     value = environ.get(setting.name)
-    if value is None or value == setting.value or setting.name.startswith(_OWN_PREFIX):
+    if value is None or value == setting.value or setting.name.startswith(OWN_PREFIX):
         return setting
     return Setting(setting.name, value, f"kept as you set it; cpuft would set {setting.value}", from_user=True)
 
@@ -276,30 +262,6 @@ def unexportable_names(environ: Mapping[str, str]) -> list[str]:
     The names are sorted, and each is in quotes for a message: ["'CCL_A-B'"].
     """
     return sorted(ascii(name) for name in environ if name.startswith(_BY_VALUE) and not _SHELL_NAME.fullmatch(name))
-
-
-def may_be_secret(name: str, value: str) -> bool:
-    """Return whether a variable may be secret, by its name, or because its value is a URL with a password or token.
-
-    Such names contain, in upper or lower case, KEY (not PKEY after an underscore), TOKEN (not TOKENIZ), SECRET, PASSW,
-    CREDENTIAL, AUTH, COOKIE, PRIVATE or similar. PWD, OLDPWD, SSH_AUTH_SOCK, XAUTHORITY and CPUFT_* never count as
-    secret. HF_ENDPOINT does if it is more than a host and a port.
-    """
-    if name in _PLACES or name.startswith(_OWN_PREFIX):
-        return False
-    if name == "HF_ENDPOINT" and not _PLAIN_ENDPOINT.fullmatch(value):
-        return True  # some mirrors take a token as a part of the path
-    return bool(_SECRET_NAME.search(name) or _SECRET_VALUE.search(value))
-
-
-def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the secret variables that ranks on other hosts get, with their values.
-
-    They are HF_TOKEN, HUGGING_FACE_HUB_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_TOKEN and MLFLOW_TRACKING_PASSWORD; and
-    ALL_PROXY, HTTP_PROXY, HTTPS_PROXY, HF_ENDPOINT and MLFLOW_TRACKING_URI if their URL may hold a password or token.
-    The names may be in lower case, too. All other secrets stay on this machine.
-    """
-    return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 
 def user_set_names(settings: tuple[Setting, ...]) -> list[str]:

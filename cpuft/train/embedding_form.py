@@ -13,6 +13,7 @@ from typing import Any
 
 from cpuft.config import POOLINGS, TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.files import EMBEDDING_FILES, NORMALIZE_FOLDER, POOLING_FOLDER
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.model import find_model
@@ -23,12 +24,7 @@ SIMILARITIES = ("cosine", "dot")
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 """Names under which models store the prompt of documents; the first one that a model has is used."""
 
-_MODULES, _MODEL_SETTINGS, _TRANSFORMER_SETTINGS = (
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-)
-_POOLING_FOLDER, _NORMALIZE_FOLDER = "1_Pooling", "2_Normalize"
+_MODULES, _MODEL_SETTINGS, _TRANSFORMER_SETTINGS, _POOLING_SETTINGS, _NORMALIZE_SETTINGS = EMBEDDING_FILES
 _POOLING_KEYS = {
     "mean": "pooling_mode_mean_tokens",
     "cls": "pooling_mode_cls_token",
@@ -197,9 +193,9 @@ def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
 
     Raises OSError: a file cannot be written.
     """
-    parts = [("", "Transformer"), (_POOLING_FOLDER, "Pooling")]
+    parts = [("", "Transformer"), (POOLING_FOLDER, "Pooling")]
     if form.normalize:
-        parts.append((_NORMALIZE_FOLDER, "Normalize"))
+        parts.append((NORMALIZE_FOLDER, "Normalize"))
     modules = [
         {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
         for place, (path, kind) in enumerate(parts)
@@ -214,13 +210,13 @@ def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
         settings["truncate_dim"] = form.dimensions
     files: dict[str, Any] = {
         _MODULES: modules,
-        f"{_POOLING_FOLDER}/config.json": {"word_embedding_dimension": width, **pooling, "include_prompt": True},
+        _POOLING_SETTINGS: {"word_embedding_dimension": width, **pooling, "include_prompt": True},
         _MODEL_SETTINGS: settings,
         _TRANSFORMER_SETTINGS: {"max_seq_length": form.max_length or None, "do_lower_case": False},
     }
     if form.normalize:
         # A folder without a file would be lost where the model is stored with git, as on the hub.
-        files[f"{_NORMALIZE_FOLDER}/config.json"] = {}
+        files[_NORMALIZE_SETTINGS] = {}
     for name, value in files.items():
         path = folder / name
         path.parent.mkdir(exist_ok=True)

@@ -124,7 +124,9 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
                 progress.show(warning)
         checkpoints, done = begin(reporter, setup, worker, header, stack)
         if reporter.record and not worker.independent:
-            stack.enter_context(TrackerProcess(config.report_to, worker.run_dir, progress.show))
+            # Only ranks that work in a folder of their host, from which the launcher fetches, keep checkpoints.
+            users_run_dir = "" if worker.keep_checkpoints else worker.run_dir
+            stack.enter_context(TrackerProcess(config.report_to, worker.run_dir, users_run_dir, progress.show))
         with setup.exchange.full_weights():
             prove_equal_parameters(model, "before the first step")
         resume_garbage_collection()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 import time
@@ -24,11 +25,12 @@ class TrackerProcess:
     ----------
     names: value of --report-to; empty: no process is started.
     run_dir: folder of the run, in which the record exists already.
+    users_run_dir: absolute path of this folder on the machine of `cpuft launch`; empty if the rank does not know it.
     warn: shows a line to the user.
     """
 
-    def __init__(self, names: str, run_dir: str, warn: Callable[[str], None]) -> None:
-        self._names, self._run_dir, self._warn = names, run_dir, warn
+    def __init__(self, names: str, run_dir: str, users_run_dir: str, warn: Callable[[str], None]) -> None:
+        self._names, self._run_dir, self._users_run_dir, self._warn = names, run_dir, users_run_dir, warn
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> TrackerProcess:
@@ -58,9 +60,9 @@ class TrackerProcess:
             self._process.kill()
             self._process.wait()
         if code != 0 and kind is None:
-            run = Path(self._run_dir).name
+            command = shlex.join(["cpuft", "report", self._users_run_dir or "RUN", "--to", self._names])
             what = "do not have the whole record" if code is None else "have failed"
             self._warn(
                 f"warning: the trackers {self._names} {what} (see logs/{_LOG} of the run): when they answer again, "
-                f"send it with cpuft report {run} --to {self._names}"
+                f"send it with {command}{'' if self._users_run_dir else ', where RUN is the folder of the run'}"
             )

@@ -187,3 +187,19 @@ def test_a_path_too_long_for_what_is_trained(option: str) -> None:
     done = subprocess.run(words, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stderr.splitlines()[-1].endswith("is longer than the file system takes: give a shorter one")
+
+
+@pytest.mark.parametrize("words", [("report", "run"), ("launch", "--dry-run"), ("stacks", "run"), ("data", "show")])
+def test_a_working_folder_that_was_deleted_is_one_line(words: tuple[str, ...], tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    script = 'rmdir "$PWD"; exec "$@"'
+    done = subprocess.run(
+        ["sh", "-c", script, "sh", sys.executable, "-m", "cpuft", *words],
+        cwd=tmp_path / "gone",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    said = "cpuft: error: the working folder does not exist any more: change to another one\n"
+    assert (done.returncode, done.stderr) == (2, said)

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cpuft.train.embedding_form import EmbeddingForm, write_form
 from tests.conftest import run_cpuft
 from tests.records import make_record
 from tests.report.test_comparison import write_record
@@ -148,6 +149,33 @@ def test_only_the_model_is_uploaded_and_it_is_private(hub: Hub, settings: dict[s
     assert TOKEN not in done.stdout + done.stderr
 
 
+def test_an_embedding_model_is_uploaded_with_the_files_that_say_how_it_embeds(
+    run: Path, hub: Hub, settings: dict[str, str]
+) -> None:
+    model = run / "model"
+    write_form(model, EmbeddingForm("cls", normalize=True, prompts={"query": "q: "}), 128)
+    (model / "1_Pooling/train.csv").write_text("text,label\n")
+    done = run_cpuft("push", "run", "team/model", settings=settings)
+    assert done.returncode == 0, done.stderr
+    form = (
+        "1_Pooling/config.json",
+        "2_Normalize/config.json",
+        "config_sentence_transformers.json",
+        "modules.json",
+        "sentence_bert_config.json",
+    )
+    assert hub.files == {name: (model / name).read_bytes() for name in (*MODEL, *form)}
+    assert done.stderr.splitlines()[11] == LEFT.replace(": ", ": 1_Pooling/train.csv, ")
+
+
+def test_no_file_is_uploaded_from_a_linked_folder(run: Path, hub: Hub, settings: dict[str, str]) -> None:
+    (run / "elsewhere").mkdir()
+    (run / "elsewhere/config.json").write_text("{}")
+    (run / "model/1_Pooling").symlink_to(run / "elsewhere")
+    done = run_cpuft("push", "run", "team/model", settings=settings)
+    assert (done.returncode, sorted(hub.files)) == (0, sorted(MODEL)), done.stderr
+
+
 def test_it_is_public_only_if_that_is_asked_for(hub: Hub, settings: dict[str, str]) -> None:
     hub.repositories["team/model"] = False
     done = run_cpuft("push", "run", "team/model", settings=settings)
@@ -192,10 +220,12 @@ def test_a_hub_that_refuses_or_is_not_there(hub: Hub, settings: dict[str, str]) 
     assert TOKEN not in last
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
-        nobody = f"http://127.0.0.1:{one.getsockname()[1]}"
-        done = run_cpuft("push", "run", "team/model", settings=settings | {"HF_ENDPOINT": nobody})
+        nobody = f"127.0.0.1:{one.getsockname()[1]}"
+        address = f"http://me:pass-word@{nobody}"
+        done = run_cpuft("push", "run", "team/model", settings=settings | {"HF_ENDPOINT": address})
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"cpuft: error: the upload to {nobody} failed (")
+    assert done.stderr.splitlines()[-1].startswith(f"cpuft: error: the upload to http://***@{nobody} failed (")
+    assert "pass-word" not in done.stderr
     assert "check the network and the proxy settings" in done.stderr
 
 

@@ -12,11 +12,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from cpuft.cli.sweep import sweep
+from cpuft.cli.sweep import LiveStatus, sweep
 from cpuft.record import read_record
 from cpuft.report.sweep import (
     DONE,
@@ -46,6 +47,18 @@ TINY = {
 }
 OPTUNA = ("--search", "optuna", "--trials", "3", "--learning-rate", "1e-5..1e-3")
 SHORT = ("--task", "demo", "--max-steps", "2", "--batch-size", "4", "--precision", "fp32", "--no-save-model")
+
+
+def test_a_terminal_that_is_gone_does_not_end_the_active_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a failed write, standard error is /dev/null, which has no size."""
+    monkeypatch.setattr("cpuft.sweep.queue.format_status", lambda *_: "1 run" + 99 * "." + "\nbest")
+    shown = list[str]()
+    monkeypatch.setattr("click.echo", lambda text, **_: shown.append(text))
+    queue: Any = SimpleNamespace(sweep=None)
+    with open(os.devnull, "w", encoding="utf-8") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        LiveStatus(1).show(queue)
+    assert shown == ["1 run" + 74 * "." + "\nbest"]
 
 
 def test_a_dry_run_prints_the_launch_of_each_run(tmp_path: Path, golden: Golden) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
 import subprocess
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import IO, Any
 
 import pytest
 
@@ -29,7 +31,7 @@ from cpuft.launch.resume import (
 )
 from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import Plan, RunPlan, Step
-from cpuft.record import Line, RecordedRank, ResumedLine, format_line, read_measurements
+from cpuft.record import Line, RecordedRank, ResumedLine, Writer, format_line, read_measurements
 from tests.conftest import run_cpuft
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
@@ -89,11 +91,41 @@ def test_a_run_is_the_same_under_every_path_of_its_folder(tmp_path: Path, monkey
 
 def test_an_active_run_cannot_be_resumed(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", HEADER)
-    with (run / "record.jsonl").open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(CpuftError, match="is still active: wait until it ends, or stop it first"):
-            read_resumed_run(str(run))
+    with (
+        Writer(str(run), format_line(HEADER) + "\n"),
+        pytest.raises(CpuftError, match="is still active: wait until it ends, or stop it first"),
+    ):
+        read_resumed_run(str(run))
     assert read_resumed_run(str(run)).updates == 0
+
+
+def test_an_interrupted_run_on_nfs_4_is_resumed_and_an_active_one_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An exclusive lock of NFSv4 needs a file that is open for writing."""
+    flock: Any = fcntl.flock
+
+    def flock_on_nfs_4(file: IO[str], operation: int) -> None:
+        if operation & fcntl.LOCK_EX and not file.writable():
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock_on_nfs_4)
+    run = write_run(tmp_path / "run", HEADER)
+    assert read_resumed_run(str(run)).updates == 0
+    with Writer(str(run), format_line(HEADER) + "\n"), pytest.raises(CpuftError, match="is still active: wait"):
+        read_resumed_run(str(run))
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EBADF])
+def test_a_run_on_a_file_system_without_locks_is_resumed(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert read_resumed_run(str(write_run(tmp_path / "run", HEADER))).updates == 0
 
 
 def test_runs_of_scripts_and_trainings_are_distinguished(tmp_path: Path) -> None:

@@ -15,8 +15,6 @@ from cpuft.launch.settings import (
     forwarded_settings,
     host_settings,
     keep_user_values,
-    may_be_secret,
-    secrets_for_ranks,
     shared_settings,
     unexportable_names,
     user_set_names,
@@ -101,32 +99,6 @@ def test_known_prefixes_are_passed_on_without_secrets() -> None:
     odd = {"OMP_X;id #": "1", "OMP_A\nB": "1", "OMP_Ä": "1", "HF_API_KEY": "x", "HF_ENDPOINT": "https://me:pass@hub"}
     assert forwarded_settings(odd, ()) == ()
     assert unexportable_names(odd | environ) == ["'OMP_A\\nB'", "'OMP_X;id #'", "'OMP_\\xc4'"]
-
-
-@pytest.mark.parametrize(
-    "name, value, secret",
-    [
-        *(
-            (name, "x", True)
-            for name in ("HF_API_KEY", "OPENAI_API_KEY", "hf_token", "AWS_SECRET_ACCESS_KEY", "DB_PASS")
-        ),
-        *((name, "x", True) for name in ("PGPASSWORD", "GOOGLE_APPLICATION_CREDENTIALS", "FI_AUTH_KEY", "MYSQL_PWD")),
-        ("https_proxy", "http://me:word@proxy:3128", True),
-        ("https_proxy", "http://token@proxy:3128", True),
-        ("https_proxy", "http://proxy:3128/a@b", False),
-        *(("HF_ENDPOINT", f"https://{place}", False) for place in ("hub.example", "10.0.0.1:8080/", "hub-2.example/")),
-        *(("HF_ENDPOINT", f"https://{place}", True) for place in ("t@hub", "hub/api/t", "hub?token=t", "u:p@hub:8080")),
-        *((name, "x", False) for name in ("TOKENIZERS_PARALLELISM", "OMP_NUM_THREADS", "UCX_IB_PKEY", "PWD", "OLDPWD")),
-        *((name, "x", False) for name in ("SSH_AUTH_SOCK", "CPUFT_RUN_KEY", "PATH", "HF_HOME", "I_MPI_PIN_DOMAIN")),
-    ],
-)
-def test_what_may_be_secret(name: str, value: str, secret: bool) -> None:
-    assert may_be_secret(name, value) == secret
-
-
-def test_ranks_on_other_hosts_get_only_the_secrets_that_training_needs() -> None:
-    needed = {"HF_TOKEN": "a", "https_proxy": "http://me:word@proxy", "HF_ENDPOINT": "https://token@hub"}
-    assert secrets_for_ranks(needed | {"OPENAI_API_KEY": "b", "HTTP_PROXY": "http://proxy", "HOME": "/"}) == needed
 
 
 @pytest.mark.parametrize(

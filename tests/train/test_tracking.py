@@ -17,13 +17,15 @@ from tests.records import make_record
 JOB = ("--task", "demo", "--max-train-samples", "64", "--max-steps", "4", "--batch-size", "16", "--no-save-model")
 
 
-def follow(folder: Path, command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[float, list[str]]:
+def follow(
+    folder: Path, command: str, monkeypatch: pytest.MonkeyPatch, users_run_dir: str = ""
+) -> tuple[float, list[str]]:
     """Put a shell command in the place of the trackers; return how long the end took, and the warnings."""
     warnings: list[str] = []
     (folder / "record.jsonl").write_text(format_line(make_record(1).header) + "\n")
     popen: Any = subprocess.Popen
     monkeypatch.setattr(subprocess, "Popen", lambda argv, **options: popen(["sh", "-c", command, *argv], **options))
-    with TrackerProcess("wandb", str(folder), warnings.append):
+    with TrackerProcess("wandb", str(folder), users_run_dir, warnings.append):
         start = time.monotonic()
     return time.monotonic() - start, warnings
 
@@ -33,7 +35,7 @@ def test_a_tracker_that_hangs_costs_less_than_a_second_and_one_warning(
 ) -> None:
     seconds, warnings = follow(tmp_path, "exec sleep 60", monkeypatch)
     assert 0.7 < seconds < 1.0
-    assert [f"send it with cpuft report {tmp_path.name} --to wandb" in line for line in warnings] == [True]
+    assert len(warnings) == 1
     assert "do not have the whole record" in warnings[0]
 
 
@@ -44,13 +46,25 @@ def test_a_tracker_that_fails_is_one_warning(tmp_path: Path, monkeypatch: pytest
     assert (tmp_path / "logs/trackers.err").read_text() == "no server\n"
 
 
+def test_the_warning_has_a_command_that_works_in_every_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, warnings = follow(tmp_path, "exit 1", monkeypatch, users_run_dir="/home/me/runs/a b")
+    assert warnings[0].endswith("answer again, send it with cpuft report '/home/me/runs/a b' --to wandb")
+
+
+def test_a_rank_in_a_folder_of_its_host_does_not_name_that_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, warnings = follow(tmp_path, "exit 1", monkeypatch)
+    assert warnings[0].endswith("send it with cpuft report RUN --to wandb, where RUN is the folder of the run")
+
+
 def test_a_tracker_that_has_everything_is_silent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds, warnings = follow(tmp_path, "exit 0", monkeypatch)
     assert (warnings, seconds < 0.6) == ([], True)
 
 
 def test_without_trackers_nothing_is_started(tmp_path: Path) -> None:
-    with TrackerProcess("", str(tmp_path), pytest.fail):
+    with TrackerProcess("", str(tmp_path), "", pytest.fail):
         pass
     assert list(tmp_path.iterdir()) == []
 
@@ -66,3 +80,15 @@ def test_tensorboard_follows_a_run_of_two_ranks(tmp_path: Path) -> None:
     record = read_record("run")
     assert [event.step for event in found.Scalars("train/loss")] == [line.step for line in record.steps]
     assert found.Scalars("eval/accuracy")[0].value == pytest.approx(record.metrics["accuracy"])
+
+
+@pytest.mark.proof
+def test_a_run_on_this_machine_names_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "lib/tensorboard").mkdir(parents=True)
+    (tmp_path / "lib/tensorboard/__init__.py").write_text("raise OSError")
+    done = run_cpuft(
+        *("launch", *JOB, "--run-dir", "runs/a", "--report-to", "tensorboard"),
+        settings={"PYTHONPATH": str(tmp_path / "lib")},
+    )
+    assert done.returncode == 0, done.stderr
+    assert f"send it with cpuft report {tmp_path}/runs/a --to tensorboard\n" in done.stderr + done.stdout
