@@ -18,6 +18,7 @@ from cpuft.record import GradientSizes, GradientTime, Measurement, Record, Resum
 from cpuft.report import estimate
 from cpuft.report.estimate import (
     INSTANCE_COLUMNS,
+    MESSAGE_BYTES,
     TABLE,
     Estimate,
     Job,
@@ -332,20 +333,38 @@ def test_coding_of_powersgd_depends_on_the_factors() -> None:
     assert count_coding_seconds("bf16", 1e6, 5e4, 1e5) == 0.0
 
 
+PAYLOAD = Network(1e9, 0.0, 0.0, measured=True, cpu_seconds_per_message=0.0)
+"""A network whose rate is that of payload, without anything else that takes time."""
+
+
+def test_a_message_has_headers_unless_they_are_in_a_measured_latency() -> None:
+    wire, payload = Network(20e6, 1e-3, 0.0), Network(20e6, 1e-3, 0.0, measured=True)
+    assert payload.all_reduce_seconds(64_000, 64) == pytest.approx(126 * (1e-3 + 1000 / 2.5e6))
+    expected = 126 * (1e-3 + (1000 + MESSAGE_BYTES) / wire.bytes_per_second)
+    assert wire.all_reduce_seconds(64_000, 64) == pytest.approx(expected)
+    # Each host sends the numbers for the record to all others at the same time, so that their latencies do not add up.
+    job = replace(JOB, row=0, levels=("none",), backward_seconds=0.0, ready=())
+    for network in (wire, payload):
+        buckets = count_buckets("none", job.parameters, 64)
+        gradients = buckets * network.all_reduce_seconds(job.sent_bytes(64, "none")[0] / buckets, 64)
+        numbers = 1e-3 + 63 * (48 + MESSAGE_BYTES * (network is wire)) / network.bytes_per_second
+        assert estimate_hosts(job, network, 64).waited_seconds == pytest.approx(gradients + numbers)
+
+
 def test_late_rows_are_hidden_by_computing_if_their_messages_are_shorter() -> None:
-    job, link = replace(JOB, levels=("powersgd",), factors=0), Network(20e6, 0.0, 0.0, cpu_seconds_per_message=0.0)
+    job, link = replace(JOB, levels=("powersgd",), factors=0), replace(PAYLOAD, bits_per_second=16e6)
     rows = link.all_reduce_seconds(job.sent_bytes(4, "powersgd")[1], 4)
     assert 0.1 < rows < 1
     assert estimate_hosts(job, link, 4).waited_seconds < 1e-3
     # The messages of the rows take 4.1 s, of which the 3.1 s that a step computes hide a part.
-    slower = replace(link, bits_per_second=20e6 * rows / 4.1)
+    slower = replace(link, bits_per_second=16e6 * rows / 4.1)
     assert estimate_hosts(job, slower, 4).waited_seconds == pytest.approx(4.1 - 3.1, rel=1e-3)
     # Ranks of one host average their rows on the host first, and wait for the mean.
     assert estimate_hosts(replace(job, ranks_per_host=2), link, 2).waited_seconds > 0.1
 
 
 def test_a_host_with_several_ranks_sends_blocks_once() -> None:
-    network = Network(100e6, 0.0, 0.0, cpu_seconds_per_message=0.0)
+    network = replace(PAYLOAD, bits_per_second=100e6)
     two = scale_cores(replace(JOB, backward_seconds=0.0, row=0), 2, ranks_per_host=2)
     assert (two.cores, two.step_seconds) == (1.0, 1.1)
     for level, members in (("bf16", 8), ("int8", 4), ("powersgd", 4)):
@@ -353,11 +372,12 @@ def test_a_host_with_several_ranks_sends_blocks_once() -> None:
         whole = job.sent_bytes(4, level)[0]
         sent = 2 * (members - 1) / members * whole
         assert estimate_hosts(job, network, 4).waited_seconds == pytest.approx(
-            sent / network.bytes_per_second, rel=1e-4
+            (sent + (members - 1) * 48) / network.bytes_per_second, rel=1e-4
         ), level
     # Twice as many ranks train on twice as many examples, and the tokens of all ranks are sent.
     free, alone = estimate_hosts(replace(two, levels=("int8",)), FREE, 4), estimate_hosts(JOB, FREE, 4)
-    assert free.samples_per_second * free.step_seconds == 2 * alone.samples_per_second * alone.step_seconds
+    samples = 2 * alone.samples_per_second * alone.step_seconds
+    assert free.samples_per_second * free.step_seconds == pytest.approx(samples, rel=1e-12)
     assert two.sent_numbers(2, "none")[1] == 0.0
     assert replace(JOB, ranks_per_host=2).sent_numbers(2, "none") == JOB.sent_numbers(4, "none")
 
