@@ -138,9 +138,10 @@ class EmbeddingGradient:
         return self._rows if self._buffer is not None and self._buffer._version == self._version else None
 
     def _cleared_buffer(self) -> Tensor:
-        """Return zeros: the buffer, or new memory if another tensor uses it, as in a second look-up's backward."""
-        if self._buffer is None or _count_users(self._buffer) > 1:
-            return torch.zeros_like(self.weight)
+        """Return zeros: the buffer, or new memory if another tensor uses it, as in a second look-up's backward, or its dtype is old."""
+        weight = self.weight
+        if self._buffer is None or self._buffer.dtype != weight.dtype or _count_users(self._buffer) > 1:
+            return torch.zeros_like(weight)
         if (known := self._known_rows()) is None:
             return self._buffer.zero_()
         return self._buffer.index_fill_(0, known, 0.0)

@@ -202,7 +202,7 @@ class FastPreNormLayer:
         """Return the layer's output.
 
         With a layout it is (tokens, hidden) in the dtype of the linear weights, or from the last layer (batch, length,
-        hidden) in fp32, with zeros for padding. Without one, it is what the forward of the model's own class returns.
+        hidden) in the dtype of the norms, with zeros for padding. Without one, it is what the forward of the model's own class returns.
 
         Parameters
         ----------
@@ -217,7 +217,7 @@ class FastPreNormLayer:
             hidden_states = layout.pack(hidden_states).to(self.fast_stack.dtype)
         angles = self.fast_stack.read_angles(kwargs["position_embeddings"]) if parts.is_rotated else None
         rows = run_layer(parts, hidden_states, layout, angles)
-        return layout.unpack(rows).float() if parts.is_last else rows
+        return layout.unpack(rows).to(self.fast_stack.output_dtype) if parts.is_last else rows
 
 
 class FastStack:
@@ -240,12 +240,23 @@ class FastStack:
         self.keeps_sequences_apart = keeps_sequences_apart
         self.layers = layers
         self.parts = parts
-        self.dtype = torch.float32
-        """In which hidden states are computed inside the layers; their output is fp32."""
+        self.precision_dtype = torch.float32
+        """In which hidden states are computed inside the layers while their norms are fp32."""
         self.layout: PackedLayout | None = None
         """The layout of the batch while the owner is running and the fast layers can compute it; else None."""
         self._angles: list[tuple[Tensor, Angles]] = []
         """The cosines that the layers of this batch got, and the angles of its rows."""
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype of the last layer's output, that of the norms: fp32, unless the whole model has been converted."""
+        weight = self.parts[-1].feed_forward_norm.weight
+        return weight.dtype if isinstance(weight, Tensor) else torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which hidden states are computed inside the layers, that of the linear weights."""
+        return self.precision_dtype if self.output_dtype == torch.float32 else self.output_dtype
 
     @property
     def linears(self) -> list[Any]:
@@ -257,7 +268,7 @@ class FastStack:
 
         `precision`: bf16, fp32 or int8. For bf16, the linear weights must be bf16 already, else fp32.
         """
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.precision_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
             parts.int8 = precision == "int8"
             patch_layer(layer, parts, self)

@@ -99,6 +99,21 @@ def test_bf16_is_within_its_noise(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_accelerated_model_may_be_converted_to_bf16(family: str, precision: str) -> None:
+    plain, fast, _, _ = make_pair(family, precision)
+    rounded = copy.deepcopy(plain).to(torch.bfloat16)
+    fast.to(torch.bfloat16)
+    batch = make_batch(LENGTHS)
+    seen = batch["attention_mask"].bool()
+    found, theirs, wanted = (model(**batch).last_hidden_state[seen] for model in (fast, rounded, plain))
+    assert found.dtype == torch.bfloat16
+    assert relative_error(found, wanted) < 1.5 * relative_error(theirs, wanted)
+    found.float().square().mean().backward()
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients(fast).values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_see_each_other_only_where_transformers_lets_them(family: str) -> None:
     _, fast, _, _ = make_pair(family, "fp32")
     plain = make_model(family)
