@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cpuft.train.fast.architectures import ARCHITECTURES, Architecture, LayerParts, SharedLayers, find_architecture
 from cpuft.train.fast.attention import Grid, attention, make_bias
+from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.disentangled import Distances, disentangled_attention
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu, is_exact_gelu
 from cpuft.train.fast.encoder_layer import attention_half, can_run_halves, feed_forward_half
@@ -191,6 +192,7 @@ def _feed_forward(
     return product(parts.outer, inner, parts.int8, forward_pass), x
 
 
+@without_autocast
 def run_layer(parts: LayerParts, x: Tensor, layout: Layout, embeddings: Tensor | None = None) -> Tensor:
     """Return the output of one patched encoder layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
 

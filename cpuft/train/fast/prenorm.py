@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cpuft.train.fast.architectures import PreNormParts, find_pre_norm_architecture
 from cpuft.train.fast.attention import Grid, attention
+from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.elementwise import GATES, Mask, add_norm, apply_norm, draw_mask, dropout, glu, read_norm
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
 from cpuft.train.fast.projection import PackedLinear, can_pack, is_adapted, is_plain, linear, product
@@ -165,6 +166,7 @@ def _run_blocks(
     return x, product(parts.outer, inner, parts.int8, forward_pass)
 
 
+@without_autocast
 def run_layer(parts: PreNormParts, x: Tensor, layout: PackedLayout, angles: Angles | None) -> Tensor:
     """Return the output of one patched layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
 
