@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,6 +39,8 @@ class PackedLayout:
     length: int
     sources: Tensor | None
     """(tokens,) int64: number of the position, b * length + p, from which each row comes. None: all, in order."""
+    _angles: list[tuple[Tensor, Angles]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The cosines that the layers of this batch got, and the angles of its rows."""
 
     def pack(self, hidden: Tensor) -> Tensor:
         """Return the rows of the tokens: (batch, length, width) -> (tokens, width).
@@ -54,6 +56,20 @@ class PackedLayout:
             blank = rows.new_zeros(self.batch * self.length, rows.shape[-1])
             rows = blank.index_copy(0, self.sources, rows)
         return rows.view(self.batch, self.length, -1)
+
+    def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
+        """Return the angles of the rows of this batch. All layers that get the same ones share them.
+
+        `embeddings`: the cosines and sines of the model's rotary embedding, (batch or 1, length, size), whose second
+            half repeats the first one.
+        """
+        cosines, sines = embeddings
+        known = next((angles for given, angles in self._angles if given is cosines), None)
+        if known is None:
+            half = cosines.shape[-1] // 2
+            known = Angles(*(self.pack(one[..., :half]).float().contiguous() for one in (cosines, sines)))
+            self._angles.append((cosines, known))
+        return known
 
 
 def make_layout(batch: int, length: int, mask: Tensor | None, position_ids: Tensor | None) -> PackedLayout | None:
@@ -200,7 +216,19 @@ class FastPreNormLayer:
     own_forward: Callable[..., Tensor]
     """The forward of the model's own class."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer with the layout of this batch among its arguments.
+
+        Gradient checkpointing of transformers keeps the arguments, and runs the layer again in backward, when the stack
+        has no layout any more, or that of another batch.
+        """
+        if self.fast_stack.layout is not None:
+            kwargs["fast_layout"] = self.fast_stack.layout
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, fast_layout: PackedLayout | None = None, **kwargs: Any
+    ) -> Tensor:
         """Return the layer's output.
 
         With a layout it is (tokens, hidden) in the dtype of the linear weights, or from the last layer (batch, length,
@@ -209,15 +237,16 @@ class FastPreNormLayer:
         Parameters
         ----------
         hidden_states: (batch, length, hidden), or with a layout (tokens, hidden), except for the first layer.
+        fast_layout: the layout of the batch; None for the model's own class.
         args, kwargs: for the model's own class; with a layout, only position_embeddings among kwargs is read.
         """
-        parts, layout = self.fast_parts, self.fast_stack.layout
+        parts, layout = self.fast_parts, fast_layout
         if layout is None:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.fast_stack.dtype == torch.bfloat16):
                 return self.own_forward(hidden_states, *args, **kwargs)
         if parts.is_first:
             hidden_states = layout.pack(hidden_states).to(self.fast_stack.dtype)
-        angles = self.fast_stack.read_angles(kwargs["position_embeddings"]) if parts.is_rotated else None
+        angles = layout.read_angles(kwargs["position_embeddings"]) if parts.is_rotated else None
         rows = run_layer(parts, hidden_states, layout, angles)
         return layout.unpack(rows).to(self.fast_stack.output_dtype) if parts.is_last else rows
 
@@ -246,8 +275,6 @@ class FastStack:
         """In which hidden states are computed inside the layers while their norms are fp32."""
         self.layout: PackedLayout | None = None
         """The layout of the batch while the owner is running and the fast layers can compute it; else None."""
-        self._angles: list[tuple[Tensor, Angles]] = []
-        """The cosines that the layers of this batch got, and the angles of its rows."""
 
     @property
     def output_dtype(self) -> torch.dtype:
@@ -276,21 +303,6 @@ class FastStack:
             patch_layer(layer, parts, self)
         self.owner.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.owner.register_forward_hook(self._leave, always_call=True)
-
-    def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
-        """Return the angles of the rows of this batch. All layers that get the same ones share them.
-
-        `embeddings`: the cosines and sines of the model's rotary embedding, (batch or 1, length, size), whose second
-            half repeats the first one.
-        """
-        assert self.layout is not None
-        cosines, sines = embeddings
-        known = next((angles for given, angles in self._angles if given is cosines), None)
-        if known is None:
-            half = cosines.shape[-1] // 2
-            known = Angles(*(self.layout.pack(one[..., :half]).float().contiguous() for one in (cosines, sines)))
-            self._angles.append((cosines, known))
-        return known
 
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self._leave()
@@ -331,7 +343,6 @@ class FastStack:
 
     def _leave(self, *call: Any) -> None:
         self.layout = None
-        self._angles.clear()
 
 
 def patch_layer(layer: Any, parts: PreNormParts, stack: FastStack) -> None:

@@ -228,6 +228,19 @@ def test_gradient_checkpointing_changes_no_gradient(family: str) -> None:
     assert kept[1] < kept[0]
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_may_be_switched_on_later(family: str, reentrant: bool) -> None:
+    """As the Trainer does with --gradient_checkpointing. The batches of two losses have layouts of their own."""
+    plain, fast, _, _ = make_pair(family, "fp32")
+    fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    fast.enable_input_require_grads()
+    batches = [make_batch(LENGTHS), make_batch((17, 3))]
+    for model in (plain, fast):
+        torch.autograd.backward([compute_loss(model, batch) for batch in batches])
+    check_gradients(fast, plain, LIMITS[family])
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "modernbert"])
 def test_adapters_are_trained_as_by_peft_s_own_layers(family: str) -> None:
     plain = add_adapters(make_model(family), rank=4, source="", new=())
