@@ -119,9 +119,9 @@ class _Dropout(torch.autograd.Function):
         return masked(x, mask)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return masked(grad, ctx.mask), None
+        # Gradients are enabled for a second derivative, as a gradient penalty needs it.
+        return (dropout if torch.is_grad_enabled() else masked)(grad, ctx.mask), None
 
 
 _dropout: Callable[..., Tensor] = _Dropout.apply
