@@ -13,6 +13,7 @@ import ctypes
 import functools
 import os
 import platform
+import struct
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cpuft.compiler import compile_kernels, find_compiler, find_installed, hash_sources, read_cpu_flags
+from cpuft.compiler import compile_kernels, find_compiler, find_installed, hash_sources, read_cpu_flags, read_last_line
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.hardware import compiler_target
@@ -72,6 +73,8 @@ _C_TYPES: dict[str, Any] = {
     "i": ctypes.c_int,
 }
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+_LOAD_ERRORS = (OSError, AttributeError, ValueError)
+"""What `Kernels` raises for a library that cannot be loaded."""
 _override: tuple[Kernels | None, str] | None = None
 """What `use_kernels` has put in place of the host's own kernels, and its status."""
 
@@ -100,6 +103,7 @@ class Kernels:
 
         Raises OSError if it cannot be loaded, and ValueError if it lacks a kernel.
         """
+        _check_length(path)
         _share_openmp()
         library = ctypes.CDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
@@ -130,6 +134,17 @@ class Kernels:
         self._functions[name, dtype](*plain, torch.get_num_threads())
 
 
+def _check_length(path: Path) -> None:
+    """Raise OSError if an ELF file is shorter than its header says: loading it would end the process with SIGBUS."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) == 64 and header.startswith(b"\x7fELF\x02\x01"):  # of 64 bits, little-endian
+        (start,) = struct.unpack_from("<Q", header, 40)
+        size, count = struct.unpack_from("<HH", header, 58)
+        if path.stat().st_size < start + size * count:  # the table of sections is the last part of the file
+            raise OSError(f"{path}: the file is truncated")
+
+
 @functools.cache
 def _share_openmp() -> None:
     """Let libraries that name no OpenMP library use torch's, whose file has another name in some builds of torch."""
@@ -149,24 +164,48 @@ def _load() -> tuple[Kernels | None, str]:
         return _load_own()
     try:
         return Kernels(installed), "on"
-    except (OSError, AttributeError, ValueError) as error:
+    except _LOAD_ERRORS as error:
         found, status = _load_own()
         return found, status if found else f"{status}; the installed {installed} cannot be loaded: {error}"
 
 
 def _load_own() -> tuple[Kernels | None, str]:
-    """Build kernels with this host's compiler for its own CPU, and load them."""
+    """Build kernels with this host's compiler for its own CPU, and load them.
+
+    Kernels in the cache folder that cannot be loaded, for example because the file is truncated, are built once more.
+    """
     compiler = find_compiler(os.environ)
     if compiler is None:
         return None, "off: no C++ compiler; install one (Debian: apt-get install g++)"
     try:
         target = compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", ""), read_cpu_flags(os.environ))
-        return Kernels(build(compiler, target)), "on"
+        library = locate_library(compiler, target)
+        was_cached = library.exists()
+        build(compiler, target)
+        if was_cached:
+            try:
+                return Kernels(library), "on"
+            except _LOAD_ERRORS:
+                library.unlink(missing_ok=True)
+                build(compiler, target)
     except CpuftError as error:
         return None, f"off: {error}"
-    except (OSError, AttributeError, ValueError, subprocess.SubprocessError) as error:
-        output = getattr(error, "stderr", None) or str(error)
-        return None, f"off: {compiler} could not build the kernels: {str(output).strip().splitlines()[-1:]}"
+    except (OSError, subprocess.SubprocessError) as error:
+        return None, f"off: {compiler} could not build the kernels: {read_last_line(error)}"
+    try:
+        return Kernels(library), "on"
+    except _LOAD_ERRORS as error:
+        return None, f"off: {library} cannot be loaded: {error}"
+
+
+def locate_library(compiler: str, processor: str = "native") -> Path:
+    """Return the path at which `build` stores the library of kernels; the file need not be there.
+
+    The parameters and the exceptions are those of `build`, but nothing is compiled.
+    """
+    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
+    name = hash_sources(f"-march={processor}", version, _processor())
+    return cache_folder(os.environ) / f"kernels-{name}.so"
 
 
 def build(compiler: str, processor: str = "native") -> Path:
@@ -188,14 +227,11 @@ def build(compiler: str, processor: str = "native") -> Path:
     OSError, subprocess.SubprocessError: the compiler cannot tell its version within 30 s, or the library cannot be
         written.
     """
-    options = (f"-march={processor}",)
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
-    home = cache_folder(os.environ)
-    library = home / f"kernels-{hash_sources(*options, version, _processor())}.so"
+    library = locate_library(compiler, processor)
     if not library.exists():
-        with tempfile.TemporaryDirectory(dir=home) as folder:
+        with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / "kernels.so"
-            compile_kernels(compiler, options, made)
+            compile_kernels(compiler, [f"-march={processor}"], made)
             made.replace(library)
     return library
 

@@ -9,7 +9,7 @@ of its step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +59,10 @@ class MasterWeights:
                 module.register_state_dict_post_hook(hooks)  # type: ignore[no-untyped-call]
                 module.register_load_state_dict_pre_hook(hooks.load)  # type: ignore[no-untyped-call]
         setattr(model, MASTERS_ATTRIBUTE, self)
+
+    def __contains__(self, parameter: Tensor) -> bool:
+        """Return whether there is a master of this parameter here."""
+        return parameter in self._masters
 
     def get(self, parameter: Tensor) -> Tensor | None:
         """Return a parameter's fp32 master itself, not a copy.
@@ -147,7 +151,7 @@ class MasterWeights:
         finally:
             for parameter, data, grad in compute:
                 parameter.grad = None
-                # A closure or a loader may have given the parameter new storage: that is its master from now on.
+                # A loader may have given the parameter new storage: that is its master from now on.
                 self._masters[parameter] = parameter.data
                 parameter.data = data
                 with torch.no_grad():
@@ -244,30 +248,64 @@ def _list_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
 
 
 class _SwapHooks:
-    """Hooks that put masters in the place of compute weights while an optimizer steps or loads its state."""
+    """Hooks that put masters in the place of compute weights while an optimizer steps."""
 
     def __init__(self, masters: MasterWeights) -> None:
         self.masters = masters
         self.open: Any = None
 
-    def enter(self, optimizer: Optimizer, *rest: Any) -> None:
-        # A closure computes gradients of the parameters themselves, so these become the masters. In any other case
-        # they stay: trainers load an optimizer's state when DistributedDataParallel already holds the model.
-        in_parameters = _has_closure(rest)
-        parameters = _list_parameters(optimizer)
-        self.open = self.masters.in_parameters(parameters) if in_parameters else self.masters.in_optimizer(optimizer)
-        self.open.__enter__()
+    def enter(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Swap the weights before `step`, and return its arguments, with another closure if there is one."""
+        self._swap(optimizer)
+        own, *others = args
+        others = [self._wrap_closure(optimizer, one) if callable(one) else one for one in others]
+        kwargs = {name: self._wrap_closure(optimizer, one) if callable(one) else one for name, one in kwargs.items()}
+        return (own, *others), kwargs
 
-    def leave(self, optimizer: Optimizer, *rest: Any) -> None:
+    def leave(self, *call: Any) -> None:
+        """Put the compute weights back after `step`."""
         if self.open is not None:
             self.open.__exit__(None, None, None)
             self.open = None
 
+    def _swap(self, optimizer: Optimizer) -> None:
+        self.leave()  # a step that has raised an error has left the masters in the groups
+        self.open = self.masters.in_optimizer(optimizer)
+        self.open.__enter__()
 
-def _has_closure(hook_arguments: tuple[Any, ...]) -> bool:
-    """Whether the arguments of a hook, which are those of `step` or a state dict, contain a closure."""
-    positional, named = hook_arguments if len(hook_arguments) == 2 else ((), {})
-    return any(map(callable, (*positional, *named.values())))
+    def _wrap_closure(self, optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure that runs with the compute weights: layers compute in bf16, and gradients go to these."""
+
+        def run() -> Any:
+            self.leave()
+            loss = closure()
+            self._swap(optimizer)
+            return loss
+
+        return run
+
+
+class MasterStep(Optimizer):
+    """Mixed in before the class of an optimizer that updates masters, whatever optimizer it is."""
+
+    masters: list[MasterWeights]
+    """The masters of the bf16 parameters, of one model each; other parameters are updated as they are."""
+
+    @contextmanager
+    def with_masters(self) -> Iterator[None]:
+        """Inside, the optimizer's groups and state have masters in place of bf16 parameters, see `in_optimizer`."""
+        with ExitStack() as stack:
+            for one in self.masters:
+                stack.enter_context(one.in_optimizer(self))
+            yield
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the optimizer's state as torch does, with fp32 moments for the masters.
+
+        If torch refuses the state, its exception is passed on, and the optimizer has its parameters again.
+        """
+        with self.with_masters():
+            super().load_state_dict(state_dict)
 
 
 @dataclass(frozen=True)
@@ -287,28 +325,28 @@ class ParameterUpdate:
     """(rows,) uint8, zero for rows of the weights whose gradient and moments are zero; None if that is unknown."""
 
 
-class FusedStep(Optimizer):
+class FusedStep(MasterStep):
     """Mixed in before Adam or AdamW: `step` runs the C++ kernel. The state has torch's names, as in checkpoints."""
 
-    masters: MasterWeights
-    """The masters of the bf16 parameters; other parameters are updated as they are."""
     gradient_factor: float = 1.0
     """The next step multiplies gradients by this, and sets it to 1 again; `clip_gradients` sets it."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update all parameters that have a gradient; return what `closure` returned, None without one.
 
-        `closure`: called first, with gradients enabled; it computes the loss and the gradients. Without kernels, or if
-        a gradient is sparse, torch's own step runs on the masters; it raises RuntimeError for sparse gradients.
+        `closure`: called first, with gradients enabled; it computes the loss and the gradients. Where the kernel cannot
+        update all parameters, torch's own step runs on the masters; it raises RuntimeError for sparse gradients.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        kernels = kernels_for(torch.empty(0))
-        if kernels is None or any(p.grad is not None and p.grad.is_sparse for p in _list_parameters(self)):
-            with self.masters.in_optimizer(self):
-                super().step()
+        kernels = self.find_kernels()
+        if kernels is None:
+            # The hooks of this step have run already, and torch has put them around the step of the class below, too.
+            step: Any = super().step
+            with self.with_masters():
+                step.__wrapped__(self) if getattr(step, "hooked", False) else step()
             return loss
         for group in self.param_groups:
             alike: dict[tuple[float, torch.dtype], list[ParameterUpdate]] = {}
@@ -321,9 +359,27 @@ class FusedStep(Optimizer):
         self.gradient_factor = 1.0
         return loss
 
+    def find_kernels(self) -> Kernels | None:
+        """Return the kernels if they can update all parameters that have a gradient; else None.
+
+        They cannot if a gradient is sparse, or if a parameter without a master is not fp32.
+        """
+        for parameter in _list_parameters(self):
+            grad = parameter.grad
+            is_fp32 = parameter.dtype == torch.float32 or any(parameter in one for one in self.masters)
+            if grad is not None and (grad.is_sparse or not is_fp32):
+                return None
+        return kernels_for(torch.empty(0))
+
+    def find_embedding(self, parameter: Tensor) -> EmbeddingGradient | None:
+        """Return the gradient of a token embedding, given its weight; None for any other parameter."""
+        found = (one.embedding for one in self.masters)
+        return next((one for one in found if one is not None and one.weight is parameter), None)
+
     def _make_update(self, parameter: nn.Parameter) -> ParameterUpdate:
         """Return a parameter's update, and count this step in its state, which is made if there is none yet."""
-        master = self.masters.get(parameter)
+        masters = next((one for one in self.masters if parameter in one), None)
+        master = None if masters is None else masters.get(parameter)
         state = self.state[parameter]
         weights, compute = (parameter.detach(), None) if master is None else (master, parameter.detach())
         if not state:
@@ -331,11 +387,11 @@ class FusedStep(Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weights), torch.zeros_like(weights)
         state["step"] += 1
         torch.autograd.graph.increment_version(parameter)
-        if master is not None:
-            self.masters.mark_rounded(parameter)
+        if masters is not None:
+            masters.mark_rounded(parameter)
         assert parameter.grad is not None
-        embedding = self.masters.embedding
-        touched = embedding.touched_rows(state) if embedding and embedding.weight is parameter else None
+        embedding = self.find_embedding(parameter)
+        touched = None if embedding is None else embedding.touched_rows(state)
         return ParameterUpdate(weights, compute, parameter.grad.contiguous(), state, touched)
 
 
@@ -381,8 +437,8 @@ def clip_gradients(
     torch.nn.utils.clip_grad_norm_, gradients with a norm of at most `max_norm` are not scaled up; a norm that is NaN or
     infinite is returned, without an error, and can make weights NaN in the next step.
 
-    If the optimizer is a `FusedStep` that holds all these parameters, the kernels are there, and all gradients are
-    contiguous fp32 or bf16, the gradients themselves stay as they are and the next step scales them, which saves a pass
+    If the optimizer is a `FusedStep` that holds all these parameters, the kernels can update its parameters, and all
+    gradients are contiguous fp32 or bf16, the gradients themselves stay as they are and the next step scales them, which saves a pass
     over memory. Otherwise they are scaled in place.
 
     Parameters
@@ -394,7 +450,7 @@ def clip_gradients(
     found = [(p, p.grad) for p in parameters if p.grad is not None]
     parameters = [p for p, _ in found]
     grads = [grad for _, grad in found]
-    kernels = kernels_for(torch.empty(0))
+    kernels = optimizer.find_kernels() if isinstance(optimizer, FusedStep) else None
     plain = any(g.is_sparse or not g.is_contiguous() or kernels_for(g) is None for g in grads)
     mine = {id(p) for p in _list_parameters(optimizer)}
     others = any(id(p) not in mine for p in parameters)
@@ -406,10 +462,10 @@ def clip_gradients(
         total_norm = squares.sqrt().to(total_norm.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
         return float(total_norm)
-    total, embedding = torch.zeros((), dtype=torch.float64), optimizer.masters.embedding
+    total = torch.zeros((), dtype=torch.float64)
     for dtype in {g.dtype for g in grads}:
         some = [
-            g if embedding is None or p is not embedding.weight else embedding.nonzero_part(g)
+            g if (embedding := optimizer.find_embedding(p)) is None else embedding.nonzero_part(g)
             for p, g in found
             if g.dtype == dtype
         ]
@@ -442,19 +498,22 @@ def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
     It stays the same object with the same state, groups and hooks, so that a learning rate scheduler or a trainer that
     holds it goes on as before. Moments are fp32. An Adam or AdamW without amsgrad, maximize, capturable or
     differentiable gets a subclass with `FusedStep` for its class, unless a scheduler that was made earlier has wrapped
-    its `step`; any other optimizer gets hooks around its `step`. A second call with the same masters does nothing.
+    its `step`; any other optimizer gets a subclass with `MasterStep`, and hooks around its `step`. A call with the
+    masters of another model adds these; a second call with the same masters does nothing.
     """
-    if getattr(optimizer, "masters", None) is masters:
+    known = vars(optimizer).setdefault("masters", [])
+    if any(one is masters for one in known):
         return
-    optimizer.masters = masters  # type: ignore[attr-defined]
-    swap = _SwapHooks(masters)
-    optimizer.register_load_state_dict_pre_hook(swap.enter)
-    optimizer.register_load_state_dict_post_hook(swap.leave)
-    if _can_fuse(optimizer):
-        own = type(optimizer)
-        optimizer.__class__ = type(f"Fused{own.__name__}", (FusedStep, own), {"__module__": __name__})
+    known.append(masters)
+    own = type(optimizer)
+    if not isinstance(optimizer, MasterStep):
+        mixin = FusedStep if _can_fuse(optimizer) else MasterStep
+        name = f"Fused{own.__name__}" if mixin is FusedStep else own.__name__
+        optimizer.__class__ = type(name, (mixin, own), {"__module__": __name__})
         # torch puts hooks around `step` of a class when its first instance is made, and this class had none.
         optimizer._patch_step_function()
+    if isinstance(optimizer, FusedStep):
         return
+    swap = _SwapHooks(masters)
     optimizer.register_step_pre_hook(swap.enter)
     optimizer.register_step_post_hook(swap.leave)

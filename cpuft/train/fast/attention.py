@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from cpuft.kernels import kernels_for
 from cpuft.train.fast.architectures import Heads
+from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.elementwise import Mask, masked
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 
@@ -211,6 +212,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, packed = ctx.saved_tensors
         arguments: _Arguments = ctx.arguments

@@ -23,6 +23,7 @@ from torch.autograd.function import once_differentiable
 from cpuft.kernels import kernels_for
 from cpuft.train.fast.architectures import Heads, count_position_groups
 from cpuft.train.fast.attention import Grid
+from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.elementwise import Mask, masked
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 
@@ -166,6 +167,7 @@ class _Disentangled(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, packed, *positions = ctx.saved_tensors
         arguments: _Arguments = ctx.arguments

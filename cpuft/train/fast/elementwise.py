@@ -119,9 +119,9 @@ class _Dropout(torch.autograd.Function):
         return masked(x, mask)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return masked(grad, ctx.mask), None
+        # Gradients are enabled for a second derivative, as a gradient penalty needs it.
+        return (dropout if torch.is_grad_enabled() else masked)(grad, ctx.mask), None
 
 
 _dropout: Callable[..., Tensor] = _Dropout.apply
@@ -280,9 +280,9 @@ class Norm:
     """The norm of a row: layer norm or RMSNorm, over the last dimension, with statistics in fp32."""
 
     weight: Tensor | None
-    """(columns,) fp32, a parameter of the model; None for ones."""
+    """(columns,), a parameter of the model, fp32 unless the whole model has been converted; None for ones."""
     bias: Tensor | None
-    """(columns,) fp32, a parameter of the model; None for zeros."""
+    """(columns,), a parameter of the model, likewise; None for zeros."""
     eps: float
     """What is added to the variance, or to the mean square."""
     is_centred: bool
@@ -293,11 +293,16 @@ class Norm:
 
     @property
     def scale(self) -> Tensor | None:
-        """(columns,): by what normed rows are multiplied, without a gradient; None for ones."""
+        """(columns,) fp32, contiguous: by what normed rows are multiplied, without a gradient; None for ones."""
         if self.weight is None:
             return None
-        weight = self.weight.detach()
+        weight = self.weight.detach().float()  # the kernels read fp32
         return weight + self.weight_offset if self.weight_offset else weight.contiguous()
+
+    @property
+    def shift(self) -> Tensor | None:
+        """(columns,) fp32, contiguous: what is added to normed rows, without a gradient; None for zeros."""
+        return None if self.bias is None else self.bias.detach().float().contiguous()
 
 
 _RMS_NORMS = ("LlamaRMSNorm", "Qwen3RMSNorm", "SmolLM3RMSNorm", "EuroBertRMSNorm")
@@ -327,8 +332,8 @@ def read_norm(module: nn.Module) -> Norm | None:
 
 def _layer_norm_parameters(norm: Norm, columns: int) -> tuple[Tensor, Tensor]:
     """Weight and bias: torch's layer norm of bf16 takes both in fp32, or none."""
-    scale, bias = norm.scale, norm.bias
-    return torch.ones(columns) if scale is None else scale, torch.zeros(columns) if bias is None else bias
+    scale, shift = norm.scale, norm.shift
+    return torch.ones(columns) if scale is None else scale, torch.zeros(columns) if shift is None else shift
 
 
 def _plain_norm_forward(total: Tensor, norm: Norm) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -387,8 +392,7 @@ class _AddNorm(torch.autograd.Function):
             rows, columns = x.shape[:-1].numel(), x.shape[-1]
             statistics = torch.empty(2, rows, dtype=torch.float32)
             mean, rstd = statistics[0] if norm.is_centred else None, statistics[1]
-            scale, bias = norm.scale, None if bias is None else bias.contiguous()
-            arrays = (x, shift, residual, scale, bias, None if residual is None else total, y, mean, rstd)
+            arrays = (x, shift, residual, norm.scale, norm.shift, None if residual is None else total, y, mean, rstd)
             kernels.run("norm_forward", x.dtype, *arrays, rows, columns, *mask.kernel_arguments, norm.eps)
         else:
             if residual is not None:
@@ -445,7 +449,7 @@ def dropout_add_norm(x: Tensor, shift: Tensor, residual: Tensor, norm: nn.LayerN
     x, residual: (..., hidden), one dtype, fp32 or bf16.
     shift: (hidden,), the bias of the linear layer before. Adding it here is cheaper than in the product, and backward
         computes its gradient in the same pass.
-    norm: layer norm over the last dimension, with fp32 weight and bias. Its statistics are fp32 for any dtype.
+    norm: layer norm over the last dimension, with weight and bias. Its statistics are fp32 for any dtype.
     mask: of the dropout; `NO_MASK` for none.
     """
     normed: Tensor = _run_add_norm(x, shift, residual, Norm(norm.weight, norm.bias, norm.eps, True), mask)[1]

@@ -36,7 +36,8 @@ class EmbeddingGradient:
         self._rows: Tensor | None = None
         """The rows of the buffer that may not be zero: ascending, int64, each once."""
         self._version = 0
-        """Version of the buffer for which `_rows` holds."""
+        """Version of the buffer for which `_rows` holds. It is one more than the present version after `accumulate` has
+        returned a sparse gradient that autograd has not added yet."""
         self._touched: Tensor | None = None
         self._moments: tuple[object, ...] = ()
         """Addresses and versions of the moments for which `_touched` holds."""
@@ -53,9 +54,7 @@ class EmbeddingGradient:
         None if they are unknown: there is no gradient, it is another tensor than the one that backward has made here,
         or something wrote to it since.
         """
-        grad = self.weight.grad
-        is_ours = grad is not None and self._buffer is not None and grad.data_ptr() == self._buffer.data_ptr()
-        return self._known_rows() if is_ours else None
+        return self._known_rows() if self._is_ours() else None
 
     def set_rows(self, rows: Tensor) -> None:
         """State that the gradient is zero outside of `rows`, after the caller has written to it.
@@ -110,13 +109,18 @@ class EmbeddingGradient:
             buffer.index_copy_(0, rows, values)
             self.set_rows(rows)
             return buffer.detach()  # a new tensor object: autograd would copy one that is referenced elsewhere
-        if (known := self.rows) is not None and self._buffer is not None:
-            both = torch.cat([known, rows])
-            self._rows, self._version = torch.unique(both), self._buffer._version + 1
+        # Autograd adds the sparse gradients of all look-ups of a backward pass at once, so a second look-up finds the
+        # rows of the first one recorded for a version that the buffer does not have yet.
+        is_added_later = self._buffer is not None and self._version == self._buffer._version + 1
+        if self._is_ours() and self._rows is not None and (is_added_later or self._known_rows() is not None):
+            assert self._buffer is not None
+            self._rows, self._version = torch.unique(torch.cat([self._rows, rows])), self._buffer._version + 1
+        else:
+            self._rows = None
         return torch.sparse_coo_tensor(rows[None], values, self.weight.shape, is_coalesced=True, check_invariants=False)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """Return the embedding of tokens: (...) int64 -> (..., width). It is the module's forward after patching.
+        """Return the embedding of tokens: (...) int32 or int64 -> (..., width). It is the module's forward after patching.
 
         The token `padding_idx` gets no gradient, as in torch. A token outside of the vocabulary raises IndexError.
         """
@@ -125,13 +129,19 @@ class EmbeddingGradient:
             return nn.functional.embedding(tokens, own.weight)
         return _look_up(tokens, own.weight, self, own.padding_idx)
 
+    def _is_ours(self) -> bool:
+        """Return whether the weight's gradient has the memory of the buffer."""
+        grad = self.weight.grad
+        return grad is not None and self._buffer is not None and grad.data_ptr() == self._buffer.data_ptr()
+
     def _known_rows(self) -> Tensor | None:
         return self._rows if self._buffer is not None and self._buffer._version == self._version else None
 
     def _cleared_buffer(self) -> Tensor:
-        """Return zeros: the buffer, or new memory if another tensor uses it, as in a second look-up's backward."""
-        if self._buffer is None or _count_users(self._buffer) > 1:
-            return torch.zeros_like(self.weight)
+        """Return zeros: the buffer, or new memory if another tensor uses it, as in a second look-up's backward, or its dtype is old."""
+        weight = self.weight
+        if self._buffer is None or self._buffer.dtype != weight.dtype or _count_users(self._buffer) > 1:
+            return torch.zeros_like(weight)
         if (known := self._known_rows()) is None:
             return self._buffer.zero_()
         return self._buffer.index_fill_(0, known, 0.0)
@@ -162,15 +172,15 @@ _look_up: Callable[..., Tensor] = _LookUp.apply
 
 
 def _sum_by_row(grad: Tensor, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
-    """Return the rows of a table that were looked up, ascending, and their gradients: (rows,) and (rows, width).
+    """Return the rows of a table that were looked up, ascending, and their gradients: (rows,) int64, (rows, width).
 
     Parameters
     ----------
     grad: (..., width), of what was looked up.
-    ids: (...) int64, the rows that were looked up.
+    ids: (...) int32 or int64, the rows that were looked up.
     padding: a row that gets no gradient; None for none.
     """
-    kernels = kernels_for(grad)
+    kernels, ids = kernels_for(grad), ids.long()
     if kernels is None:
         rows, places = torch.unique(ids, return_inverse=True)
         values = torch.ops.aten.embedding_dense_backward(grad, places, len(rows), -1, False)

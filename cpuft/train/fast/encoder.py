@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cpuft.train.fast.architectures import ARCHITECTURES, Architecture, LayerParts, SharedLayers, find_architecture
 from cpuft.train.fast.attention import Grid, attention, make_bias
+from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.disentangled import Distances, disentangled_attention
 from cpuft.train.fast.elementwise import Mask, draw_mask, dropout_add_norm, gelu, is_exact_gelu
 from cpuft.train.fast.encoder_layer import attention_half, can_run_halves, feed_forward_half
@@ -191,6 +192,7 @@ def _feed_forward(
     return product(parts.outer, inner, parts.int8, forward_pass), x
 
 
+@without_autocast
 def run_layer(parts: LayerParts, x: Tensor, layout: Layout, embeddings: Tensor | None = None) -> Tensor:
     """Return the output of one patched encoder layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
 
@@ -340,8 +342,8 @@ class FastEncoder:
         self.shared_layers = architecture.shared_layers
         self.relative_embeddings = architecture.relative_embeddings
         self.model = model
-        self.dtype = torch.float32
-        """In which hidden states are computed inside the encoder; its output is fp32."""
+        self.precision_dtype = torch.float32
+        """In which hidden states are computed inside the encoder while its norms are fp32."""
         self.head_is_running = False
         """Whether a model that `watch_head` watches is in its forward."""
         self.layout: Layout | None = None
@@ -355,6 +357,17 @@ class FastEncoder:
         """Whether the output of this call of an encoder with relative embeddings has hidden states of all layers."""
 
     @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype of the encoder's output, that of its norms: fp32, unless the whole model has been converted."""
+        dtype: torch.dtype = self.parts[-1].outer_norm.weight.dtype
+        return dtype
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which hidden states are computed inside the encoder, that of the linear weights."""
+        return self.precision_dtype if self.output_dtype == torch.float32 else self.output_dtype
+
+    @property
     def runs(self) -> list[nn.Module]:
         """The layers in the order in which the encoder runs them, each as often as it does."""
         return self.layers if self.shared_layers is None else _list_runs(self.encoder, self.shared_layers)
@@ -365,11 +378,11 @@ class FastEncoder:
         return [linear for parts in self.parts for linear in parts.linears]
 
     def install(self, precision: str) -> None:
-        """Patch the layers, and register hooks on the encoder, which then packs tokens and returns fp32. Call it once.
+        """Patch the layers, and register hooks on the encoder, which then packs tokens. Call it once.
 
         `precision`: "bf16", "fp32" or "int8". For bf16, the linear weights must be bf16 already, else fp32.
         """
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.precision_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
             parts.int8 = precision == "int8"
             patch_layer(layer, parts)
@@ -470,7 +483,7 @@ class FastEncoder:
         return bool(states or others or kwargs.get("output_attentions"))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        hidden: Tensor = output[0].float()
+        hidden: Tensor = output[0].to(self.output_dtype)
         layout, self.layout = self.layout, None
         if layout is not None:
             hidden = hidden.unsqueeze(1) if layout.first_only else layout.unpack(hidden)

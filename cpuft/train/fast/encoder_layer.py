@@ -170,7 +170,7 @@ def attention_half(
     assert kernels is not None
     half = _Attention(kernels, grid, bias, heads.count, heads.factor, norm.eps, score_mask, mask)
     weights, biases = ([getattr(layer, name) for layer in packed.layers] for name in ("weight", "bias"))
-    rest = (output.weight, output.bias, norm.weight, norm.bias)
+    rest = (output.weight, output.bias, norm.weight.float(), norm.bias.float())  # the kernel reads fp32
     return _attention_half(x.contiguous(), half, *packed.current(), *weights, *biases, *rest)
 
 
@@ -185,5 +185,6 @@ def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Tensor:
     kernels = kernels_for(x)
     assert kernels is not None
     half = _FeedForward(kernels, len(inner.weight), norm.eps, mask)
-    parameters = (inner.weight, inner.bias, outer.weight, outer.bias, norm.weight, norm.bias)
+    norm_parameters = (norm.weight.float(), norm.bias.float())  # the kernel reads fp32
+    parameters = (inner.weight, inner.bias, outer.weight, outer.bias, *norm_parameters)
     return _feed_forward_half(x.contiguous(), half, *parameters)

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cpuft.kernels import kernels_for
+from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 
 _HEAD_ROWS = 2048
@@ -170,6 +171,7 @@ class _FrozenLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if (head := ctx.weight.find_head()) is None:
             return grad @ ctx.weight.expand(grad.dtype), None, None, None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from cpuft.train.fast.architectures import PreNormParts, find_pre_norm_architecture
 from cpuft.train.fast.attention import Grid, attention
+from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.elementwise import GATES, Mask, add_norm, apply_norm, draw_mask, dropout, glu, read_norm
 from cpuft.train.fast.gradient_checkpointing import ForwardPass, run_once, run_with_recompute
 from cpuft.train.fast.projection import PackedLinear, can_pack, is_adapted, is_plain, linear, product
@@ -38,6 +39,8 @@ class PackedLayout:
     length: int
     sources: Tensor | None
     """(tokens,) int64: number of the position, b * length + p, from which each row comes. None: all, in order."""
+    _angles: list[tuple[Tensor, Angles]] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The cosines that the layers of this batch got, and the angles of its rows."""
 
     def pack(self, hidden: Tensor) -> Tensor:
         """Return the rows of the tokens: (batch, length, width) -> (tokens, width).
@@ -53,6 +56,20 @@ class PackedLayout:
             blank = rows.new_zeros(self.batch * self.length, rows.shape[-1])
             rows = blank.index_copy(0, self.sources, rows)
         return rows.view(self.batch, self.length, -1)
+
+    def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
+        """Return the angles of the rows of this batch. All layers that get the same ones share them.
+
+        `embeddings`: the cosines and sines of the model's rotary embedding, (batch or 1, length, size), whose second
+            half repeats the first one.
+        """
+        cosines, sines = embeddings
+        known = next((angles for given, angles in self._angles if given is cosines), None)
+        if known is None:
+            half = cosines.shape[-1] // 2
+            known = Angles(*(self.pack(one[..., :half]).float().contiguous() for one in (cosines, sines)))
+            self._angles.append((cosines, known))
+        return known
 
 
 def make_layout(batch: int, length: int, mask: Tensor | None, position_ids: Tensor | None) -> PackedLayout | None:
@@ -165,6 +182,7 @@ def _run_blocks(
     return x, product(parts.outer, inner, parts.int8, forward_pass)
 
 
+@without_autocast
 def run_layer(parts: PreNormParts, x: Tensor, layout: PackedLayout, angles: Angles | None) -> Tensor:
     """Return the output of one patched layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
 
@@ -198,26 +216,39 @@ class FastPreNormLayer:
     own_forward: Callable[..., Tensor]
     """The forward of the model's own class."""
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer with the layout of this batch among its arguments.
+
+        Gradient checkpointing of transformers keeps the arguments, and runs the layer again in backward, when the stack
+        has no layout any more, or that of another batch.
+        """
+        if self.fast_stack.layout is not None:
+            kwargs["fast_layout"] = self.fast_stack.layout
+        return super().__call__(*args, **kwargs)  # type: ignore[misc]
+
+    def forward(
+        self, hidden_states: Tensor, *args: Any, fast_layout: PackedLayout | None = None, **kwargs: Any
+    ) -> Tensor:
         """Return the layer's output.
 
         With a layout it is (tokens, hidden) in the dtype of the linear weights, or from the last layer (batch, length,
-        hidden) in fp32, with zeros for padding. Without one, it is what the forward of the model's own class returns.
+        hidden) in the dtype of the norms, with zeros for padding. Without one, it is what the forward of the model's own class returns.
 
         Parameters
         ----------
         hidden_states: (batch, length, hidden), or with a layout (tokens, hidden), except for the first layer.
+        fast_layout: the layout of the batch; None for the model's own class.
         args, kwargs: for the model's own class; with a layout, only position_embeddings among kwargs is read.
         """
-        parts, layout = self.fast_parts, self.fast_stack.layout
+        parts, layout = self.fast_parts, fast_layout
         if layout is None:
             with torch.autocast("cpu", torch.bfloat16, enabled=self.fast_stack.dtype == torch.bfloat16):
                 return self.own_forward(hidden_states, *args, **kwargs)
         if parts.is_first:
             hidden_states = layout.pack(hidden_states).to(self.fast_stack.dtype)
-        angles = self.fast_stack.read_angles(kwargs["position_embeddings"]) if parts.is_rotated else None
+        angles = layout.read_angles(kwargs["position_embeddings"]) if parts.is_rotated else None
         rows = run_layer(parts, hidden_states, layout, angles)
-        return layout.unpack(rows).float() if parts.is_last else rows
+        return layout.unpack(rows).to(self.fast_stack.output_dtype) if parts.is_last else rows
 
 
 class FastStack:
@@ -240,12 +271,21 @@ class FastStack:
         self.keeps_sequences_apart = keeps_sequences_apart
         self.layers = layers
         self.parts = parts
-        self.dtype = torch.float32
-        """In which hidden states are computed inside the layers; their output is fp32."""
+        self.precision_dtype = torch.float32
+        """In which hidden states are computed inside the layers while their norms are fp32."""
         self.layout: PackedLayout | None = None
         """The layout of the batch while the owner is running and the fast layers can compute it; else None."""
-        self._angles: list[tuple[Tensor, Angles]] = []
-        """The cosines that the layers of this batch got, and the angles of its rows."""
+
+    @property
+    def output_dtype(self) -> torch.dtype:
+        """The dtype of the last layer's output, that of the norms: fp32, unless the whole model has been converted."""
+        weight = self.parts[-1].feed_forward_norm.weight
+        return weight.dtype if isinstance(weight, Tensor) else torch.float32
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which hidden states are computed inside the layers, that of the linear weights."""
+        return self.precision_dtype if self.output_dtype == torch.float32 else self.output_dtype
 
     @property
     def linears(self) -> list[Any]:
@@ -257,27 +297,12 @@ class FastStack:
 
         `precision`: bf16, fp32 or int8. For bf16, the linear weights must be bf16 already, else fp32.
         """
-        self.dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        self.precision_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
             parts.int8 = precision == "int8"
             patch_layer(layer, parts, self)
         self.owner.register_forward_pre_hook(self._enter, with_kwargs=True)
         self.owner.register_forward_hook(self._leave, always_call=True)
-
-    def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
-        """Return the angles of the rows of this batch. All layers that get the same ones share them.
-
-        `embeddings`: the cosines and sines of the model's rotary embedding, (batch or 1, length, size), whose second
-            half repeats the first one.
-        """
-        assert self.layout is not None
-        cosines, sines = embeddings
-        known = next((angles for given, angles in self._angles if given is cosines), None)
-        if known is None:
-            half = cosines.shape[-1] // 2
-            known = Angles(*(self.layout.pack(one[..., :half]).float().contiguous() for one in (cosines, sines)))
-            self._angles.append((cosines, known))
-        return known
 
     def _enter(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         self._leave()
@@ -318,7 +343,6 @@ class FastStack:
 
     def _leave(self, *call: Any) -> None:
         self.layout = None
-        self._angles.clear()
 
 
 def patch_layer(layer: Any, parts: PreNormParts, stack: FastStack) -> None:

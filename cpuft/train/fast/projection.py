@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from cpuft.kernels import kernels_for
+from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.frozen import FrozenLinear, FrozenWeight, frozen_linear
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
@@ -63,6 +64,7 @@ class _PackedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor | None, other_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return other_grad, *(None,) * (len(ctx.needs_input_grad) - 1)
@@ -106,6 +108,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, narrow, weight, down, up = ctx.saved_tensors
         dnarrow, dx = grad @ up, None
@@ -134,6 +137,7 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @without_autocast
     def backward(ctx: Any, grad: Tensor | None, residual_grad: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return residual_grad, None, None, None, None

@@ -67,6 +67,27 @@ def test_loss_and_gradients_are_the_plain_model_s(kind: str, precision: str, len
             assert relative_error(parameter.grad, theirs[name].grad) < TOLERANCE[precision], name
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_an_accelerated_model_may_be_converted_to_bf16(kind: str, precision: str, each_way: None) -> None:
+    """As the Trainer does with --bf16_full_eval: norms, embeddings and the head are bf16 then, too."""
+    plain, fast = make_pair(kind)
+    accelerate(fast, make_optimizer(fast), precision=precision)
+    batch = make_batch()
+    fast(**batch).loss.backward()  # the embedding's gradient is fp32 before
+    fast.zero_grad()
+    fast.to(torch.bfloat16)
+    with torch.no_grad():
+        assert relative_error(fast(**batch).logits, plain(**batch).logits) < TOLERANCE["bf16"]
+    plain(**batch).loss.backward()
+    fast(**batch).loss.backward()
+    found, wanted = (
+        torch.cat([p.grad.flatten().float() for p in model.parameters() if p.grad is not None])
+        for model in (fast, plain)
+    )
+    assert relative_error(found, wanted) < 2 * TOLERANCE["bf16"]
+
+
 @pytest.mark.parametrize("precision", TOLERANCE)
 @pytest.mark.parametrize("lengths", [(170, 9, 131), (170, 170)], ids=["packed", "full"])
 def test_a_position_bias_is_added_and_trained(precision: str, lengths: tuple[int, ...], each_way: None) -> None:

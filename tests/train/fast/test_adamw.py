@@ -14,7 +14,7 @@ from transformers import AutoModelForSequenceClassification
 from cpuft.kernels import plain_torch
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, clip_gradients, fp32_weights
-from tests.train.fast.encoders import make_batch, make_model, make_optimizer, make_pair
+from tests.train.fast.encoders import make_batch, make_model, make_optimizer, make_pair, relative_error
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 1e-3, "weight_decay": 0.01}),
@@ -252,9 +252,16 @@ def test_accumulated_gradients_are_the_sum() -> None:
         torch.testing.assert_close(model.get_parameter(name).grad, 2 * gradient)
 
 
-def test_a_closure_is_evaluated() -> None:
-    model, optimizer = accelerate(model := make_model("bert"), make_optimizer(model), precision="bf16")
-    batch = make_batch()
+@pytest.mark.parametrize("name", [*OPTIMIZERS, "LBFGS", "LBFGS, line search"])
+def test_a_closure_is_evaluated(name: str) -> None:
+    model, batch = make_model("bert"), make_batch()
+    searches: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+        "LBFGS": (torch.optim.LBFGS, {"lr": 1e-2, "max_iter": 3}),
+        "LBFGS, line search": (torch.optim.LBFGS, {"max_iter": 3, "line_search_fn": "strong_wolfe"}),
+    }
+    make, options = {**OPTIMIZERS, **searches}[name]
+    optimizer = make(model.parameters(), **options)
+    accelerate(model, optimizer, precision="bf16")
 
     def closure() -> float:
         optimizer.zero_grad()
@@ -265,6 +272,111 @@ def test_a_closure_is_evaluated() -> None:
     first = optimizer.step(closure)
     assert first is not None
     assert closure() < first
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_that_fails_can_be_repeated(name: str) -> None:
+    def fail() -> float:
+        raise ValueError("no loss")
+
+    make, options = OPTIMIZERS[name]
+    model, optimizer = accelerate(model := make_model("bert"), make(model.parameters(), **options), precision="bf16")
+    with pytest.raises(ValueError, match="no loss"):
+        optimizer.step(fail)
+    before = model.state_dict()[KEY].clone()
+    model(**make_batch()).loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()[KEY], before)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_hooks_of_a_step_run_once(name: str, kernels: bool) -> None:
+    make, options = OPTIMIZERS[name]
+    model, optimizer = accelerate(model := make_model("bert"), make(model.parameters(), **options), precision="bf16")
+    calls: list[str] = []
+    optimizer.register_step_pre_hook(lambda *call: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *call: calls.append("after"))
+    model(**make_batch()).loss.backward()
+    with contextlib.nullcontext() if kernels else plain_torch():
+        optimizer.step()
+    assert calls == ["before", "after"]
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AMSGrad", "SGD"])
+def test_a_state_that_is_refused_leaves_the_optimizer_as_it_was(name: str) -> None:
+    make, options = OPTIMIZERS[name]
+    model, optimizer = accelerate(model := make_model("bert"), make(model.parameters(), **options), precision="bf16")
+    other = make(torch.nn.Linear(3, 3).parameters(), **options)
+    with pytest.raises(ValueError, match="doesn't match the size of optimizer's group"):
+        optimizer.load_state_dict(other.state_dict())
+    assert all(a is b for a, b in zip(optimizer.param_groups[0]["params"], model.parameters(), strict=True))
+    before = model.state_dict()[KEY].clone()
+    model(**make_batch()).loss.backward()
+    optimizer.step()
+    assert not torch.equal(model.state_dict()[KEY], before)
+
+
+def train_together(make: Any, options: dict[str, Any], fast: bool) -> tuple[Any, Any, Any, Any]:
+    """Two BERTs and a linear layer in bf16 after three clipped updates by one optimizer, from given gradients."""
+    models = [make_model("bert"), make_model("distilbert")]
+    torch.manual_seed(5)
+    linear = torch.nn.Linear(32, 7).to(torch.bfloat16)
+    parameters = [p for module in (*models, linear) for p in module.parameters()]
+    optimizer = make(parameters, **options)
+    for model in models if fast else ():
+        accelerate(model, optimizer, precision="bf16")
+        accelerate(model, optimizer, precision="bf16")
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for parameter in parameters:
+            gradient = torch.randn(parameter.shape, generator=generator).to(torch.bfloat16)
+            parameter.grad = gradient.to(parameter.dtype)
+        clip_gradients(optimizer, parameters, 1.0)
+        optimizer.step()
+    return (*models, linear, optimizer)
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+def test_one_optimizer_updates_two_models_and_other_parameters_in_bf16(name: str, kernels: bool) -> None:
+    make, options = OPTIMIZERS[name]
+    options = {**options, "lr": 1e-2}
+    with contextlib.nullcontext() if kernels else plain_torch():
+        *found, optimizer = train_together(make, options, True)
+    *wanted, theirs = train_together(make, options, False)
+    start = [make_model("bert"), make_model("distilbert")]
+    for fast, plain, begin in zip(found, wanted, start):
+        for key, value in fast.state_dict().items():
+            moved = plain.state_dict()[key] - begin.state_dict()[key]
+            assert relative_error(value - begin.state_dict()[key], moved) < 0.02, key
+    # One optimizer knows the norm of all gradients in fp32, the other one in bf16.
+    torch.testing.assert_close(found[-1].weight, wanted[-1].weight, atol=1e-3, rtol=2**-7)
+    optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    masters = [p for model in found[:-1] for p in model.parameters() if p.dtype == torch.bfloat16]
+    moment = "exp_avg" if name == "AdamW" else "momentum_buffer"
+    assert {optimizer.state[p][moment].dtype for p in masters} == {torch.float32}
+
+
+@pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
+def test_one_optimizer_clips_the_embeddings_of_two_models(kernels: bool) -> None:
+    weights = []
+    for fast in (True, False):
+        models = [make_model("bert"), make_model("distilbert")]
+        optimizer = torch.optim.AdamW([p for model in models for p in model.parameters()], lr=1e-3, weight_decay=0.0)
+        for model in models if fast else ():
+            accelerate(model, optimizer, precision="fp32")
+        with contextlib.nullcontext() if kernels else plain_torch():
+            for _ in range(2):
+                for model in models:
+                    model(**make_batch()).loss.backward()
+                norm = clip_gradients(optimizer, [p for model in models for p in model.parameters()], 0.01)
+                optimizer.step()
+                optimizer.zero_grad()
+        weights.append((norm, *(model.get_input_embeddings().weight for model in models)))
+    for found, wanted in zip(*weights):
+        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-4)
 
 
 def test_a_second_optimizer_shares_the_masters() -> None:

@@ -88,6 +88,17 @@ def test_module_gives_the_gradient_of_its_own_mask() -> None:
     torch.testing.assert_close(y, x.detach() * x.grad)
 
 
+def test_module_has_second_derivatives(each_way: None) -> None:
+    torch.manual_seed(10)
+    x = torch.randn(6, 5, dtype=torch.float32, requires_grad=True)
+    y = FastDropout(0.3)(x)
+    factor = (y / x).detach()
+    (slope,) = torch.autograd.grad(y.pow(3).sum(), x, create_graph=True)
+    torch.testing.assert_close(slope, 3 * factor**3 * x**2)
+    (found,) = torch.autograd.grad(slope.sum(), x)
+    torch.testing.assert_close(found, 6 * factor**3 * x)
+
+
 @pytest.mark.parametrize("p", [0.0, 1.0])
 def test_module_at_the_ends_is_torch_s(p: float) -> None:
     x = torch.randn(5, 5)

@@ -69,6 +69,22 @@ def looking_up_twice(model: Any, optimizer: Any, seed: int) -> None:
     optimizer.zero_grad()
 
 
+def adding_two_look_ups(model: Any, optimizer: Any, seed: int) -> None:
+    """A backward pass of one look-up, and then one of two."""
+    backward(model, seed)
+    looking_up_twice(model, optimizer, seed + 1)
+
+
+def asking_between(model: Any, optimizer: Any, seed: int) -> None:
+    """torch.autograd.grad reaches the embedding between two backward passes, and adds nothing to its gradient."""
+    backward(model, seed)
+    model_output = model(input_ids=torch.tensor([[60, 61, 62]])).logits
+    torch.autograd.grad(model_output.sum(), model.get_input_embeddings().weight)
+    backward(model, seed + 1)
+    update(model, optimizer)
+    optimizer.zero_grad()
+
+
 def asking_for_it(model: Any, optimizer: Any, seed: int) -> None:
     """torch.autograd.grad gives a gradient away; who has it still has it after the next one."""
     weight = model.get_input_embeddings().weight
@@ -83,7 +99,17 @@ def loading(model: Any, optimizer: Any, seed: int) -> None:
     plainly(model, optimizer, seed)
 
 
-STEPS = (plainly, in_micro_batches, zeroing, adding_noise, looking_up_twice, asking_for_it, loading)
+STEPS = (
+    plainly,
+    in_micro_batches,
+    zeroing,
+    adding_noise,
+    looking_up_twice,
+    adding_two_look_ups,
+    asking_between,
+    asking_for_it,
+    loading,
+)
 
 
 RATE, MOST_STEPS = 1e-2, 5
@@ -227,6 +253,27 @@ def test_a_gradient_is_known_by_its_rows_and_stays_where_it_is() -> None:
         assert 0 < len(embedding_gradient(model).nonzero_part(weight.grad)) < len(weight)
         optimizer.zero_grad()
     assert len(places) == 1
+
+
+def test_rows_of_two_look_ups_are_added_to_those_before() -> None:
+    model, optimizer = make("bert", True)
+    for seed in (1, 2):
+        backward(model, seed)
+        losses = [model(input_ids=words.expand(2, 2)).logits.square().mean() for words in torch.arange(8, 12).split(2)]
+        (losses[0] + losses[1]).backward()
+        check_rows(model, model.get_input_embeddings().weight.grad)
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["bert", "deberta-v2"])
+def test_token_ids_may_be_int32(kind: str, each_way: None) -> None:
+    (model, optimizer), (plain, theirs) = make(kind, True), make(kind, True)
+    for dtype, one, its in ((torch.int32, model, optimizer), (torch.int64, plain, theirs)):
+        for _ in range(2):
+            tokens = torch.tensor([[5, 9, 1], [7, 5, 63]], dtype=dtype)
+            one(input_ids=tokens, labels=torch.tensor([0, 1])).loss.backward()
+        update(one, its)
+    check_alike(model, plain)
 
 
 def test_only_rows_that_ever_had_a_gradient_are_awake() -> None:

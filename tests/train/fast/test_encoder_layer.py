@@ -77,6 +77,16 @@ def test_halves_compute_what_the_steps_do(
         assert relative_error(gradient, wanted[name]) < 2e-3 or name.endswith("key.bias"), name
 
 
+def test_halves_read_norms_of_a_model_that_was_converted_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, calls = make_fast("bert", first_token=False).to(torch.bfloat16), count_calls(monkeypatch)
+    loss, gradients = train_once(model, (17, 9))
+    monkeypatch.setattr(encoder, "can_run_halves", lambda parts, x: False)
+    wanted_loss, wanted = train_once(model, (17, 9))
+    assert len(calls) in (0, 4)
+    assert loss == pytest.approx(wanted_loss, rel=1e-5)
+    assert max(relative_error(gradients[name], wanted[name]) for name in wanted if "key.bias" not in name) < 2e-2
+
+
 def test_halves_without_a_gradient_of_their_input(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = make_fast("bert", first_token=False), count_calls(monkeypatch)
     for parameter in model.bert.embeddings.parameters():

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import functools
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from cpuft.compiler import read_cpu_flags
+from cpuft import kernels as kernels_module
+from cpuft.compiler import find_compiler, read_cpu_flags
 from cpuft.errors import CpuftError
+from cpuft.hardware import compiler_target
 from cpuft.kernels import Kernels, build, kernels_for, plain_torch, use_kernels
 from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
 from cpuft.train.fast.architectures import Heads
@@ -140,6 +143,54 @@ def test_every_processor_s_build_gives_what_plain_torch_does(processor: str, dty
                 wanted = run(dtype, cols)
             for number, (mine, theirs) in enumerate(zip(found, wanted, strict=True)):
                 assert relative_error(mine, theirs) < TOLERANCE[dtype], (run.__name__, number, cols)
+
+
+@pytest.fixture
+def compilations(tmp_path: Path) -> Iterator[Path]:
+    """A file with a line for each time that the compiler ran, which copies this CPU's library instead of compiling."""
+    compiler, calls, made = tmp_path / "compiler", tmp_path / "calls", tmp_path / "made.so"
+    own = find_compiler({})
+    assert own is not None
+    shutil.copy(build(own), made)
+    compiler.write_text(
+        f'#!/bin/sh\n[ "$1" = --version ] && exit\necho >>"{calls}"\n'
+        f'while [ $# -gt 1 ]; do shift; done\ncp "{made}" "$1"\n'
+    )
+    compiler.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path))
+        patch.setattr(kernels_module, "find_compiler", lambda environment: str(compiler))
+        yield calls
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.9, 0.999])
+def test_a_truncated_library_in_the_cache_is_built_again(compilations: Path, share: float) -> None:
+    compiler, content = compilations.parent / "compiler", (compilations.parent / "made.so").read_bytes()
+    library = build(str(compiler), compiler_target("", read_cpu_flags({})))
+    assert len(compilations.read_text()) == 1
+    library.write_bytes(content[: int(len(content) * share)])
+    for _ in range(2):
+        assert kernels_module._load_own()[1] == "on"
+        assert len(compilations.read_text()) == 2
+        assert library.read_bytes() == content
+
+
+def test_a_library_that_cannot_be_loaded_is_named(compilations: Path) -> None:
+    (compilations.parent / "made.so").write_text("no library")
+    found, status = kernels_module._load_own()
+    (library,) = (compilations.parent / "cpuft").glob("kernels-*.so")
+    assert found is None
+    assert status == f"off: {library} cannot be loaded: {library}: file too short"
+    assert len(compilations.read_text()) == 1
+
+
+def test_a_compiler_that_fails_is_quoted(compilations: Path) -> None:
+    (compilations.parent / "compiler").write_text("#!/bin/sh\necho one >&2\necho 'two words' >&2\nexit 1\n")
+    expected = f"off: {compilations.parent / 'compiler'} could not build the kernels: two words"
+    assert kernels_module._load_own() == (None, expected)
+    (compilations.parent / "compiler").write_text("#!/bin/sh\n[ $1 = --version ] || { echo bad >&2; exit 1; }\n")
+    expected = f"off: {compilations.parent / 'compiler'} could not build the kernels: bad"
+    assert kernels_module._load_own() == (None, expected)
 
 
 def test_a_library_that_others_could_have_written_is_not_loaded(tmp_path: Path, own_cache: None) -> None:

@@ -99,6 +99,21 @@ def test_bf16_is_within_its_noise(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_accelerated_model_may_be_converted_to_bf16(family: str, precision: str) -> None:
+    plain, fast, _, _ = make_pair(family, precision)
+    rounded = copy.deepcopy(plain).to(torch.bfloat16)
+    fast.to(torch.bfloat16)
+    batch = make_batch(LENGTHS)
+    seen = batch["attention_mask"].bool()
+    found, theirs, wanted = (model(**batch).last_hidden_state[seen] for model in (fast, rounded, plain))
+    assert found.dtype == torch.bfloat16
+    assert relative_error(found, wanted) < 1.5 * relative_error(theirs, wanted)
+    found.float().square().mean().backward()
+    assert all(bool(gradient.isfinite().all()) for gradient in gradients(fast).values())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_packed_sequences_see_each_other_only_where_transformers_lets_them(family: str) -> None:
     _, fast, _, _ = make_pair(family, "fp32")
     plain = make_model(family)
@@ -211,6 +226,19 @@ def test_gradient_checkpointing_changes_no_gradient(family: str) -> None:
     assert torch.equal(*losses)
     check_gradients(fast, plain, 1e-6)
     assert kept[1] < kept[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing_may_be_switched_on_later(family: str, reentrant: bool) -> None:
+    """As the Trainer does with --gradient_checkpointing. The batches of two losses have layouts of their own."""
+    plain, fast, _, _ = make_pair(family, "fp32")
+    fast.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    fast.enable_input_require_grads()
+    batches = [make_batch(LENGTHS), make_batch((17, 3))]
+    for model in (plain, fast):
+        torch.autograd.backward([compute_loss(model, batch) for batch in batches])
+    check_gradients(fast, plain, LIMITS[family])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "modernbert"])
