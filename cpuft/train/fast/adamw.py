@@ -438,8 +438,8 @@ def clip_gradients(
     infinite is returned, without an error, and can make weights NaN in the next step.
 
     If the optimizer is a `FusedStep` that holds all these parameters, the kernels can update its parameters, and all
-    gradients are contiguous fp32 or bf16, the gradients themselves stay as they are and the next step scales them, which saves a pass
-    over memory. Otherwise they are scaled in place.
+    gradients are contiguous fp32 or bf16, the gradients themselves stay as they are and the next step scales them,
+    which saves a pass over memory. Otherwise they are scaled in place.
 
     Parameters
     ----------

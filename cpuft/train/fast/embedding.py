@@ -114,13 +114,14 @@ class EmbeddingGradient:
         is_added_later = self._buffer is not None and self._version == self._buffer._version + 1
         if self._is_ours() and self._rows is not None and (is_added_later or self._known_rows() is not None):
             assert self._buffer is not None
-            self._rows, self._version = torch.unique(torch.cat([self._rows, rows])), self._buffer._version + 1
+            both = torch.cat([self._rows, rows])
+            self._rows, self._version = torch.unique(both), self._buffer._version + 1
         else:
             self._rows = None
         return torch.sparse_coo_tensor(rows[None], values, self.weight.shape, is_coalesced=True, check_invariants=False)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """Return the embedding of tokens: (...) int32 or int64 -> (..., width). It is the module's forward after patching.
+        """Return the embedding of tokens: (...) int32 or int64 -> (..., width). The module's forward after patching.
 
         The token `padding_idx` gets no gradient, as in torch. A token outside of the vocabulary raises IndexError.
         """
@@ -138,7 +139,11 @@ class EmbeddingGradient:
         return self._rows if self._buffer is not None and self._buffer._version == self._version else None
 
     def _cleared_buffer(self) -> Tensor:
-        """Return zeros: the buffer, or new memory if another tensor uses it, as in a second look-up's backward, or its dtype is old."""
+        """Return zeros in the shape and dtype of the weight.
+
+        They are the buffer, or new memory if another tensor uses the buffer, as in a second look-up's backward, or if
+        the weight has been converted to another dtype.
+        """
         weight = self.weight
         if self._buffer is None or self._buffer.dtype != weight.dtype or _count_users(self._buffer) > 1:
             return torch.zeros_like(weight)

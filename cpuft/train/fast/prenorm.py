@@ -232,7 +232,8 @@ class FastPreNormLayer:
         """Return the layer's output.
 
         With a layout it is (tokens, hidden) in the dtype of the linear weights, or from the last layer (batch, length,
-        hidden) in the dtype of the norms, with zeros for padding. Without one, it is what the forward of the model's own class returns.
+        hidden) in the dtype of the norms, with zeros for padding. Without one, it is what the forward of the model's
+        own class returns.
 
         Parameters
         ----------
