@@ -112,10 +112,10 @@ def _run(compiler: str, arguments: Sequence[str]) -> None:
     try:
         subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
-        raise CpuftError(f"{compiler} could not build the kernels: {read_last_line(error)}") from None
+        raise CpuftError(f"{compiler} could not build the kernels: {last_line_of(error)}") from None
 
 
-def read_last_line(error: Exception) -> str:
+def last_line_of(error: Exception) -> str:
     """Return the last line that a failed process has written to stderr, or the error's own text if there is none."""
     output = str(getattr(error, "stderr", None) or error).strip()
     return output.rpartition("\n")[2]

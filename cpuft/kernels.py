@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from cpuft.compiler import compile_kernels, find_compiler, find_installed, hash_sources, read_cpu_flags, read_last_line
+from cpuft.compiler import compile_kernels, find_compiler, find_installed, hash_sources, last_line_of, read_cpu_flags
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.hardware import compiler_target
@@ -191,7 +191,7 @@ def _load_own() -> tuple[Kernels | None, str]:
     except CpuftError as error:
         return None, f"off: {error}"
     except (OSError, subprocess.SubprocessError) as error:
-        return None, f"off: {compiler} could not build the kernels: {read_last_line(error)}"
+        return None, f"off: {compiler} could not build the kernels: {last_line_of(error)}"
     try:
         return Kernels(library), "on"
     except _LOAD_ERRORS as error:
