@@ -13,13 +13,13 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
 import torch
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, counted
 from cpuft.kernels import kernel_status
 from cpuft.launch.settings import memory_settings
 from cpuft.terminal import format_table
@@ -107,12 +107,17 @@ def run(options: argparse.Namespace) -> None:
         for kind, (freed_megabytes, settings) in kinds.items():
             found[kind].append(measure_in_process(freed_megabytes, settings, options))
     rows = [
-        [kind, *(f"{median(values):.2f} ({min(values):.2f} to {max(values):.2f})" for values in zip(*measured))]
+        [kind, *(_format(values, digits) for values, digits in zip(zip(*measured), (2, 2, 0), strict=True))]
         for kind, measured in found.items()
     ]
     title = f"a product and a GELU of {ROWS} x {INNER} numbers, {options.rounds} processes each, in turn"
     print(format_table(COLUMNS, rows, title, left=1))
-    print(f"{read_cpu().model}, {options.threads} cores")
+    print(f"{read_cpu().model}, {counted(options.threads, 'core')}")
+
+
+def _format(values: Sequence[float], digits: int) -> str:
+    least, most = (f"{value:.{digits}f}" for value in (min(values), max(values)))
+    return f"{median(values):.{digits}f} ({least} to {most})"
 
 
 def main() -> int:

@@ -13,13 +13,13 @@ from scripts.benchmarks.bench_memory import parse_arguments, run
 @pytest.mark.real
 def test_a_process_faults_unless_it_keeps_freed_memory(capsys: pytest.CaptureFixture[str]) -> None:
     run(parse_arguments(["--rounds", "1", "--repeats", "20"]))
-    lines = capsys.readouterr().out.splitlines()
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
     faults = {line.split("  ")[0]: float(line.split()[-4]) for line in lines if line.startswith("has ")}
     pages = 3 * 1728 * 1536 * 2 / 4096  # of the three results, in bf16; fewer faults if the kernel gives large pages
     kept = max(faults["has freed a block of 16 MiB"], faults["has cpuft's settings"])
     assert kept < pages / 8
     assert faults["has freed nothing large"] > max(4, 4 * kept)
-    assert re.search(r", \d+ cores$", lines[-1])
+    assert re.search(r", \d+ cores?$", lines[-1])
 
 
 @pytest.mark.parametrize("option", ["--rounds", "--repeats", "--threads"])
