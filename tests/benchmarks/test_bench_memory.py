@@ -12,11 +12,12 @@ from scripts.benchmarks.bench_memory import parse_arguments, run
 
 @pytest.mark.real
 def test_a_process_faults_unless_it_keeps_freed_memory(capsys: pytest.CaptureFixture[str]) -> None:
-    run(parse_arguments(["--rounds", "1", "--repeats", "20"]))
+    run(parse_arguments(["--rounds", "3", "--repeats", "20"]))
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
-    faults = {line.split("  ")[0]: float(line.split()[-4]) for line in lines if line.startswith("has ")}
+    # The most of three processes, because one that has freed nothing large may keep its memory after some time.
+    faults = {line.split("  ")[0]: float(line.split()[-1].rstrip(")")) for line in lines if line.startswith("has ")}
     pages = 3 * 1728 * 1536 * 2 / 4096  # of the three results, in bf16; fewer faults if the kernel gives large pages
-    kept = max(faults["has freed a block of 16 MiB"], faults["has cpuft's settings"])
+    kept = faults["has cpuft's settings"]
     assert kept < pages / 8
     assert faults["has freed nothing large"] > max(4, 4 * kept)
     assert re.search(r", \d+ cores?$", lines[-1])
