@@ -128,10 +128,11 @@ def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str
     )
     hosts, ppn = values["hosts_per_run"], values["ranks_per_host"]
     if values["resume"] and sees_files:
-        with suppress(CpuftError):
+        with suppress(CpuftError, ValueError):  # for a number of ranks that is none, in a journal that was edited
             header = read_sweep(values["resume"]).header
             recorded = dict(option.split("=", 1) for option in header.options if "=" in option)
-            hosts, ppn = header.hosts_per_run, int(recorded.get("--ppn", 1))
+            ppn = int(recorded.get("--ppn", 1))
+            hosts = header.hosts_per_run
     np = hosts * ppn
     return JobSweep(argv[1:], (), np, ppn, values["run_dir"], values["resume"], resume_options), "sweep"
 
