@@ -459,6 +459,7 @@ def plan_link(rank: int, process: int, slowdown: float) -> tuple[list[str], list
     Parameters
     ----------
     process: a process in the rank's namespace.
+    slowdown: the factor by which all times are multiplied.
     """
     patience = f"rto_min {round(1e3 * _RESEND_SECONDS * slowdown)}ms"
     address, link = address_of(rank), f"rank{rank}"
