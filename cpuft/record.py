@@ -317,70 +317,6 @@ class LayerTimesLine:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """Something that a rank did or waited for in a step that was replayed."""
-
-    name: str
-    """forward, backward, update, or the name of a collective such as all_reduce."""
-    begin: float
-    """Seconds since the begin of the step, as on hosts that are not slowed down."""
-    end: float
-    nbytes: int = 0
-    """Bytes that the rank gave to the collective; 0 for computing."""
-
-
-@dataclass(frozen=True)
-class ScalingLine:
-    """What several ranks needed for a recorded step whose computing they replayed: a case of `cpuft bench scaling`.
-
-    All seconds are those of hosts that are not slowed down: measured seconds divided by `slowdown`. They are medians
-    over the updates, of the slowest rank in each.
-    """
-
-    ranks: int
-    bits_per_second: int
-    """Rate of the link of each host."""
-    compression: str
-    """How gradients were sent: a value of --grad-compression other than auto."""
-    sync_every: int
-    slowdown: float
-    """Factor by which all times were multiplied, and rates divided."""
-    updates: int
-    """Number of updates that were measured."""
-    cores: float
-    """Cores of a host."""
-    ideal_seconds: float
-    """Seconds of the step of a rank that does not communicate."""
-    step_seconds: float
-    """Seconds of the step with communication, whose own CPU time is not in it."""
-    taken_seconds: float
-    """Seconds that the CPU time of communication takes from computing, derived from `cpu_seconds`."""
-    cpu_seconds: float
-    """CPU seconds of communication in a step of one rank, not divided by `slowdown`."""
-    bytes_per_step: float
-    """Mean bytes that a rank gave to collectives in a step."""
-    machine_busy: float
-    """Share of the CPU time of this machine that the measurement used."""
-    intervals: list[Interval] = field(default_factory=list)
-    """What rank 0 did and sent in the last step that was measured."""
-
-    @property
-    def share(self) -> float:
-        """Share of the ideal speed that is left: the ideal step divided by the step with all costs of communication."""
-        return self.ideal_seconds / (self.step_seconds + self.taken_seconds)
-
-    @property
-    def waiting(self) -> float:
-        """Share of the step with all costs of communication in which a rank waits."""
-        return (self.step_seconds - self.ideal_seconds) / (self.step_seconds + self.taken_seconds)
-
-    @property
-    def slowed(self) -> float:
-        """Share of the step with all costs of communication that its CPU time takes from computing."""
-        return self.taken_seconds / (self.step_seconds + self.taken_seconds)
-
-
-@dataclass(frozen=True)
 class Footer:
     """Last line of a complete run: its totals."""
 
@@ -456,7 +392,6 @@ Line = (
     | Footer
     | MeasuredHeader
     | Measurement
-    | ScalingLine
     | Link
 )
 _KINDS: dict[str, type[Line]] = {
@@ -469,7 +404,6 @@ _KINDS: dict[str, type[Line]] = {
     "footer": Footer,
     "measured": MeasuredHeader,
     "backend": Measurement,
-    "scaling": ScalingLine,
     "link": Link,
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
