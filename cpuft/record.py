@@ -189,8 +189,8 @@ class Header:
     gradients: str = ""
     """Compression level of the gradients if it was chosen by measuring; else empty, and the options tell."""
     kernels: str = ""
-    """`compiled`: all ranks ran the C++ kernels of the fast path. `absent`: at least one rank had no kernels and was
-    slower. Empty if the fast path was off, and in a record of an older version."""
+    """`compiled`: all ranks ran the C++ kernels. `absent`: at least one rank had none, and so no rank used them, unless
+    ranks trained independently. Empty if the fast path was off, and in a record of an older version."""
     fast_path: str = ""
     """How many layers of the model the fast path has replaced, or why it replaced none; empty in a record of an older
     version."""

@@ -793,7 +793,8 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
 @check(
     "CPUFT-037",
     "A host has neither compiled kernels nor a C++ compiler to build them.",
-    "The fast path then runs in plain PyTorch, and training is 2 to 3 times slower. All ranks wait for this host.",
+    "The fast path then runs in plain PyTorch on all hosts, because all ranks must round alike. Training is 2 to 3 "
+    "times slower.",
     "Install cpuft from its wheel, or a compiler (Debian: apt-get install g++), or provision the host again from a "
     "machine that has either.",
 )
