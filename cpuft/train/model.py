@@ -18,6 +18,7 @@ from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
+from cpuft.train.head import follow_labels, match_head
 from cpuft.train.lora import add_adapters, get_encoder_prefix, merge_adapters
 from cpuft.train.startup import find_hub_problem
 
@@ -188,9 +189,9 @@ def load_model(
 ) -> Any:
     """Load the model for a head of this kind, in fp32 on the CPU, and return it.
 
-    The head is new, unless one for as many labels was saved with the model. With --from-config the model is untrained,
-    and torch's generator draws its weights; with --lora-rank it is wrapped by peft. Messages and progress bars of
-    transformers are switched off for the process.
+    The head is new, unless one for some of the labels was saved with the model. With --from-config the model is
+    untrained, and torch's generator draws its weights; with --lora-rank it is wrapped by peft. Messages and progress
+    bars of transformers are switched off for the process.
 
     Parameters
     ----------
@@ -212,7 +213,11 @@ def load_model(
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    settings = load_config(config, head, vocab_size, pad_id)
+    settings, rows = load_config(config, head, vocab_size, pad_id), list[int]()
+    if not config.from_config and (
+        rows := match_head(stored_settings := load_config(config, {}, vocab_size, pad_id), head)
+    ):
+        settings = stored_settings  # of the head as it is stored, whose outputs then follow the names of labels
     _refuse_quantised(getattr(settings, "quantization_config", None), get_model_name(config))
     _set_dropout(settings, config.dropout)
     model_class = getattr(transformers, kind)
@@ -228,6 +233,8 @@ def load_model(
         stored = torch.float32 if find_base_model(source) else find_stored_type(map(read_safetensors_header, files))
         with keep_stored_type(stored) if holds else nullcontext():
             model, new = load_weights(read, source)
+        if rows:
+            follow_labels(model, config.model, rows, head, new)
         if pad_id >= 0:
             _train_padding_row(model, load_config(config, head).pad_token_id)
     except CpuftError:
