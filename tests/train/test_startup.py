@@ -100,10 +100,12 @@ def test_a_hub_that_the_user_has_forbidden(variable: str, monkeypatch: pytest.Mo
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setenv(variable, "1")
-    assert describe_load_failure("someone/some-encoder", OSError("x")) == (
-        f"model someone/some-encoder is neither a folder here nor in the cache of models, and {variable} forbids asking "
-        f"the Hugging Face hub: unset {variable} to download it once, name a folder with --model, or use "
+    with monkeypatch.context() as patch:
+        patch.setenv(variable, "1")
+        said = describe_load_failure("someone/some-encoder", OSError("x"))
+    assert said == (
+        f"model someone/some-encoder is neither a folder here nor in the cache of models, and {variable} forbids "
+        f"asking the Hugging Face hub: unset {variable} to download it once, name a folder with --model, or use "
         f"--model minilm, which needs no hub"
     )
 
