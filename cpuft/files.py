@@ -179,6 +179,16 @@ def split_paths(text: str) -> list[str]:
     return [path for name in names for path in (sorted(glob.glob(name)) if glob.has_magic(name) else []) or [name]]
 
 
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether Git has left the small text that stands for a large file (Git LFS) in the place of the file.
+
+    False if the file cannot be read.
+    """
+    with suppress(OSError), path.open("rb") as file:
+        return file.read(40).startswith(b"version https://git-lfs.github.com/spec")
+    return False
+
+
 def hash_text(text: str, digits: int = 64) -> str:
     """Return the first `digits` hexadecimal digits, at most 64, of the SHA-256 of a text in UTF-8."""
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:digits]

@@ -5,8 +5,9 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -15,6 +16,7 @@ from typing import Any
 
 from cpuft.config import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, suggest_names
+from cpuft.files import is_lfs_pointer
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
@@ -44,7 +46,7 @@ def find_model(name: str) -> str:
     name: a folder, a hub name, or minilm, the model of an installed package. A name that begins with `.`, `/` or `~`,
         or has more than one `/`, must be a folder.
 
-    Raises CpuftError: the folder or the package is missing, or the folder holds no config.json.
+    Raises CpuftError: the folder or the package is missing, or the folder holds no model or one in another form.
     """
     if name == DEFAULT_MODEL:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
@@ -52,8 +54,18 @@ def find_model(name: str) -> str:
             raise CpuftError(f"the offline encoder is not installed: {install_command('demo')}, or give a --model")
         return str(Path(spec.submodule_search_locations[0]) / "model")
     folder = Path(name)
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or (folder / _ADAPTERS).exists():
+        for path in folder.iterdir():
+            if path.is_file() and is_lfs_pointer(path):
+                raise CpuftError(f"{path} is a pointer of Git LFS and not the file itself: run git lfs pull in {name}")
         return str(folder)
+    if parts := sorted(folder.glob("0_*/config.json")):
+        raise CpuftError(
+            f"{name} has the older layout of sentence-transformers, with the transformer in {parts[0].parent.name}: "
+            f"give --model {parts[0].parent} to train it without its pooling, or convert the folder with this command, "
+            f'then give {folder}-new instead: python -c "from sentence_transformers import SentenceTransformer; '
+            f'SentenceTransformer({name!r}).save({f"{folder}-new"!r})"'
+        )
     if (folder / "model" / "config.json").exists():
         raise CpuftError(f"--model {name} is the folder of a run, not of a model: give --model {name}/model")
     if folder.is_dir():
@@ -64,6 +76,26 @@ def find_model(name: str) -> str:
             f"Hugging Face hub, or {DEFAULT_MODEL}"
         )
     return name
+
+
+def find_config(source: str) -> str:
+    """Return the folder or hub name that holds the configuration of a model: for adapters of peft without one, that of
+    their base model.
+
+    Raises CpuftError: as `find_base_model`.
+    """
+    base = "" if Path(source, "config.json").exists() else find_base_model(source)
+    return find_config(base) if base and base != source else source
+
+
+def read_config(source: str, **settings: Any) -> Any:
+    """Return the configuration of the model in a folder or of a hub name, with these settings in place of its own.
+
+    Code in the folder is never run. OSError, ValueError: the configuration cannot be read.
+    """
+    import transformers
+
+    return transformers.AutoConfig.from_pretrained(find_config(source), trust_remote_code=False, **settings)
 
 
 def get_model_name(config: TrainConfig) -> str:
@@ -90,13 +122,13 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
 
     name = config.from_config
     source = "" if name else find_model(config.model)
-    if source and not Path(source).is_dir():
+    if source and not Path(find_config(source)).is_dir():
         find_hub_problem()
     if name and name not in SIZES and not Path(name).is_file():
         raise CpuftError(f"{name!r} is not a value of --from-config: give a JSON file, or one of {', '.join(SIZES)}")
     try:
         if not name:
-            settings = transformers.AutoConfig.from_pretrained(source, **head)
+            settings = read_config(source, **head)
             if pad_id >= 0:
                 settings.pad_token_id = pad_id
             return settings
@@ -145,7 +177,7 @@ def check_trainable(config: TrainConfig) -> None:
 
     A hub name passes; its configuration is checked where the model is loaded.
     """
-    path = Path(config.from_config) if config.from_config else Path(find_model(config.model), "config.json")
+    path = Path(config.from_config or f"{find_config(find_model(config.model))}/config.json")
     try:
         settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):  # a hub name, one of SIZES, or what is refused elsewhere
@@ -226,7 +258,9 @@ def load_model(
         if config.from_config:
             return model_class.from_config(settings, attn_implementation=implementation, dtype=torch.float32)
         source = find_model(config.model)
-        read = partial(model_class.from_pretrained, config=settings, attn_implementation=implementation)
+        read = partial(
+            model_class.from_pretrained, config=settings, attn_implementation=implementation, trust_remote_code=False
+        )
         holds = config.lora_rank > 0 and config.base_precision != "auto"
         files = list_weight_files(source) if holds else []
         # Adapters are merged into fp32 weights.
@@ -303,8 +337,12 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
                 f"the adapters in {source} name themselves as their base model: give the right one in {_ADAPTERS} there"
             )
         chain.append(base)
-    model, info = read(chain.pop(), dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True)
+    options = {"dtype": "float32", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    base = chain.pop()
+    model, info = read(base, **options)
     encoder = get_encoder_prefix(model)
+    if prefix := _find_prefix(model, encoder, info):
+        model, info = read(base, key_mapping={f"^{re.escape(prefix)}": ""}, **options)
     mismatched = {str(one[0]) if isinstance(one, (tuple, list)) else str(one) for one in info["mismatched_keys"]}
     wrong = sorted(name for name in mismatched if name.startswith(encoder))
     if wrong:
@@ -315,9 +353,10 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     missing = set(info["missing_keys"])
     encoder_parameters = {name for name, _ in model.named_parameters() if name.startswith(encoder)}
     if encoder_parameters and encoder_parameters <= missing:
+        names = ", ".join(sorted(info["unexpected_keys"])[:3])
         raise CpuftError(
-            f"the weights in {source} are not for {type(model).__name__}: its config.json is of another model; "
-            f"copy config.json and the weights from the same model"
+            f"the weights in {source} are not for {type(model).__name__}{f' (they are named {names})' * bool(names)}: "
+            f"copy config.json and the weights from the same model, or save both with save_pretrained"
         )
     if mismatched and os.environ.get("RANK", "0") == "0":
         message = f"the head of {source} was trained for other labels: the model gets a new, untrained head"
@@ -325,6 +364,15 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     for folder in reversed(chain):
         model = merge_adapters(model, folder)
     return model, missing | mismatched
+
+
+def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) -> str:
+    """Return what stands before the names of the stored weights, such as `module.` of DistributedDataParallel; empty if
+    they are the model's."""
+    first = next((name for name, _ in model.named_parameters() if name.startswith(encoder)), "")
+    end = first.removeprefix(encoder)
+    found = (name for name in info["unexpected_keys"] if first in info["missing_keys"] and name.endswith(f".{end}"))
+    return next(found, end).removesuffix(end).removesuffix(encoder)
 
 
 def check_weights(source: str) -> None:
@@ -408,6 +456,16 @@ def describe_load_failure(name: str, error: Exception) -> str:
         return (
             f"model {name} is neither a folder here nor in the cache of models, and {problem}: "
             f"{advise_on_hub(problem)}, name a folder with --model, or use --model {DEFAULT_MODEL}, which needs no hub"
+        )
+    if "trust_remote_code" in str(error) or "contains custom code" in str(error):
+        return (
+            f"model {name} needs Python code of its own (auto_map in its configuration), which cpuft never runs: give "
+            f"a model whose architecture is part of transformers"
+        )
+    if "Weights only load failed" in str(error):
+        return (
+            f"the weights of {name} are a pickle that holds more than weights and could run any program, so cpuft does "
+            f"not load it: save the model with save_pretrained where it was made, or download model.safetensors"
         )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     hint = suggest_names(name, [DEFAULT_MODEL]) if "/" not in name else f"or use --model {DEFAULT_MODEL}"
