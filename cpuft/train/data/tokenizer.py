@@ -34,7 +34,7 @@ _SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
-_PACKAGE = re.compile(r"requires the (\w+) library|to install (\w+) to use|pip install ([\w-]+)|No module named '(\w+)")
+_PACKAGE = re.compile(r"requires the (\w+) library|to install (\w+) to use|`(\w+)` is required|No module named '(\w+)")
 """How transformers and its tokenizers name a package that is missing."""
 _ALPHABET_SIZE = 1000
 """Number of different characters in the vocabulary, as in BERT's own; words with other characters are unknown."""
@@ -195,8 +195,8 @@ def load_tokenizer(name: str, in_words: bool = False) -> Any:
     except (ImportError, OSError, ValueError) as error:
         if package := _find_missing_package(Path(source), str(error)):
             raise CpuftError(
-                f"the tokenizer of {name} needs the package {package}, which is not installed: run pip install "
-                f"{package} here and on the hosts of the run"
+                f"the tokenizer of {name} needs the package {package}, which is not installed: install that package "
+                f"where cpuft is installed, here and on the hosts of the run"
             ) from None
         raise CpuftError(describe_load_failure(name, error)) from None
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
