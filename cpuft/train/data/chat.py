@@ -1,9 +1,9 @@
 """Conversations of the user's own, as a tokenizer's chat template renders them, with a mask of the assistant's tokens.
 
 A conversation is a line of JSON lines with `messages`, a list of {role, content}, or in the form of ShareGPT, of
-Alpaca, or of prompt and completion. The loss is computed on the tokens of the assistant only. If the template marks them
-({% generation %}), they are these. Otherwise they are found by comparing what the template makes of the messages before
-an answer, where the assistant would begin, with what it makes of the messages up to that answer.
+Alpaca, or of prompt and completion. The loss is computed on the tokens of the assistant only. If the template marks
+them ({% generation %}), they are these. Otherwise they are found by comparing what the template makes of the messages
+before an answer, where the assistant would begin, with what it makes of the messages up to that answer.
 """
 
 from __future__ import annotations
