@@ -7,6 +7,7 @@ import glob
 import hashlib
 import os
 import secrets
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -64,6 +65,16 @@ REMOVE = _HERE.with_name("remove.sh").read_text(encoding="utf-8")
 """Shell function `remove ROOT PATH...`: remove paths below ROOT, on ROOT's disk only.
 
 It fails for a path that resolves to a place outside ROOT, to / or to a folder that contains the user's home."""
+
+
+def describe_lfs_pointer(path: Path, begin: bytes) -> str:
+    """Say, if the first bytes of a file are those of a pointer of Git LFS, how to get the file; else return ""."""
+    if not begin.startswith(b"version https://git-lfs"):
+        return ""
+    return (
+        f"{path} is a pointer of Git LFS, not the file itself: fetch the file with this command in its repository: "
+        f"git lfs pull --include {shlex.quote(path.name)}"
+    )
 
 
 @contextmanager
@@ -177,16 +188,6 @@ def split_paths(text: str) -> list[str]:
         return [text]
     names = [word.strip() for word in text.split(",")]
     return [path for name in names for path in (sorted(glob.glob(name)) if glob.has_magic(name) else []) or [name]]
-
-
-def is_lfs_pointer(path: Path) -> bool:
-    """Return whether Git has left the small text that stands for a large file (Git LFS) in the place of the file.
-
-    False if the file cannot be read.
-    """
-    with suppress(OSError), path.open("rb") as file:
-        return file.read(40).startswith(b"version https://git-lfs.github.com/spec")
-    return False
 
 
 def hash_text(text: str, digits: int = 64) -> str:

@@ -8,7 +8,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Collection, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any
 
 from cpuft.config import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, suggest_names
-from cpuft.files import is_lfs_pointer
+from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
@@ -55,9 +55,7 @@ def find_model(name: str) -> str:
         return str(Path(spec.submodule_search_locations[0]) / "model")
     folder = Path(name)
     if (folder / "config.json").exists() or (folder / _ADAPTERS).exists():
-        for path in folder.iterdir():
-            if path.is_file() and is_lfs_pointer(path):
-                raise CpuftError(f"{path} is a pointer of Git LFS and not the file itself: run git lfs pull in {name}")
+        _refuse_pointers(folder)
         return str(folder)
     if parts := sorted(folder.glob("0_*/config.json")):
         raise CpuftError(
@@ -76,6 +74,13 @@ def find_model(name: str) -> str:
             f"Hugging Face hub, or {DEFAULT_MODEL}"
         )
     return name
+
+
+def _refuse_pointers(folder: Path) -> None:
+    for path in filter(Path.is_file, folder.iterdir()):
+        with suppress(OSError), path.open("rb") as file:
+            if problem := describe_lfs_pointer(path, file.read(64)):
+                raise CpuftError(problem)
 
 
 def find_config(source: str) -> str:

@@ -127,8 +127,8 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize
             make_old_layout,
             "older layout of sentence-transformers, with the transformer in 0_Transformer: give --model ",
         ),
-        (lambda f: (f / "model.safetensors").write_text(POINTER), "is a pointer of Git LFS and not the file itself"),
-        (lambda f: (f / "tokenizer.json").write_text(POINTER), "tokenizer.json is a pointer of Git LFS and not the "),
+        (lambda f: (f / "model.safetensors").write_text(POINTER), "is a pointer of Git LFS, not the file itself"),
+        (lambda f: (f / "tokenizer.json").write_text(POINTER), "tokenizer.json is a pointer of Git LFS, not the file"),
         (
             lambda f: change_weights(f, lambda w: w | {"x": Program()}, "pytorch_model.bin"),
             "are a pickle that holds more than weights and could run any program, so cpuft does not load it: save ",
