@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -592,7 +593,12 @@ def read_record(run_dir: str) -> Record:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         found = f"{run_dir} holds no {FILE_NAME}" if Path(run_dir).exists() else f"there is no folder {run_dir}"
-        raise CpuftError(f"{found}: give the folder of an earlier run, for example runs/mrpc-np2") from None
+        run = Path(os.path.normpath(f"{run_dir}/.."))
+        below = sorted(Path(run_dir).glob(f"*/{FILE_NAME}"), key=lambda one: one.stat().st_mtime)
+        if (run / FILE_NAME).is_file():
+            raise CpuftError(f"{run_dir} is a part of the run in {run}: give {run}") from None
+        example = below[-1].parent if below else "runs/mrpc-np2"
+        raise CpuftError(f"{found}: give the folder of an earlier run, for example {example}") from None
     return parse_record(text, str(path))
 
 

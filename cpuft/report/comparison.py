@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cpuft.errors import CpuftError, counted
@@ -366,6 +367,21 @@ def refuse_differences(records: list[Record]) -> None:
                 f"{first.path} and {record.path} are not the same job: they differ in {', '.join(differing)}; "
                 f"compare runs that differ in ranks and hosts only"
             )
+
+
+def group_jobs(records: Sequence[Record]) -> list[list[Record]]:
+    """Return the records in groups that `refuse_differences` accepts, in the order of their first records; without
+    groups of independent ranks only."""
+    groups: list[list[Record]] = []
+    for record in records:
+        for group in groups:
+            with suppress(CpuftError):
+                refuse_differences([*group, record])
+                group.append(record)
+                break
+        else:
+            groups.append([record])
+    return [group for group in groups if not all(record.header.independent for record in group)]
 
 
 def _seed_of(record: Record) -> str:

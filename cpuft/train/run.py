@@ -54,6 +54,7 @@ from cpuft.train.process_group import (
     prove_equal_parameters,
     share_random_weights,
 )
+from cpuft.train.remarks import find_remark, warn_of_learning_rate
 from cpuft.train.reporter import Progress, RunReporter, make_footer, make_header, make_resumed_line
 from cpuft.train.setup import TrainingSetup
 from cpuft.train.startup import resume_garbage_collection
@@ -133,7 +134,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         progress.show(describe_data(prepared, config))
         progress.show(f"fast path: {header.fast_path}")
         compression = setup.compression_reason and f"gradients as {setup.compression}: {setup.compression_reason}"
-        for warning in (lora_reason, warn_of_unknown(prepared), kernel_warning, compression):
+        rate = warn_of_learning_rate(setup.config)
+        for warning in (lora_reason, warn_of_unknown(prepared), kernel_warning, compression, rate):
             if warning:
                 progress.show(warning)
         checkpoints, done = begin(reporter, setup, worker, header, stack)
@@ -160,6 +162,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
             if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
                 write_model_card(folder, header, result.evaluation, footer)
             reporter.record.write(footer)
+            if remark := find_remark(setup.config, objective, prepared, result.steps, result.evaluation):
+                progress.show(remark)
         finish(checkpoints, worker, world.local_rank)
         if result.difference:
             saved = "the model of rank 0 was saved" if config.save_model else "no model was to be saved"

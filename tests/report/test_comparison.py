@@ -462,6 +462,24 @@ def test_what_is_no_run_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest
     )
 
 
+def test_a_folder_of_many_runs_is_a_table_for_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_record(make_record(1), Path("runs/a"))
+    write_record(make_record(2), Path("runs/b"))
+    write_record(make_record(1, task="cola"), Path("runs/c"))
+    write_record(dataclasses.replace(make_record(1), footer=None), Path("runs/unfinished"))
+    done = CliRunner().invoke(cli, ["report", "runs"])
+    assert done.exit_code == 0, done.output
+    first, second = done.stdout.split("\ncola with")
+    assert first == format_text(compare([make_record(1), make_record(2)]))
+    assert len(re.findall("^ +1 ", second, re.MULTILINE)) == 1
+    assert done.stderr == "skipped, because these runs are not finished: runs/unfinished\n"
+    page = CliRunner().invoke(cli, ["report", "runs", "--html"])
+    assert "runs/a/record.jsonl and runs/c/record.jsonl are not the same job" in str(page.exception)
+    named = CliRunner().invoke(cli, ["report", "runs/a", "runs/unfinished"])
+    assert "runs/unfinished/record.jsonl is not complete" in str(named.exception)
+
+
 def test_files(tmp_path: Path) -> None:
     write_record(make_record(1), tmp_path / "np-1")
     write_record(make_record(2, 2), tmp_path / "np-2")
