@@ -721,8 +721,9 @@ class ResumeConfig:
         "",
         "Resume the run in this folder from its last checkpoint, with its training options and number of ranks; "
         "--np, and options that decide how the hosts train, such as --backend or --gradient-checkpointing, may "
-        "change. Give the other options of the launch again, such as --cluster or --grace-period. Give your own script "
-        "again, too: it starts anew, and loads what it has saved with cpuft.save_state",
+        "change. The hosts are those of --cluster, or of --hostfile and --ssh-config, with which the run was started, "
+        "unless you name others; give the other options of the launch again, such as --grace-period. Give your own "
+        "script again, too: it starts anew, and loads what it has saved with cpuft.save_state",
         takes="FOLDER",
     )
 

@@ -32,6 +32,7 @@ def comm(dry_run: bool, **values: Any) -> None:
     comm.svg beside it, if matplotlib is installed.
     """
     from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.leases import renew_leases
     from cpuft.launch.plan import add_transfers, choose_run_dir, plan_bench
     from cpuft.launch.remote import run_attempt
     from cpuft.report.plots import write_plot
@@ -45,7 +46,8 @@ def comm(dry_run: bool, **values: Any) -> None:
         print_plans([plan])
         return
     check_hosts(cluster, config)
-    code = run_attempt(plan, run_dir, cluster, config.time_limit, say)
+    with renew_leases(cluster.access, say):
+        code = run_attempt(plan, run_dir, cluster, config.time_limit, say)
     if not code:
         click.echo(f"record: {run_dir}/comm.jsonl")
         try:

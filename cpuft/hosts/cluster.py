@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
+import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from cpuft.argv import WITHOUT_WORKING_FOLDER
@@ -27,6 +29,8 @@ JOB = "CPUFT_JOB"
 """Environment variable with the folder of the cluster entry that a node of an AWS Batch job wrote for its job."""
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep the files of runs, in a folder cpuft-UID for each user."""
+HOST_FOLDER = ".host-folder"
+"""File in the run folder on the launcher's machine with the path of the run's folder on hosts, below the user's."""
 FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 """Argument of `python -c` on a host, to run a program that the launcher sends on standard input."""
 
@@ -101,6 +105,8 @@ class Cluster:
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """`Transport.command_prefix` by host name, such as ("ssh", ..., "node1"), where steps of the plan run on hosts
     (`works_remotely`); otherwise empty."""
+    token: str = field(default_factory=partial(secrets.token_hex, 16), compare=False)
+    """Makes the folders of new runs on hosts differ from those of all other launches, whatever their paths are here."""
 
     @property
     def python(self) -> str:
@@ -128,9 +134,13 @@ class Cluster:
     def work_dir(self, run_dir: str) -> str:
         """Return the folder in which the ranks of a run work: `run_dir`, or a folder on the head host's own disk.
 
-        The latter if `works_remotely`; its path is that of `name_work` below `folder`. Nothing is made.
+        The latter if `works_remotely`. Nothing is made. It is the folder that `read_host_folder` finds, so that a run
+        is resumed in its folder by whichever machine has its run folder, and for a new run a folder that no other has.
         """
-        return f"{self.folder}/{name_work(run_dir)}" if self.works_remotely else run_dir
+        if not self.works_remotely:
+            return run_dir
+        new = f"{hash_text(self.token + run_dir, 12)}/{os.path.basename(run_dir)}"
+        return f"{self.folder}/{read_host_folder(run_dir) or new}"
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         """Return the argv with which this machine runs `argv` on a host.
@@ -193,13 +203,13 @@ class Cluster:
         return tuple(a.host.name for a in self.assignments for _ in range(a.ranks))
 
 
-def name_work(run_dir: str) -> str:
-    """Return the path of a run's folder on its hosts, relative to the user's folder there: "DIGITS/NAME".
-
-    NAME is the last part of `run_dir`. DIGITS are 12 hexadecimal digits, a hash of this machine's name and `run_dir`,
-    so that the runs of two machines differ.
-    """
-    return f"{hash_text(f'{socket.gethostname()}:{run_dir}', 12)}/{os.path.basename(run_dir)}"
+def read_host_folder(run_dir: str) -> str:
+    """Return the path of a run's folder on its hosts, "DIGITS/NAME" below the user's folder; "" if it has none yet."""
+    try:
+        name = Path(run_dir, HOST_FOLDER).read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n")
+    except OSError:
+        return ""
+    return name if re.fullmatch(r"[0-9a-f]{12}/(?!\.\.?$)[^/\n]+", name) else ""
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:

@@ -538,7 +538,7 @@ def _raise_host_errors(host: Host, seconds: float = ssh_config.CONNECT_SECONDS) 
 def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds: float) -> Answer:
     """Run a shell line. Both directions are served in turn, because neither end may wait for the other to read.
 
-    Raises TimeoutError: it takes longer than `seconds`.
+    Raises TimeoutError: it takes longer than `seconds`. Raises EOFError: no exit code came.
     """
     import paramiko
 
@@ -580,6 +580,8 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
             idle = False
         if channel.exit_status_ready() and (channel.eof_received or channel.closed) and idle:
             code = channel.recv_exit_status()
+            if code < 0:  # paramiko's value for no exit code, which must not pass for an answer of the command
+                raise EOFError("the connection broke while a command ran there, or a signal ended the command")
             return Answer(code, output.decode(errors="replace"), errors.decode(errors="replace"))
         now = time.monotonic()
         if now > end:

@@ -57,8 +57,8 @@ _RELAY_HOSTS = 3
 """Fewest hosts that get a bundle as a tree."""
 _RELAY_COPIES = 8
 """Fewest hosts that get the prepared examples as a tree. Their size is not known when the run is planned."""
-_ALLOWED_PATHS = ".named"
-"""Folder beside the registry of clusters. It lists for each run the files that the user named when it was started."""
+_NOTES = ".named"
+"""Folder beside the registry of clusters. It has a note of what the user named when each run was started."""
 _MODEL = "model"
 """Folder of the trained model in the folder of a run."""
 TRAINING_INPUTS = (
@@ -102,35 +102,49 @@ def list_input_paths(train: TrainConfig, options: Collection[str] = TRAINING_INP
     return {str(path) for name in names if name and (path := Path(name).absolute()).exists()}
 
 
-def save_allowed_paths(run_dir: str, paths: Collection[str], environ: Mapping[str, str]) -> None:
-    """Note on this machine which local files the user named for a run, so that `--resume` may send them again.
+@dataclass(frozen=True)
+class LaunchNote:
+    """What the user named when a run was started, and `--resume` uses again."""
+
+    paths: tuple[str, ...] = ()
+    """Absolute paths of local files and folders that may be sent to hosts."""
+    cluster: str = ""
+    """The run's --cluster."""
+    hostfile: str = ""
+    """Absolute path of its --hostfile."""
+    ssh_config: str = ""
+    """Absolute path of its --ssh-config."""
+
+
+def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> None:
+    """Note on this machine what the user named for a run.
 
     The note is beside the registry of clusters ($CPUFT_STATE), not in the run folder, whose content comes from a host.
-    Empty `paths` remove it. If it cannot be written, nothing is raised, and the user has to name the files again.
+    An empty one is removed. If it cannot be written, nothing is raised, and the user has to name all of it again.
     """
     with suppress(CpuftError, OSError):
-        path = _allowed_paths_file(run_dir, environ)
-        if paths:
+        path = _note_file(run_dir, environ)
+        if note != LaunchNote():
             make_private_folder(path.parent, "set CPUFT_STATE to a folder of your own")
-            write_text(path, json.dumps(sorted(paths)))
+            write_text(path, json.dumps(dataclasses.asdict(note)))
         else:
             path.unlink(missing_ok=True)
 
 
-def load_allowed_paths(run_dir: str, environ: Mapping[str, str]) -> set[str]:
-    """Return the absolute paths that `save_allowed_paths` noted for a run.
+def load_note(run_dir: str, environ: Mapping[str, str]) -> LaunchNote:
+    """Return what `save_note` noted for a run.
 
     Empty for a run that was started elsewhere, and if the note cannot be read or others may have written to its folder.
     """
     with suppress(CpuftError, OSError, ValueError):
-        path = _allowed_paths_file(run_dir, environ)
+        path = _note_file(run_dir, environ)
         check_private_folder(path.parent)
-        return set(load(list[str], parse_json(path.read_text(encoding="utf-8"))))
-    return set()
+        return load(LaunchNote, parse_json(path.read_text(encoding="utf-8")))
+    return LaunchNote()
 
 
-def _allowed_paths_file(run_dir: str, environ: Mapping[str, str]) -> Path:
-    return state_root(environ) / _ALLOWED_PATHS / f"{hash_text(run_dir, 24)}.json"
+def _note_file(run_dir: str, environ: Mapping[str, str]) -> Path:
+    return state_root(environ) / _NOTES / f"{hash_text(run_dir, 24)}.json"
 
 
 def pack_training(

@@ -24,6 +24,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.checkpoint_copies import check_copy
 from cpuft.launch.inputs import TRAINING_INPUTS
+from cpuft.launch.resume import has_begun
 from cpuft.launch.supervise import TRAINING_STOP_SECONDS
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, parse_evaluation
 from cpuft.record import FILE_NAME as RECORD_NAME
@@ -423,7 +424,7 @@ class SweepQueue:
             seconds = max(0.0, Path(self.sweep.folder, earlier.folder, RECORD_NAME).stat().st_mtime - earlier.time)
             self._write_end(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, found))
             return
-        resumes = earlier is not None and is_stopped and Path(self.sweep.folder, earlier.folder).is_dir()
+        resumes = earlier is not None and is_stopped and has_begun(str(Path(self.sweep.folder, earlier.folder)))
         resumes, reason = resumes and number <= _MOST_ATTEMPTS, ""
         if resumes and earlier and not {*earlier.place.split(",")} & {*place.name.split(",")}:
             update, problem = check_copy(str(Path(self.sweep.folder, earlier.folder)))

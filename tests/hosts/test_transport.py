@@ -308,6 +308,34 @@ def test_a_server_that_does_not_start_the_command_is_given_up() -> None:
         slow.is_over.set()
 
 
+class Breaking(SlowToStart):
+    """A server on which a command ends without an exit code, because the connection breaks."""
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        threading.Timer(0.2, channel.close).start()
+        return True
+
+
+def test_a_command_without_an_exit_code_gave_no_answer() -> None:
+    here, there = socket.socketpair()
+    with paramiko.Transport(there) as server, paramiko.Transport(here) as link:
+        server.add_server_key(paramiko.ECDSAKey.generate())
+        server.start_server(event=threading.Event(), server=Breaking())
+        link.connect()
+        link.auth_none("me")
+        client = paramiko.SSHClient()
+        vars(client)["_transport"] = link
+        with pytest.raises(HostError) as error, transport_module._raise_host_errors(HOST):
+            transport_module._run_in_session(client, "true", b"", 20.0)
+    assert (error.value.kind, error.value.is_transient) == (transport_module.UNREACHABLE, True)
+    assert "the connection broke while a command ran there" in str(error.value)
+
+
+def test_a_command_whose_session_is_killed_gave_no_answer(config: Path) -> None:
+    with pytest.raises(HostError, match="the connection broke while a command ran there"):
+        SshTransport(str(config)).run(HOST, ("sh", "-c", "echo said; kill -9 $PPID; sleep 5"))
+
+
 def test_a_server_that_does_not_speak_ssh_is_an_error(config: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 
 from cpuft.argv import module_command
 from cpuft.cli import cli
-from cpuft.config import PredictConfig, TrainConfig
+from cpuft.config import LaunchConfig, PredictConfig, ScriptConfig, TrainConfig, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer, run_stage
 from cpuft.hosts import cluster as clusters
@@ -29,14 +29,15 @@ from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (
+    LaunchNote,
     list_input_paths,
-    load_allowed_paths,
+    load_note,
     make_bundle,
     pack_embedding,
     pack_script,
     pack_training,
     plan_sending,
-    save_allowed_paths,
+    save_note,
     secrets_on_hosts,
 )
 from cpuft.launch.mpirun import KEY
@@ -44,6 +45,7 @@ from cpuft.launch.plan import Job, add_transfers
 from cpuft.launch.relay import RelayOrder
 from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
+from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.plan import RunPlan, Step
 from cpuft.serialization import load, parse_json
 from tests.conftest import make_facts
@@ -177,16 +179,59 @@ def test_files_sent_before_and_hub_names_need_no_permission(work: Path) -> None:
 def test_paths_that_the_user_named_are_noted_on_this_machine_until_the_run_has_ended(work: Path) -> None:
     environ = {"CPUFT_STATE": str(work / "state")}
     train = TrainConfig(task="text", train_file="rows.csv,missing", model="model")
-    assert load_allowed_paths("/runs/run", environ) == set()
-    save_allowed_paths("/runs/run", list_input_paths(train), environ)
-    assert load_allowed_paths("/runs/run", environ) == {str(work / "rows.csv"), str(work / "model")}
-    assert load_allowed_paths("/runs/other", environ) == set()
+    note = LaunchNote(tuple(sorted(list_input_paths(train))), cluster="lab")
+    assert load_note("/runs/run", environ) == LaunchNote()
+    save_note("/runs/run", note, environ)
+    assert load_note("/runs/run", environ) == note
+    assert note.paths == (str(work / "model"), str(work / "rows.csv"))
+    assert load_note("/runs/other", environ) == LaunchNote()
     (kept,) = (work / "state").rglob("*.json")
     kept.write_text("{")
-    assert load_allowed_paths("/runs/run", environ) == set()
-    save_allowed_paths("/runs/run", (), environ)
+    assert load_note("/runs/run", environ) == LaunchNote()
+    save_note("/runs/run", LaunchNote(), environ)
     assert not kept.exists()
-    save_allowed_paths("/runs/run", {"x"}, {"CPUFT_STATE": str(work / "rows.csv")})  # no folder, no harm
+    save_note("/runs/run", note, {"CPUFT_STATE": str(work / "rows.csv")})  # no folder, no harm
+
+
+HOSTS = ("cluster", "hostfile", "ssh_config")
+
+
+@pytest.mark.parametrize(
+    "noted, given, used",
+    [
+        ({"cluster": "lab"}, {}, ("lab", "", "")),
+        ({"hostfile": "/h", "ssh_config": "/s"}, {}, ("", "/h", "/s")),
+        ({"hostfile": "/h", "ssh_config": "/s"}, {"ssh_config": "/other"}, ("", "/h", "/other")),
+        ({"cluster": "lab"}, {"hostfile": "/h"}, ("", "/h", "")),
+        ({"cluster": "lab"}, {"cluster": ""}, ("", "", "")),
+        ({"ssh_config": "/s"}, {}, ("", "", "")),
+    ],
+)
+def test_a_run_is_resumed_on_the_cluster_where_it_was_started(
+    noted: dict[str, str], given: dict[str, str], used: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user names other hosts."""
+    environ, run, said, configs = (
+        {"CPUFT_STATE": str(tmp_path / "state")},
+        tmp_path / "run",
+        list[str](),
+        list[LaunchConfig](),
+    )
+
+    def gather(run: str, config: LaunchConfig, is_script: bool) -> None:
+        configs.append(config)
+        raise CpuftError("that is enough")
+
+    monkeypatch.setattr("cpuft.launch.run.gather_resumed_run", gather)
+    save_note(str(run), LaunchNote((), **noted), environ)
+    config = parse_arguments(LaunchConfig, [f"--{name.replace('_', '-')}={value}" for name, value in given.items()])
+    request = LaunchRequest(config, TrainConfig(), ScriptConfig(), (), str(run), frozenset(given), "lines")
+    with ExitStack() as sessions, pytest.raises(CpuftError, match="that is enough"):
+        plan_request(request, environ, said.append, None, sessions)
+    assert tuple(getattr(configs[0], name) for name in HOSTS) == used
+    again = any(noted.get(name) == value != "" for name, value in zip(HOSTS[:2], used))
+    where = "--cluster lab" if "cluster" in noted else "--hostfile /h"
+    assert said == [f"cpuft: the run was started with {where}, which is used again"] * again
 
 
 @pytest.mark.parametrize("asked", [(), ("--train-file", "rows.csv")])
@@ -206,7 +251,7 @@ def test_resume_may_send_paths_that_the_user_names_now_or_named_at_the_start(
     monkeypatch.setattr("cpuft.launch.run.gather_cluster", lambda *given: AWAY)
     monkeypatch.setattr("cpuft.launch.run.plan_run", plan_run)
     for remembered in (set(), {str(work / "model")}):
-        save_allowed_paths(resumed.run_dir, remembered, os.environ)
+        save_note(resumed.run_dir, LaunchNote(tuple(remembered)), os.environ)
         with pytest.raises(CpuftError, match="that is enough"):
             cli.main(["launch", "--resume", "run", *asked], standalone_mode=False)
         assert jobs[-1].allowed_paths == frozenset({*remembered, *([str(work / "rows.csv")] if asked else [])})
