@@ -1,6 +1,6 @@
 """Clusters of existing servers over ssh: examine them, plan what is missing, and the provider that makes them.
 
-Three shell scripts beside this file run on the servers: servers_survey.sh, servers_receive.sh and servers_down.sh.
+The shell scripts beside this file whose names begin with `servers_` run on the servers.
 """
 
 from __future__ import annotations
@@ -57,8 +57,11 @@ _SURVEY_SECONDS = 120.0
 _HERE = Path(__file__)
 _SURVEY = _HERE.with_name("servers_survey.sh").read_text(encoding="utf-8")
 _RECEIVE = "set -eu\n" + _HERE.with_name("servers_receive.sh").read_text(encoding="utf-8")
-_DOWN = f"set -eu\n{REMOVE}" + _HERE.with_name("servers_down.sh").read_text(encoding="utf-8")
-_AUTHORIZE = 'umask 077; mkdir -p "$HOME/.ssh"; cat >>"$HOME/.ssh/authorized_keys"'
+_KEYS = _HERE.with_name("servers_keys.sh").read_text(encoding="utf-8")
+_DOWN = f"set -eu\n{REMOVE}{_KEYS}" + _HERE.with_name("servers_down.sh").read_text(encoding="utf-8")
+_AUTHORIZE = f"set -eu\n{_KEYS}" + _HERE.with_name("servers_authorize.sh").read_text(encoding="utf-8")
+_KEY_LINE = re.compile(r"ssh-ed25519 [^ ]* (cpuft-[a-z0-9]+)")
+"""Line of a cluster's key in authorized_keys. Its group is the comment."""
 
 
 @dataclass(frozen=True)
@@ -433,7 +436,7 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
     steps = tuple(
         Step(why[_is_shared(own, comment)], command, host=member.address)
         for member, own in facts.servers
-        if own.marked or own.stamp or own.key or any(line.endswith(f" {comment}") for line in own.authorized)
+        if own.marked or own.stamp or own.key or comment in _list_clusters(own)
     )
     removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
@@ -442,8 +445,12 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
 
 def _is_shared(server: ServerFacts, comment: str) -> bool:
     """Return whether the key of another cluster than the one with this comment may log in on a server."""
-    found = (re.search(r" (cpuft-[a-z0-9]+)$", line) for line in server.authorized)
-    return any(match and match[1] != comment for match in found)
+    return bool(_list_clusters(server) - {comment})
+
+
+def _list_clusters(server: ServerFacts) -> set[str]:
+    """Return the comments of the clusters' keys that may log in on a server."""
+    return {match[1] for match in map(_KEY_LINE.fullmatch, server.authorized) if match}
 
 
 class Servers(Provider[HostsConfig, ClusterFacts]):

@@ -89,7 +89,7 @@ def test_printed_plans_make_the_cluster_when_run_by_hand(cluster: Simulated) -> 
     assert states(cluster) == before
     assert cluster.on(1, "test -x /mnt/cpuft/env/bin/cpuft; echo $?") == "0"
     subprocess.run(["bash"], input=down.stdout, env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert cluster.on(2, 'ls /mnt; cat "$HOME/.ssh/authorized_keys"') == ""
+    assert cluster.on(2, 'ls /mnt; ls "$HOME/.ssh" 2>/dev/null || true') == ""
     assert not (cluster.folder / "state" / NAME).exists()
 
 
@@ -201,6 +201,6 @@ def test_a_changed_host_key_is_refused(cluster: Simulated) -> None:
 def test_down_removes_what_was_installed(cluster: Simulated) -> None:
     assert cluster.cpuft("provision", "down", NAME).returncode == 0
     for index in (1, 2):
-        assert cluster.on(index, 'ls /mnt; cat "$HOME/.ssh/authorized_keys"') == ""
+        assert cluster.on(index, 'ls /mnt; ls "$HOME/.ssh" 2>/dev/null || true') == ""
     assert not (cluster.folder / "state" / NAME).exists()
     assert not (cluster.folder / "hostfiles" / NAME).exists()
