@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import re
-import shlex
 import socket
 import threading
 import time
@@ -23,10 +22,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
+from cpuft.argv import make_shell_line
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import facts, ssh_config
-from cpuft.hosts.hostfile import Host
+from cpuft.hosts.hostfile import NEEDS_IPV4, Host
 from cpuft.hosts.ssh_config import Login, find_bastions, read_login, ssh_command
 
 if TYPE_CHECKING:
@@ -266,12 +266,17 @@ class SshTransport(Transport):
         """
         if _IPV4.fullmatch(host.name):
             return host.name
+        if ":" in host.name:
+            raise CpuftError(f"host {host.name} {NEEDS_IPV4}")
         login = self._read_login(host)
         try:
             return socket.gethostbyname(login.address)
         except (OSError, UnicodeError) as error:
             if login.jumps or login.proxy:
                 return login.address
+            with suppress(OSError, UnicodeError):
+                socket.getaddrinfo(login.address, None, socket.AF_INET6)
+                raise CpuftError(f"host {host.name}: its only address {NEEDS_IPV4}") from None
             raise CpuftError(
                 f"host {host.name} has no address ({error}): check its spelling in the hostfile, or write its address"
             ) from None
@@ -285,7 +290,7 @@ class SshTransport(Transport):
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
         with self._session(host) as client, _raise_host_errors(host, seconds):
-            return _run_in_session(client, shlex.join(argv), stdin.encode(), seconds)
+            return _run_in_session(client, make_shell_line(argv), stdin.encode(), seconds)
 
     def _probe(self, host: Host, seconds: float) -> object:
         return scan_host_key(host, self.config, seconds)
