@@ -250,6 +250,14 @@ def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
 def _check_login(state: ClusterState) -> Iterator[Finding]:
     for one in _list_failed(state, transport.LOGIN_REFUSED):
         yield Finding(one.host.name, one.failure)
+    for one in _list_failed(state, transport.NO_COMMANDS):
+        yield Finding(
+            one.host.name,
+            one.failure,
+            "A start-up file of the login shell, such as ~/.bashrc, prints text or ends the shell in every login, so "
+            "that programs cannot use the login.",
+            "In this file on the host, do this only when the shell is interactive.",
+        )
 
 
 def _list_failed(state: ClusterState, *kinds: str) -> list[HostState]:
