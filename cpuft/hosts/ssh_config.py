@@ -7,6 +7,7 @@ plans and run them by hand, and mpirun starts its proxies with it. Both take all
 from __future__ import annotations
 
 import os
+import pwd
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -137,10 +138,18 @@ def read_login(host: Host, config_path: str = "") -> Login:
     ----------
     config_path: path of a client configuration, which need not exist; empty for ~/.ssh/config.
 
-    Raises CpuftError: the configuration cannot be read, or its port or ProxyJump for the host is not valid.
+    Raises CpuftError: the configuration cannot be read, or its port or ProxyJump for the host is not valid; or this
+    user has no entry in /etc/passwd.
     """
     import paramiko
 
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        raise CpuftError(
+            f"host {host.name} cannot be reached, because ssh needs an entry of the user in /etc/passwd, and user "
+            f"{os.getuid()} has none: add one, use a user that has one, or name this machine localhost"
+        ) from None
     path = os.path.expanduser(config_path or "~/.ssh/config")
     try:
         config = _read_config(path, *_read_stamp(path)) if os.path.exists(path) else paramiko.SSHConfig()

@@ -186,6 +186,12 @@ def test_options_for_people_at_a_terminal_do_not_break_commands(tmp_path: Path) 
         assert transport.run(HOST, ("cat",), "a\n").output == "a\n"
 
 
+def test_a_user_without_an_entry_in_passwd_is_told_so(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    with pytest.raises(CpuftError, match=r"^host far .* in /etc/passwd, and user 4000000 has none: add one"):
+        SshTransport(str(config)).run(HOST, ("true",))
+
+
 @needs_root
 def test_more_logins_at_once_than_a_server_accepts_are_tried_again(tmp_path: Path) -> None:
     with foreign(tmp_path, "bash", "MaxStartups 1") as transport:
@@ -226,6 +232,20 @@ def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path:
     config.write_text("Host 10.0.0.5\n  HostName 203.0.113.9\nHost gate\n  HostName 203.0.113.9\n")
     transport = SshTransport(str(config))
     assert [transport.address(Host(name)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "203.0.113.9"]
+
+
+def test_a_host_with_only_an_ipv6_address_is_told_from_one_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, said = SshTransport(str(tmp_path / "none")), "is an IPv6 address, and ranks connect over IPv4: write"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *words: [] if words[0] == "six.example" else socket.inet_aton(""))
+    for name, message in (
+        ("fe80::1", f"host fe80::1 {said}"),
+        ("six.example", f"host six.example: its only address {said}"),
+        ("none.example", "host none.example has no address"),
+    ):
+        with pytest.raises(CpuftError, match=f"^{message}"):
+            transport.address(Host(name))
 
 
 def test_the_command_prefix_of_a_plan_reaches_the_host(config: Path) -> None:

@@ -289,6 +289,31 @@ def test_hosts_are_not_forgotten(change: dict[str, Any], said: str, tmp_path: Pa
         cluster.check()
 
 
+def test_hosts_need_ipv4(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match=r"^--hosts: fe80::1 is an IPv6 address, and ranks connect over IPv4: write"):
+        Servers(replace(CONFIG, hosts="a,fe80::1"), {"CPUFT_STATE": str(tmp_path / "state")})
+
+
+@pytest.mark.parametrize(
+    "message, advice",
+    [
+        (
+            "root@b: Permission denied (publickey).",
+            "its key is in ~/.ssh/authorized_keys there, but sshd reads",
+        ),
+        (
+            "ssh: connect to host b port 22: No route to host",
+            "see the reason on a with `ssh -v -F /opt/cpuft",
+        ),
+    ],
+)
+def test_a_cluster_whose_head_host_cannot_log_in_is_not_made(message: str, advice: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        plan_servers(CONFIG, make_facts((DONE, DONE), refused={"b": message}))
+    said = f"no rank can start on b, because the head host a cannot log in there ({message}): {advice}"
+    assert str(error.value).startswith(said)
+
+
 MINE = b'from="10.*" ssh-rsa AAAA m\xfcller@home'
 """A user's line in authorized_keys, which is not UTF-8."""
 
