@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field, replace
 
+from cpuft.argv import make_shell_line
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -64,8 +66,7 @@ class Plan:
             return replace(step, host="")
         settings = ["env", *(f"{setting.name}={setting.value}" for setting in step.settings)] if step.settings else []
         # With exec, the command becomes the child of sshd's own process, and ends with it.
-        line = f"exec {shlex.join([*settings, *step.command])}"
-        return replace(step, host="", command=(*prefix, line), settings=())
+        return replace(step, host="", command=(*prefix, make_shell_line([*settings, *step.command])), settings=())
 
 
 @dataclass(frozen=True)

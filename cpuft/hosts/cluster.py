@@ -325,12 +325,13 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
     ----------
     hosts: at least one.
     ppn: ranks on each host; 0 for as even as possible.
-    cores: number of cores by host name, where known. They limit the ranks of a host without `slots`. A host with
-        neither takes any number.
+    cores: number of cores by host name, where known. They and `max_slots` limit the ranks of a host without
+        `slots`. A host with none of these takes any number.
 
     Raises CpuftError: the ranks do not fit into the slots, or into the hosts at `ppn` ranks each.
     """
-    slots = {host.name: host.slots or cores.get(host.name, 0) for host in hosts}
+    limits = {host.name: (cores.get(host.name, 0), host.max_slots) for host in hosts}
+    slots = {host.name: host.slots or min(filter(None, limits[host.name]), default=0) for host in hosts}
     share = ppn or max(1, -(-np // len(hosts)))
     # If even shares do not fit, because hosts differ in size, every host is filled before the next one.
     for most in (share, np) if not ppn and all(slots.values()) else (share,):
@@ -353,7 +354,7 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
 
 
 def _too_many(ranks: int, host: Host, slots: int) -> str:
-    what = "slots" if host.slots else "cores"
+    what = "slots" if slots in (host.slots, host.max_slots) else "cores"
     return f"{ranks} ranks on {host.name}, which has {slots} {what}: lower --np, or write slots={ranks} in a hostfile"
 
 

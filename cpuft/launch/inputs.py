@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.argv import module_command
+from cpuft.argv import make_shell_line, module_command
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import (
@@ -387,18 +387,18 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
     have: names of hosts that have the file already.
     """
     script = f'folder=$1; shift; tar -C "$folder" -cf - {PREPARED_DATA} | ssh {shlex.join(COMMAND_OPTIONS)} "$@"'
-    folder = shlex.quote(work)
     receive = (
-        f"{PRIVATE}private {cluster.folder} && mkdir -p {folder} && part=$(mktemp -d {folder}.XXXXXX) && "
-        f'tar -C "$part" -xf - && mv "$part/{PREPARED_DATA}" {folder} && rmdir "$part"'
+        f'{PRIVATE}private "$1" && mkdir -p "$2" && part=$(mktemp -d "$2.XXXXXX") && '
+        f'tar -C "$part" -xf - && mv "$part/{PREPARED_DATA}" "$2" && rmdir "$part"'
     )
+    receive = make_shell_line(("sh", "-c", receive, "receive", cluster.folder, work))
     options = cluster.access.mpirun_options
     send = ("bash", "-o", "pipefail", "-c", script, "copy_data", work, *options)
     names = [assignment.host.name for assignment in cluster.assignments[1:] if assignment.host.name not in have]
     if not names or not cluster.has_own_disks:
         return ()
     if len(names) >= _RELAY_COPIES:
-        ssh, start = ("ssh", *COMMAND_OPTIONS, *options), f"exec {shlex.join(_receive_command(cluster))}"
+        ssh, start = ("ssh", *COMMAND_OPTIONS, *options), make_shell_line(_receive_command(cluster))
         addresses = cluster.addresses
         receivers = tuple(Receiver(name, addresses.get(name, ""), (*ssh, name, start)) for name in names)
         file = f"{work}/{PREPARED_DATA}"

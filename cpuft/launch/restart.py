@@ -546,7 +546,7 @@ def choose_hosts(
     """
     left = tuple(host for host in hosts if host.name not in excluded)
     most = max(first_ranks.values())
-    slots = [first_ranks.get(host.name) or min(most, host.slots or most) for host in left]
+    slots = [first_ranks.get(host.name) or min(most, host.slots or host.max_slots or most) for host in left]
     return left, min(np, sum(slots))
 
 

@@ -287,3 +287,96 @@ def test_hosts_are_not_forgotten(change: dict[str, Any], said: str, tmp_path: Pa
     cluster = Servers(replace(CONFIG, **change), environ)
     with pytest.raises(CpuftError, match=f"^{said}") if said else nullcontext():
         cluster.check()
+
+
+def test_hosts_need_ipv4(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match=r"^--hosts: fe80::1 is an IPv6 address, and ranks connect over IPv4: write"):
+        Servers(replace(CONFIG, hosts="a,fe80::1"), {"CPUFT_STATE": str(tmp_path / "state")})
+
+
+@pytest.mark.parametrize(
+    "message, advice",
+    [
+        (
+            "root@b: Permission denied (publickey).",
+            "its key is in ~/.ssh/authorized_keys there, but sshd reads",
+        ),
+        (
+            "ssh: connect to host b port 22: No route to host",
+            "see the reason on a with `ssh -v -F /opt/cpuft",
+        ),
+    ],
+)
+def test_a_cluster_whose_head_host_cannot_log_in_is_not_made(message: str, advice: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        plan_servers(CONFIG, make_facts((DONE, DONE), refused={"b": message}))
+    said = f"no rank can start on b, because the head host a cannot log in there ({message}): {advice}"
+    assert str(error.value).startswith(said)
+
+
+MINE = b'from="10.*" ssh-rsa AAAA m\xfcller@home'
+"""A user's line in authorized_keys, which is not UTF-8."""
+
+
+def run_script(home: Path, step: str) -> "subprocess.Popen[str]":
+    """Begin to do what a plan would: `authorize` or `down`, with the cluster's key and a home."""
+    config = replace(CONFIG, prefix=str(home.parent / "cpuft"))
+    server = DONE if step == "down" else replace(DONE, authorized=())
+    facts = make_facts((server,))
+    plan = plan_servers_down(config, facts) if step == "down" else plan_servers(config, facts)
+    (found,) = (s for stage in plan.stages for s in stage if s.host and ("let" in s.why or step == "down"))
+    environ = os.environ | {"HOME": str(home), "LC_ALL": "C.UTF-8"}
+    process = subprocess.Popen(found.command, env=environ, text=True, stdin=subprocess.PIPE)
+    assert process.stdin
+    process.stdin.write(found.stdin)
+    process.stdin.close()
+    return process
+
+
+def run_scripts(home: Path, *steps: str) -> None:
+    """Do the same from two hosts at once, one step after the other."""
+    for step in steps:
+        assert [process.wait(30) for process in [run_script(home, step) for _ in range(2)]] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "before", [MINE, MINE + b"\n", b"", b"ssh-ed25519 KEY of cpuft-lab\nssh-ed25519 K cpuft-labs\n# \x00\n"]
+)
+@pytest.mark.parametrize("form", ["file", "link", "names"])
+def test_down_leaves_the_users_own_keys_as_they_were(tmp_path: Path, before: bytes, form: str) -> None:
+    """Two hosts share the home. A file without a newline at its end gets one."""
+    file, other = tmp_path / "home" / ".ssh" / "authorized_keys", tmp_path / "other"
+    file.parent.mkdir(parents=True)
+    place = other if form == "link" else file
+    place.write_bytes(before)
+    place.chmod(0o640)
+    if form != "file":
+        file.symlink_to(other) if form == "link" else other.hardlink_to(file)
+    whole = before + b"\n" * (before == MINE)
+    run_scripts(tmp_path / "home", "authorize")
+    assert file.read_bytes() == whole + f"{KEY}\n".encode()
+    run_scripts(tmp_path / "home", "down")
+    assert file.read_bytes() == whole
+    assert sorted(path.name for path in file.parent.iterdir()) == ["authorized_keys"]
+    assert (place.stat().st_mode & 0o777, file.is_symlink()) == (0o640, form == "link")
+    assert form == "file" or other.samefile(file)
+
+
+def test_down_removes_a_file_of_keys_that_cpuft_made(tmp_path: Path) -> None:
+    home, file = tmp_path / "home", tmp_path / "home" / ".ssh" / "authorized_keys"
+    home.mkdir()
+    run_scripts(home, "authorize")
+    assert (file.stat().st_mode & 0o777, file.read_text().splitlines()[1:]) == (0o600, [KEY])
+    run_scripts(home, "down")
+    assert list(home.iterdir()) == []
+    run_scripts(home, "authorize")
+    with file.open("ab") as text:
+        text.write(MINE)
+    run_scripts(home, "down")
+    assert file.read_bytes() == MINE
+
+
+def test_a_lock_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "home" / ".ssh" / "authorized_keys.lock").mkdir(parents=True)
+    run_scripts(tmp_path / "home", "authorize", "down")
+    assert list((tmp_path / "home").iterdir()) == []
