@@ -299,8 +299,13 @@ def test_refused_host_keys_are_named_with_their_fingerprints_and_the_option(
     keys = {"a": "ssh-ed25519 AAAA", "b": "ssh-ed25519 BBBB"}
     monkeypatch.setattr("cpuft.provision.servers.scan_host_key", lambda host, config: keys[host.name])
     cluster, asked = Servers(CONFIG, {"CPUFT_STATE": str(tmp_path / "state")}), list[str]()
+
+    def refuse(question: str) -> bool:
+        asked.append(question)
+        return False
+
     with pytest.raises(CpuftError) as failure:
-        cluster.confirm(lambda question: asked.append(question) or False)  # type: ignore[func-returns-value]
+        cluster.confirm(refuse)
     shown = [f"{name} (ssh-ed25519 {fingerprint(key)})" for name, key in keys.items()]
     told = str(failure.value)
     assert told.startswith(f"the host key of {', '.join(shown)} is unknown and was not accepted: compare it with what ")
