@@ -27,6 +27,7 @@ from cpuft.files import (
     check_private_folder,
     hash_file,
     hash_text,
+    list_tree,
     make_private_folder,
     split_paths,
     write_text,
@@ -272,43 +273,13 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
 
     Raises OSError: a file cannot be read. Raises CpuftError: a link leads to nothing, or to a folder that contains it.
     """
-    found = [(path, name, path.stat()) for source in sources for path, name in _list_files(source, source.name)]
+    found = [(path, name, path.stat()) for source in sources for path, name in list_tree(source, source.name)]
     entries = [
         f"{name}\0{state.st_mode & 0o111}\0{hash_file(path)}" if stat.S_ISREG(state.st_mode) else f"{name}/"
         for path, name, state in found
     ]
     nbytes = sum(state.st_size for _, _, state in found if stat.S_ISREG(state.st_mode))
     return Bundle(sources, f"{inputs}/{hash_text(chr(0).join(entries), 24)}", nbytes)
-
-
-def _list_files(path: Path, name: str, above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[Path, str]]:
-    """Yield the files and empty folders at a path, as `_SEND` sends them, each with its name in the bundle.
-
-    `above` has the device and inode of each folder on the way to the path.
-    """
-    try:
-        state = path.stat()
-    except OSError:
-        if not path.is_symlink():
-            raise
-        raise CpuftError(
-            f"{path}, which would be sent to the hosts, is a link to {os.readlink(path)}, which does not exist or "
-            "cannot be read: correct the link, or remove it"
-        ) from None
-    if stat.S_ISREG(state.st_mode):
-        yield path, name
-    elif stat.S_ISDIR(state.st_mode):
-        folder = state.st_dev, state.st_ino
-        if folder in above:
-            raise CpuftError(
-                f"{path}, which would be sent to the hosts, is a link to {os.path.realpath(path)}, a folder that "
-                "contains the link: remove the link, or name a folder without it"
-            )
-        inner = sorted(one for one in path.iterdir() if one.name != "__pycache__")
-        if not inner:
-            yield path, name
-        for one in inner:
-            yield from _list_files(one, f"{name}/{one.name}", (*above, folder))
 
 
 def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:

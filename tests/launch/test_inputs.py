@@ -22,6 +22,7 @@ from cpuft.cli import cli
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer, run_stage
+from cpuft.files import list_tree
 from cpuft.hosts import cluster as clusters
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
@@ -73,7 +74,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def names_of(bundle: inputs.Bundle) -> list[str]:
-    return [name for source in bundle.sources for _, name in inputs._list_files(source, source.name)]
+    return [name for source in bundle.sources for _, name in list_tree(source, source.name)]
 
 
 def test_nothing_is_sent_to_hosts_that_share_files(work: Path) -> None:
@@ -294,9 +295,7 @@ def test_links_that_cannot_be_followed_are_named(work: Path) -> None:
     (work / "model/loop").symlink_to(work)
     (work / "code/.#train.py").symlink_to("user@host.1:2")  # Emacs' mark of a file that is edited
     assert ".#train.py" not in names_of(pack_script(AWAY, (sys.executable, str(work / "code/train.py")))[1][0])
-    with pytest.raises(
-        CpuftError, match=r"\.#train\.py, which would .* is a link to user@host\.1:2, which does not exist"
-    ):
+    with pytest.raises(CpuftError, match=r"\.#train\.py is a link to user@host\.1:2, which does not exist"):
         make_bundle((work / "code",), AWAY.inputs)
     (work / "code/.#train.py").unlink()
     with pytest.raises(CpuftError, match=r"is a link to .*, a folder that contains the link: remove the link"):
