@@ -583,6 +583,7 @@ class WorkerConfig:
     cpu_quota: float = option(
         0.0, "CPU time that the control group of the head host allows, in cores; 0 is no limit", least=0.0
     )
+    simulated: bool = option(False, "The hosts are parts of one machine")
     recorded_updates: int = option(-1, "Resume the run in run_dir, whose record has this many updates", least=-1)
     stopped_at: float = option(0.0, "When the run was interrupted, in seconds since 1970; 0 if not known", least=0.0)
     restart_reason: str = option("", "Why the run was restarted")

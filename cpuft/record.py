@@ -195,6 +195,8 @@ class Header:
     fast_path: str = ""
     """How many layers of the model the fast path has replaced, or why it replaced none; empty in a record of an older
     version."""
+    simulated: bool = False
+    """Whether the hosts are parts of one machine, so that they share its memory, its caches and perhaps its cores."""
     format: int = FORMAT
 
     @property

@@ -237,7 +237,7 @@ def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
             one.failure,
             "This machine has never connected to the host, so no known_hosts file has its key.",
             "Compare the key with the output of ssh-keygen -lf on the host, then run "
-            f"ssh {one.host.name} once and answer yes.",
+            f"ssh {one.host.name} once and answer yes, or cpuft provision hosts with --accept-host-keys.",
         )
 
 

@@ -65,6 +65,8 @@ class Access:
     """Name of the provisioned cluster; empty for none."""
     until: int = 0
     """End of the hosts' lease in seconds since 1970, as provisioning knew it last; 0 for no lease."""
+    simulated: bool = False
+    """Whether `cpuft provision local` made the hosts on one machine."""
 
     def any_python(self, *arguments: str) -> tuple[str, ...]:
         """Return the argv that runs the environment's Python, or `python3` where that is missing, with `arguments`.
@@ -112,6 +114,12 @@ class Cluster:
     def python(self) -> str:
         """Python of the training environment on the hosts."""
         return self.access.python
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the hosts are parts of one machine."""
+        is_one = len(self.facts) > 1 and len({one.boot_id for one in self.facts}) == 1
+        return self.access.simulated or is_one
 
     @property
     def bootstrap(self) -> str:
@@ -311,6 +319,7 @@ def find_access(config: LaunchConfig) -> Access:
         renewal=entry.renewal,
         cluster=entry.name,
         until=entry.until,
+        simulated=entry.kind == "local",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -166,12 +167,22 @@ def read_login(host: Host, config_path: str = "") -> Login:
         port=host.port or int(found.get("port", 22)),
         user=host.user or str(found.get("user", "")),
         identities=tuple(os.path.expanduser(name) for name in found.get("identityfile", ())),
-        known_hosts=tuple(os.path.expanduser(name) for name in str(found.get("userknownhostsfile", "")).split()),
+        known_hosts=_split_paths(str(found.get("userknownhostsfile", ""))),
         alias=str(found.get("hostkeyalias", "")),
         jumps=parse_jumps(str(found.get("proxyjump", "")), f"ProxyJump of host {host.name}"),
         proxy="" if proxy == "none" else proxy,
         replaced=tuple(dict.fromkeys(option for name, option in _FOR_PEOPLE.items() if name in found)),
     )
+
+
+def _split_paths(text: str) -> tuple[str, ...]:
+    """Return the paths in a value, from which paramiko has removed the first and the last of its quotation marks if it
+    began and ended with one."""
+    first, words = text.find('"'), [text]
+    if first >= 0 or not os.path.exists(os.path.expanduser(text)):
+        whole = f'"{text}"' if first > 0 and not text[first - 1].isspace() else text
+        words = [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|([^\s"]+)', whole)]
+    return tuple(map(os.path.expanduser, words))
 
 
 def _read_stamp(path: str) -> tuple[int, int, int]:

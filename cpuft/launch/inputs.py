@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import secrets
 import shlex
+import stat
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -25,6 +27,7 @@ from cpuft.files import (
     check_private_folder,
     hash_file,
     hash_text,
+    list_tree,
     make_private_folder,
     split_paths,
     write_text,
@@ -35,7 +38,7 @@ from cpuft.hosts.registry import state_root
 from cpuft.hosts.ssh_config import COMMAND_OPTIONS
 from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.mpirun import KEY
-from cpuft.launch.relay import Receiver, RelayOrder
+from cpuft.launch.relay import BUNDLES, Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
 from cpuft.launch.settings import unexportable_names
 from cpuft.plan import RunPlan, Setting, Stages, Step
@@ -46,8 +49,11 @@ _SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -ch
 """Shell program that sends files as a tar archive to a command. Links are followed, because their targets are not on
 the hosts; the cache of the Hugging Face hub consists of links."""
 _HERE = Path(__file__)
-_RECEIVE_BUNDLE = f"set -e\n{PRIVATE}{REMOVE}" + _HERE.with_name("receive_bundle.sh").read_text(encoding="utf-8")
-_FIND_MISSING = PRIVATE + _HERE.with_name("find_missing.sh").read_text(encoding="utf-8")
+_RECEIVE_BUNDLE = f"set -e\n{PRIVATE}{REMOVE}{BUNDLES}" + _HERE.with_name("receive_bundle.sh").read_text(
+    encoding="utf-8"
+)
+_FIND_MISSING = PRIVATE + BUNDLES + _HERE.with_name("find_missing.sh").read_text(encoding="utf-8")
+_KEEP_BUNDLES = f'{REMOVE}{BUNDLES}[ ! -d "$1" ] || keep_bundles "$@"'
 _SECRET_FILES = PRIVATE + REMOVE + _HERE.with_name("secret_files.sh").read_text(encoding="utf-8")
 _REFRESH_SECONDS = 200.0
 """How often this machine tells the hosts that secret files are still needed. Otherwise they remove them in 10 min."""
@@ -263,11 +269,14 @@ def _split_option(argument: str) -> tuple[str, str]:
 def _find_modules(script: Path) -> tuple[Path, ...]:
     """Return the script, and the modules and packages that it may import from its own folder."""
     packages = {path.parent for path in script.parent.glob("*/__init__.py")}
-    return tuple(sorted({script, *script.parent.glob("*.py")} | packages))
+    # Emacs marks a file that is edited by a link to nowhere, .#train.py.
+    modules = {path for path in script.parent.glob("*.py") if path.exists()}
+    return tuple(sorted({script} | modules | packages))
 
 
 def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
-    """Return the bundle of these files and folders, which must lie in one folder. Compiled modules are left out.
+    """Return the bundle of these files and folders, which must lie in one folder. Compiled modules are left out, and
+    links are followed.
 
     Its folder on the hosts is INPUTS/CHECKSUM; the checksum (24 hexadecimal digits) depends on the names, contents and
     executable bits of the files, which are all read.
@@ -276,25 +285,19 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
     ----------
     inputs: the hosts' folder for all bundles.
 
-    Raises OSError: a file cannot be read.
+    Raises OSError: a file cannot be read. Raises CpuftError: a link leads to nothing, or to a folder that contains it.
     """
-    files = list(_list_files(sources))
-    entries = [f"{name}\0{path.stat().st_mode & 0o111}\0{hash_file(path)}" for path, name in files]
-    nbytes = sum(path.stat().st_size for path, _ in files)
+    found = [(path, name, path.stat()) for source in sources for path, name in list_tree(source, source.name)]
+    entries = [
+        f"{name}\0{state.st_mode & 0o111}\0{hash_file(path)}" if stat.S_ISREG(state.st_mode) else f"{name}/"
+        for path, name, state in found
+    ]
+    nbytes = sum(state.st_size for _, _, state in found if stat.S_ISREG(state.st_mode))
     return Bundle(sources, f"{inputs}/{hash_text(chr(0).join(entries), 24)}", nbytes)
 
 
-def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
-    """Yield every file of a bundle and its name there, except compiled Python modules."""
-    for source in sources:
-        found = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
-        for path in found:
-            if "__pycache__" not in path.parts:
-                yield path, str(path.relative_to(source.parent))
-
-
 def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:
-    """Ask all hosts at once which bundles they do not have. Changes nothing there.
+    """Ask all hosts at once of which bundles they do not have all files. Changes nothing there.
 
     Returns
     -------
@@ -313,6 +316,15 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
         return set(answer.output.split())
 
     return dict(zip((host.name for host in hosts), map_hosts(ask, hosts if bundles else [])))
+
+
+def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
+    """Note on the hosts that the bundles of a plan are used now, and remove those that no run has used for 30 days."""
+    used = sorted({*re.findall(rf"{re.escape(cluster.inputs)}/[0-9a-f]{{24}}", str(plan))})
+    command = ("sh", "-c", _KEEP_BUNDLES, "keep_bundles", cluster.inputs, *used)
+    hosts = [assignment.host for assignment in cluster.assignments]
+    # A host that does not answer is reported by the first step that needs it.
+    try_hosts(lambda host: cluster.access.transport.run(host, command), hosts if cluster.has_own_disks else [])
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:

@@ -30,7 +30,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE, REMOVE
 from cpuft.hardware import choose_precision, effective_flags
 from cpuft.hosts.cluster import HOST_FOLDER, Cluster
-from cpuft.hosts.topology import Interface, RankCores, choose_comm_cores, choose_interface, plan_placement
+from cpuft.hosts.topology import Interface, RankCores, choose_comm_cores, choose_interface, plan_placement, spread_cores
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
 from cpuft.launch.checkpoint_copies import choose_copy_seconds, pack_checkpoints
@@ -266,7 +266,7 @@ def plan_training(
     prepared = f"{run_dir}/{PREPARED_DATA}"
     worker = WorkerConfig(run_dir, prepared, progress, independent, cluster.facts[0].cpu_quota)
     # Until the launcher has fetched the results, the checkpoints on a second host are the only other copy.
-    worker = replace(worker, keep_checkpoints=cluster.works_remotely)
+    worker = replace(worker, keep_checkpoints=cluster.works_remotely, simulated=cluster.is_simulated)
     if resumed:
         worker = replace(worker, recorded_updates=resumed.updates, global_batch=resumed.global_batch)
         worker = replace(worker, stopped_at=resumed.stopped_at, restart_reason=resumed.restart_reason)
@@ -702,8 +702,8 @@ def plan_placements(
     comm_cores, reason = choose_comm_cores(per_rank, config.np, backend)
     if config.comm_cores >= 0:
         comm_cores, reason = config.comm_cores, "as you set with --comm-cores"
-    placements = tuple(plan_placement(f.cores, a.ranks, comm_cores) for a, f in zip(cluster.assignments, cluster.facts))
-    return placements, reason
+    hosts = zip(cluster.assignments, spread_cores(cluster.facts))
+    return tuple(plan_placement(cores, one.ranks, comm_cores) for one, cores in hosts), reason
 
 
 def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:

@@ -26,7 +26,7 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
 from cpuft.launch.checkpoint_copies import CheckpointCopier
-from cpuft.launch.inputs import secrets_on_hosts
+from cpuft.launch.inputs import keep_bundles, secrets_on_hosts
 from cpuft.launch.results import (
     EXIT_CODE,
     HeadHostLostError,
@@ -107,6 +107,7 @@ def run_attempt(
     )
     try:
         with secrets_on_hosts(plan, cluster, work, environ), register_run(run_dir, cluster):
+            keep_bundles(plan, cluster)
             if cluster.works_remotely:
                 return run_on_head_host(plan, run_dir, cluster, environ, time_limit, say, request)
             return run_on_this_machine(plan, run_dir, cluster.rank_hosts, environ, time_limit, transport, request)

@@ -298,7 +298,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     _check_logins(config, facts)
     stages = [*_plan_entry(config, facts), list(facts.supply.missing)]
     notes = [
-        f"{one.address} shows the key {one.key.split()[0]} {fingerprint(one.key)}: cpuft asks whether that is right"
+        f"{one.address} shows the host key {one.key.split()[0]} {fingerprint(one.key)}: cpuft asks if that is right"
         for one in facts.members
         if facts.kind == "hosts"
         and format_known_hosts([one]) not in facts.files.get(f"{facts.directory}/known_hosts", "")
@@ -520,10 +520,13 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         missing = [name for name in split_hosts(before.get("hosts", "")) if name not in split_hosts(self.config.hosts)]
         prefix = before.get("prefix", self.config.prefix)
         if missing or prefix != self.config.prefix:
-            what = f"with {', '.join(missing)}, which --hosts leaves out" if missing else f"with --prefix {prefix}"
+            what = (
+                f"has {', '.join(missing)}, which --hosts leaves out" if missing else f"was made with --prefix {prefix}"
+            )
+            give = f"add {', '.join(missing)} to --hosts" if missing else f"give --prefix {prefix} again"
             raise CpuftError(
-                f"{self.name} is a cluster {what}: remove it first with `cpuft provision down {self.name}`, or choose "
-                "another --name"
+                f"cluster {self.name} {what}: {give}, or remove the cluster first with `cpuft provision down "
+                f"{self.name}`, or choose another --name"
             )
 
     def confirm(self, ask: Ask) -> None:
@@ -535,14 +538,21 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         Raises CpuftError: a server cannot be reached, a key was not accepted, or a bastion of --jump is not valid or
         also in --hosts.
         """
-        unknown = [member for member in self.members if member.known_name not in self.keys]
+        unknown, refused = [member for member in self.members if member.known_name not in self.keys], list[str]()
         with self._temporary_transport(self._find_bastions()) as transport:
             shown = map_hosts(lambda member: scan_host_key(Host(member.address), transport.config), unknown)
         for member, key in zip(unknown, shown):
-            question = f"{member.address} shows the key {key.split()[0]} {fingerprint(key)}. Is that right?"
+            shows = f"{key.split()[0]} {fingerprint(key)}"
+            question = f"{member.address} shows the host key {shows}. Is that right?"
             if not self.config.accept_host_keys and not ask(question):
-                raise CpuftError(f"the key of {member.address} was not accepted: compare it there with ssh-keygen -l")
-            self.keys[member.known_name] = key
+                refused.append(f"{member.address} ({shows})")
+        if refused:
+            raise CpuftError(
+                f"the host key of {', '.join(refused)} is unknown and was not accepted: compare it with what "
+                "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on the host, then answer yes, or give "
+                "--accept-host-keys"
+            )
+        self.keys |= {member.known_name: key for member, key in zip(unknown, shown)}
 
     def _find_bastions(self) -> Bastions:
         """Return how this user's own ssh configuration reaches the bastions of --jump."""

@@ -248,6 +248,7 @@ def make_header(
         gradient_sizes=count_sent_numbers(model, setup.objective, config, prepared),
         examples=len(prepared.train),
         cores_allowed=worker.cpu_quota,
+        simulated=worker.simulated,
         gradients=setup.compression,
         kernels=kernels,
         fast_path=describe_fast_path(model, config),

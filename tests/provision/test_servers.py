@@ -12,6 +12,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.hosts.ssh_config import Login, Member, format_inside, format_ssh_config
+from cpuft.hosts.transport import fingerprint
 from cpuft.plan import Plan
 from cpuft.provision import servers
 from cpuft.provision.options import HostsConfig
@@ -273,9 +274,12 @@ def test_a_key_path_that_is_not_utf_8_is_refused() -> None:
     [
         (
             {"hosts": "a, c"},
-            "lab is a cluster with b, which --hosts leaves out: remove it first with `cpuft provision ",
+            "cluster lab has b, which --hosts leaves out: add b to --hosts, or remove the cluster first with `cpuft ",
         ),
-        ({"prefix": "/srv/cpuft"}, "lab is a cluster with --prefix /opt/cpuft: remove it first with `cpuft provision "),
+        (
+            {"prefix": "/srv/cpuft"},
+            "cluster lab was made with --prefix /opt/cpuft: give --prefix /opt/cpuft again, or remove the cluster ",
+        ),
         ({"hosts": "c,b,a", "user": "root"}, ""),
     ],
 )
@@ -380,3 +384,25 @@ def test_a_lock_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None
     (tmp_path / "home" / ".ssh" / "authorized_keys.lock").mkdir(parents=True)
     run_scripts(tmp_path / "home", "authorize", "down")
     assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_refused_host_keys_are_named_with_their_fingerprints_and_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"a": "ssh-ed25519 AAAA", "b": "ssh-ed25519 BBBB"}
+    monkeypatch.setattr("cpuft.provision.servers.scan_host_key", lambda host, config: keys[host.name])
+    cluster, asked = Servers(CONFIG, {"CPUFT_STATE": str(tmp_path / "state")}), list[str]()
+
+    def refuse(question: str) -> bool:
+        asked.append(question)
+        return False
+
+    with pytest.raises(CpuftError) as failure:
+        cluster.confirm(refuse)
+    shown = [f"{name} (ssh-ed25519 {fingerprint(key)})" for name, key in keys.items()]
+    told = str(failure.value)
+    assert told.startswith(f"the host key of {', '.join(shown)} is unknown and was not accepted: compare it with what ")
+    assert told.endswith(" on the host, then answer yes, or give --accept-host-keys")
+    assert asked[0] == f"a shows the host key ssh-ed25519 {fingerprint(keys['a'])}. Is that right?"
+    replacing = Servers(replace(CONFIG, accept_host_keys=True), {"CPUFT_STATE": str(tmp_path / "state")})
+    replacing.confirm(lambda question: False)

@@ -61,7 +61,7 @@ def test_a_dry_run_changes_nothing_anywhere(cluster: Simulated) -> None:
     assert states(cluster) == before
     key = read_fingerprint(cluster, 1)
     for plan in (given, fetched):
-        assert f"# {cluster.hosts[0].name} shows the key ssh-ed25519 {key}: cpuft asks" in plan.stdout
+        assert f"# {cluster.hosts[0].name} shows the host key ssh-ed25519 {key}: cpuft asks" in plan.stdout
         assert f"{cluster.folder}/state/{NAME}/known_hosts" in plan.stdout
     assert f"download wheels for Python {'.'.join(platform.python_version_tuple()[:2])}" in fetched.stdout
     assert "push click" in given.stdout
