@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -77,7 +77,7 @@ def accept_forms(options: Callable[[], Any], tensors: int = 1, lists: bool = Tru
                 own = [[value] if isinstance(value, torch.Tensor) or value else [] for value in own]
             return method(self, *own, opts)
 
-        return call  # type: ignore[return-value]
+        return cast(Method, call)
 
     return decorate
 

@@ -1,8 +1,9 @@
 """Run by mpirun: tests that other projects wrote for their backends, one after another in one process group.
 
-Usage: conformance.py BACKEND FOLDER SUITE FIRST [ONLY]. BACKEND is one of cpuft's, or "torch" for torch's own gloo. SUITE
-is "torch" or the path of torch-ccl's test_c10d_ccl.py. Each rank writes to FOLDER/RANK.jsonl a list of all tests, then the
-outcome of each test from the number FIRST on. It ends at the first failure, because the group may be broken.
+Usage: conformance.py BACKEND FOLDER SUITE FIRST ONLY. BACKEND is one of cpuft's, or "torch" for torch's own gloo. SUITE
+is "torch" or the path of torch-ccl's test_c10d_ccl.py. ONLY is a part of the names of tests. Each rank writes to
+FOLDER/RANK.jsonl a list of all tests, then the outcome of each from the number FIRST on. It ends at the first failure,
+because the group may be broken.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from cpuft.rank.process import remove_shared_memory
 from tests.comm.ranks import become_rank
 
 SECONDS = 30
+_utils: Any = common_utils  # whose functions have no types
 
 
 def load_torch_suite(backend: str) -> type[Any]:
@@ -42,26 +44,29 @@ def load_torch_suite(backend: str) -> type[Any]:
     dist.is_mpi_available = is_available
     base = distributed_test.DistributedTest._DistTestBase
     suite = type("Suite", (distributed_test.TestDistBackend, base), {})
-    common_utils.instantiate_parametrized_tests(suite)  # type: ignore[no-untyped-call]
+    _utils.instantiate_parametrized_tests(suite)
     return suite
 
 
 def load_ccl_suite(path: str) -> type[Any]:
     """Return torch-ccl's class of tests, for which every process group is the one of all ranks."""
     sys.modules["oneccl_bindings_for_pytorch"] = types.ModuleType("oneccl_bindings_for_pytorch")
-    dist.ProcessGroupCCL = lambda store, rank, size: dist.group.WORLD  # type: ignore[attr-defined]
+    vars(dist)["ProcessGroupCCL"] = lambda store, rank, size: dist.group.WORLD
     spec = importlib.util.spec_from_file_location("test_c10d_ccl", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.ProcessGroupCCLTest  # type: ignore[no-any-return]
+    suite: type[Any] = module.ProcessGroupCCLTest
+    return suite
 
 
 def run(suite: type[Any], name: str, folder: Path) -> str:
     """Run a test; return "passed", "skipped" or the error."""
     case = suite(name)
     case.rank, case.file_name = dist.get_rank(), str(folder / f"store-{name}")
+    # As these suites do in each process that they start.
+    _utils.set_rng_seed(_utils.SEED)
     try:
         getattr(case, name)()
     except unittest.SkipTest:
