@@ -5,7 +5,9 @@ Usage: arguments.py BACKEND FOLDER. Writes FOLDER/RANK.json: name of the case ->
 
 from __future__ import annotations
 
+import glob
 import json
+import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
@@ -105,7 +107,7 @@ def unusual(group: Any, rank: int, folder: Path) -> Iterator[tuple[str, Case]]:
 
     def conjugated() -> Any:
         places = [zeros(1, dtype=torch.complex64) for _ in range(2)]
-        dist.all_gather(places, torch.tensor([complex(rank, 1)]).conj())
+        group.allgather([places], [torch.tensor([complex(rank, 1)]).conj()]).wait()
         return [str(place.item()) for place in places]
 
     def save() -> Any:
@@ -131,6 +133,7 @@ def unusual(group: Any, rank: int, folder: Path) -> Iterator[tuple[str, Case]]:
     yield "async_save", save
     yield "timeout", set_timeout
     yield "device types", lambda: [str(one) for one in group._device_types]
+    yield "shared memory with a name", lambda: glob.glob(f"/dev/shm/{os.getpid()}:*")
     yield "backend", dist.get_backend
     yield "parsed name", lambda: str(dist.Backend("MPI"))
     yield "new group", lambda: dist.new_group([0, 1]).size()

@@ -141,10 +141,12 @@ class WatchedGlooGroup(dist.ProcessGroup):
                 group._set_default_backend(ProcessGroup.BackendType.GLOO)
 
     def name(self) -> str:
-        """Return the backend's name, "gloo"."""
+        """Return the library's name, "gloo"."""
         return "gloo"
 
-    getBackendName = name
+    def getBackendName(self) -> str:
+        """Return the name under which torch knows the backend, so that it equals `get_backend()`."""
+        return "cpuft_gloo"
 
     @property
     def timeout(self) -> timedelta:
