@@ -85,11 +85,13 @@ def accept_forms(options: Callable[[], Any], tensors: int = 1, lists: bool = Tru
 def check_all_reduce(
     group: GroupMembership, tensors: Tensors, opts: Any, name: str = "all_reduce", coalesced: bool = False
 ) -> str:
-    """Check tensors of one type, and of one size unless they are `coalesced`; sparse ones can only be summed."""
+    """Check one tensor, or several of one type if they are `coalesced`; a sparse one can only be summed."""
     reduction = reduction_name(opts.reduceOp)
+    if not coalesced:
+        _check_one(name, tensors)
     _check_tensors(name, tensors, sparse=name == "all_reduce" and reduction == "sum")
     for at, tensor in enumerate(tensors):
-        _check_like(name, tensor, tensors[0], at, shape=not coalesced)
+        _check_like(name, tensor, tensors[0], at, shape=False)
     _check_reduction(name, tensors[0], reduction)
     return f"{name} ({reduction}) of {_describe(tensors)}"
 
@@ -102,16 +104,14 @@ def check_coalesced(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
 def check_reduce(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
     """Check a tensor and a root."""
     _check_root("reduce", group, opts.rootRank)
-    _check_one("reduce", tensors)
     return check_all_reduce(group, tensors, opts, "reduce") + f" to {opts.rootRank}"
 
 
 def check_broadcast(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
-    """Check tensors of one type and size, and a root."""
+    """Check a tensor and a root."""
     _check_root("broadcast", group, opts.rootRank)
+    _check_one("broadcast", tensors)
     _check_tensors("broadcast", tensors)
-    for at, tensor in enumerate(tensors):
-        _check_like("broadcast", tensor, tensors[0], at)
     return f"broadcast of {_describe(tensors)} from {opts.rootRank}"
 
 
@@ -163,7 +163,7 @@ def check_all_to_all(group: GroupMembership, outputs: Tensors, inputs: Tensors, 
     for name, tensors in (("input", inputs), ("output", outputs)):
         _check_count("all_to_all", tensors, group.size, f"{name} tensor list")
         _check_tensors("all_to_all", tensors)
-    return "all_to_all"
+    return "all_to_all of lists"
 
 
 def check_all_to_all_single(
@@ -187,7 +187,11 @@ def check_all_to_all_single(
             _refuse("all_to_all", f"number of tensor splits ({len(sizes)}) not equal to group size ({group.size})")
         if sizes and (min(sizes) < 0 or sum(sizes) != rows):
             _refuse("all_to_all", f"split sizes {list(sizes)} don't match total dim 0 size ({rows})")
-    return "all_to_all"
+    if output_sizes or source_sizes:
+        return "all_to_all with split sizes"
+    if output.numel() != source.numel():
+        _refuse("all_to_all", f"the output has {output.numel()} elements, and the input {source.numel()}")
+    return f"all_to_all of {_describe([source])}"
 
 
 def check_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:

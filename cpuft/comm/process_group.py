@@ -406,10 +406,10 @@ class CollectiveGroup(dist.ProcessGroup):
 
     @accept_forms(AllreduceOptions)
     def allreduce(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to reduce each tensor over the ranks, in place, by opts.reduceOp.
+        """Start to reduce a tensor, the only one of the list, over the ranks by opts.reduceOp, in place.
 
-        The tensors have one type and size. Sparse ones can be summed. The Work's result is `tensors`. Raises
-        NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
+        A sparse tensor can be summed. The Work's result is `tensors`. Raises NotImplementedError: the reduction exists
+        in NCCL only (PREMUL_SUM).
         """
         return self._all_reduce(arguments.check_all_reduce, tensors, opts)
 
@@ -451,15 +451,14 @@ class CollectiveGroup(dist.ProcessGroup):
 
     @accept_forms(BroadcastOptions)
     def broadcast(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to copy the tensors of rank opts.rootRank of the group into those of all ranks.
+        """Start to copy the tensor of rank opts.rootRank, the only one of the list, into those of all ranks.
 
-        The tensors have one type and size. The Work's result is `tensors`.
+        The Work's result is `tensors`.
         """
 
         def body() -> None:
-            for tensor in tensors:
-                with collectives.contiguous_in_place(tensor) as dense:
-                    collectives.broadcast(self._backend, dense, opts.rootRank)
+            with collectives.contiguous_in_place(tensors[0]) as dense:
+                collectives.broadcast(self._backend, dense, opts.rootRank)
 
         return self._launch_collective("broadcast", tensors, tensors, arguments.check_broadcast, (tensors, opts), body)
 

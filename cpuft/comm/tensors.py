@@ -119,7 +119,8 @@ def all_reduce_sparse(backend: Backend, rank: int, size: int, tensor: torch.Tens
         targets = [source.new_empty((length, *source.shape[1:])) for length in counts.tolist()]
         all_gather(backend, rank, source, targets)
         parts.append(torch.cat(targets))
-    tensor.copy_(torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape).coalesce())
+    whole = torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape, check_invariants=True)
+    tensor.copy_(whole.coalesce())
 
 
 def reduce_scatter_single(
@@ -154,7 +155,7 @@ def reduce_scatter_single(
 
 def _divide(tensor: torch.Tensor, size: int) -> None:
     """Divide in place; integers are rounded towards zero, as in C."""
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         tensor.div_(size)
     else:
         tensor.div_(size, rounding_mode="trunc")
@@ -244,12 +245,21 @@ def all_gather(backend: Backend, rank: int, source: torch.Tensor, targets: Tenso
 
 
 def _exchange(
-    backend: Backend, source: torch.Tensor, sent: Sequence[int], target: torch.Tensor, received: Sequence[int]
+    backend: Backend,
+    source: torch.Tensor,
+    sent: Sequence[int],
+    target: torch.Tensor,
+    received: Sequence[int],
+    is_known: bool,
 ) -> None:
     """Send and receive pieces of these many bytes, after all ranks have seen that the pieces fit each other.
 
-    Raises RuntimeError on every rank: a rank sends another number of bytes than the other one expects.
+    This is not compared again if it `is_known` from the ranks' calls. Raises RuntimeError on every rank: a rank sends
+    another number of bytes than the other one expects.
     """
+    if is_known:
+        backend.all_to_all(source.data_ptr(), sent, target.data_ptr(), received)
+        return
     size = len(sent)
     own = torch.tensor([list(sent), list(received)])
     sizes = torch.empty((size, 2, size), dtype=torch.int64)
@@ -283,19 +293,19 @@ def all_to_all_single(
             [part.nbytes for part in torch.split(tensor, list(lengths) or [tensor.shape[0] // ranks] * ranks)]
             for tensor, lengths in zip((dense, whole), sizes)
         )
-        _exchange(backend, dense, sent, whole, received)
+        _exchange(backend, dense, sent, whole, received, is_known=not any(sizes))
 
 
-def all_to_all(backend: Backend, sources: Tensors, targets: Tensors) -> None:
+def all_to_all(backend: Backend, sources: Tensors, targets: Tensors, is_known: bool = False) -> None:
     """Send the r-th source to rank r, and receive the r-th target from it. Blocks until it is done.
 
     Tensors may be empty, and may differ in type and layout. The r-th source must have as many bytes as rank r's target
-    for this rank.
+    for this rank, which is compared unless it `is_known`.
     """
     sent = torch.cat([to_contiguous(source).view(-1).view(torch.uint8) for source in sources])
     received = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)
     target_sizes = [target.nbytes for target in targets]
-    _exchange(backend, sent, [source.nbytes for source in sources], received, target_sizes)
+    _exchange(backend, sent, [source.nbytes for source in sources], received, target_sizes, is_known)
     for target, part in zip(targets, torch.split(received, target_sizes), strict=True):
         if target.numel():
             # A view needs memory that is aligned to its type, and a part may begin at any byte: hence the clone.
@@ -312,7 +322,8 @@ def gather(backend: Backend, size: int, root: int, source: torch.Tensor, targets
     targets: on rank `root`, one tensor for each rank, with as many bytes as its `source`; empty on all other ranks.
     """
     empty = source.new_empty(0)
-    all_to_all(backend, [source if rank == root else empty for rank in range(size)], targets or [empty] * size)
+    sources = [source if rank == root else empty for rank in range(size)]
+    all_to_all(backend, sources, targets or [empty] * size, is_known=True)
 
 
 def scatter(backend: Backend, size: int, root: int, sources: Tensors, target: torch.Tensor) -> None:
@@ -325,4 +336,5 @@ def scatter(backend: Backend, size: int, root: int, sources: Tensors, target: to
     target: receives this rank's tensor, and has as many bytes.
     """
     empty = target.new_empty(0)
-    all_to_all(backend, sources or [empty] * size, [target if rank == root else empty for rank in range(size)])
+    targets = [target if rank == root else empty for rank in range(size)]
+    all_to_all(backend, sources or [empty] * size, targets, is_known=True)

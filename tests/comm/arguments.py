@@ -44,11 +44,12 @@ def wrong(group: Any, rank: int) -> Iterator[tuple[str, Case]]:
     broadcast, reduce = dist.BroadcastOptions, dist.ReduceOptions
     gather, scatter = dist.GatherOptions, dist.ScatterOptions
     yield "all_reduce meta", lambda: group.allreduce([torch.zeros(3, device="meta")])
-    yield "all_reduce types", lambda: group.allreduce([zeros(3), zeros(3, dtype=float64)])
+    yield "all_reduce two", lambda: group.allreduce([zeros(3), zeros(3)])
+    yield "all_reduce types", lambda: group.allreduce_coalesced([zeros(3), zeros(3, dtype=float64)])
     yield "all_reduce bits", lambda: dist.all_reduce(zeros(3), op=dist.ReduceOp.BAND)
     yield "broadcast root", lambda: group.broadcast([zeros(3)], rooted(broadcast, -1))
     yield "broadcast high root", lambda: group.broadcast([zeros(3)], rooted(broadcast, 2))
-    yield "broadcast sizes", lambda: group.broadcast([zeros(3), zeros(4)], rooted(broadcast, 0))
+    yield "broadcast two", lambda: group.broadcast([zeros(3), zeros(4)], rooted(broadcast, 0))
     yield "broadcast sparse", lambda: group.broadcast([zeros(3, 3).to_sparse()], rooted(broadcast, 0))
     yield "reduce root", lambda: group.reduce([zeros(3)], rooted(reduce, 5))
     yield "all_gather small", lambda: group.allgather([[zeros(2), zeros(2)]], [zeros(3)])
