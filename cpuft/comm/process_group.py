@@ -236,8 +236,11 @@ class CollectiveGroup(dist.ProcessGroup):
     Operations return at once a QueuedWork, whose wait() blocks until this rank's part is done, and raises the backend's
     error, mostly a RuntimeError. Until then the tensors must not be changed. `opts` is torch's object of options, of
     which `reduceOp` (default: sum) and `rootRank` (a rank of the group) are used; a reduceOp that only NCCL has
-    (PREMUL_SUM) raises NotImplementedError at once. If the timeout passes or a rank is lost, the watchdog ends the
-    process.
+    (PREMUL_SUM) raises NotImplementedError at once. Other forms of the arguments, such as `root=0`, are accepted as by
+    torch's groups. If the timeout passes or a rank is lost, the watchdog ends the process.
+
+    Wrong arguments raise RuntimeError at once. Calls that do not fit those of the other ranks raise it on all ranks,
+    from wait(), before a tensor is read or written.
 
     Tensors may have any layout; those that are not contiguous are copied. Collectives run in order on one thread. Sends
     and receives have a thread for each peer, direction and tag, because a blocking send may wait for a receive that the

@@ -292,7 +292,7 @@ def find_fault(call: Call, wanted: list[Outcome], found: list[Outcome]) -> str:
 
 
 def _is_more(call: Call) -> bool:
-    """Return whether cpuft's backends answer where torch's gloo cannot: more types and layouts, and lists of all_to_all."""
+    """Return whether cpuft's backends answer where torch's gloo cannot: more types, layouts and lists of all_to_all."""
     is_integral_mean = call.reduction == "AVG" and not getattr(torch, call.dtype).is_floating_point
     has_type = not {"int16", "complex64"}.isdisjoint((call.dtype, call.other))
     return has_type or is_integral_mean or call.strided or call.operation == "all_to_all"
