@@ -82,8 +82,8 @@ def take_snapshot(folder: Path) -> dict[str, list[str]]:
         "files": sorted(
             str(path)
             for part in ("state", "hostfiles")
-            for path in (folder / part).rglob("[!.]*")
-            if path.parent.name != ".named"
+            for path in (folder / part).rglob("*")
+            if ".named" not in path.parts
         ),
     }
 
