@@ -126,8 +126,8 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
             sys.exit(1 if code == RESUMABLE else code)  # there is nothing that could be resumed
     except NotStoredError:
         raise NotStoredError(
-            f"{cluster.work_dir(run_dir)}/{result.name} on {cluster.head} could not be stored in {run_dir} here: make "
-            f"room, then copy the file from that host, or start the command again"
+            f"{cluster.work_dir(run_dir)}/{result.name} on {cluster.head} could not be fetched, or not be stored in "
+            f"{run_dir} here: check the network and the room here, then copy the file from that host"
         ) from None
     finally:
         for part in Path(run_dir).glob(f"{result.name}.*.new"):  # of a rank 0 that was killed

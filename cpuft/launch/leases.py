@@ -14,7 +14,8 @@ from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.transport import SshTransport, try_hosts
 
-_RENEWAL_SECONDS = 300.0
+RENEWAL_SECONDS = 300.0
+"""Time between two renewals. Each moves the end of the lease to 15 minutes from then."""
 _ANSWER_SECONDS = 20.0
 
 
@@ -38,7 +39,7 @@ def renew_leases(access: Access, say: Callable[[str], None]) -> Iterator[None]:
                 if line not in said and not is_over.is_set():
                     said.add(line)
                     say(f"cpuft: {line}")
-            is_over.wait(_RENEWAL_SECONDS)
+            is_over.wait(RENEWAL_SECONDS)
 
     if command:
         threading.Thread(target=renew, daemon=True).start()

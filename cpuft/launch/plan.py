@@ -44,6 +44,7 @@ from cpuft.launch.inputs import (
     plan_secrets,
     plan_sending,
 )
+from cpuft.launch.leases import RENEWAL_SECONDS
 from cpuft.launch.results import plan_partial_cleanup, plan_results
 from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun
 from cpuft.launch.settings import script_settings
@@ -591,7 +592,8 @@ def plan_launch(
         cluster.head,
     )
     if renewal := cluster.access.renewal:
-        notes += (f"until the launch ends, this command renews the lease of each host every 300 s: {renewal}",)
+        every = f"every {RENEWAL_SECONDS:.0f} s"
+        notes += (f"until the launch ends, this command renews the lease of each host {every}: {renewal}",)
     return RunPlan(
         make=((_plan_run_folder(cluster, run_dir, resumed),),),
         ranks=((start,),),
@@ -628,7 +630,7 @@ def _plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None)
 def _plan_claim(run_dir: str, host_folder: str, is_resumed: bool) -> Step:
     """Return the step that makes the run folder on this machine, and notes there the run's folder on its hosts."""
     make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}" && mkdir "$1"'
-    script = f'{make} && {{ [ -e "$2" ] || {{ printf "%s\\n" "$3" >"$2.new" && mv "$2.new" "$2"; }}; }}'
+    script = f'{make} && printf "%s\\n" "$3" >"$2.new" && mv "$2.new" "$2"'
     words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{HOST_FOLDER}", host_folder)
     return Step("make the run folder on this machine", words)
 

@@ -617,8 +617,9 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, sa
     secrets = os.path.dirname(last.sent_file(work, 0))
     kill_ranks(last, run_dir, reachable)
     command = remove_command(last.folder, secrets, os.path.dirname(work))
-    try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
-    if names := ", ".join(host.name for host in lost if host not in reachable):
+    answers = try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
+    cleaned = [host for host, one in zip(reachable, answers) if not isinstance(one, CpuftError) and not one.exit_code]
+    if names := ", ".join(host.name for host in lost if host not in cleaned):
         say(f"cpuft: {names} did not answer at the end of the run: {FILES_LEFT}")
 
 

@@ -186,7 +186,10 @@ def test_embeddings_that_cannot_be_stored_are_found_by_hand(
     asked = PredictConfig(model="tiny", file="x.csv", output="x.npy")
     config = LaunchConfig(hostfile="hosts", check=False, run_dir="run")
     monkeypatch.setattr(remote, "run_attempt", fail)
-    message = f"{tmp_path}/run/embeddings.npy on localhost could not be stored in {tmp_path}/run here: make room, then"
+    place = f"{tmp_path}/run/embeddings.npy on localhost"
+    message = (
+        f"{place} could not be fetched, or not be stored in {tmp_path}/run here: check the network and the room here"
+    )
     with pytest.raises(NotStoredError, match=re.escape(message)):
         embed_on_hosts(asked, config, False)
     monkeypatch.setattr(remote, "run_attempt", lambda *words: 0)

@@ -80,7 +80,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return be_renewed(self, host, words, stdin, seconds)
 
     monkeypatch.setattr(SshTransport, "run", run)
-    monkeypatch.setattr(leases, "_RENEWAL_SECONDS", 0.1)
+    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.1)
     return asked
 
 
@@ -117,7 +117,7 @@ def test_a_failed_renewal_is_reported_once_and_ends_nothing(
     run: Run, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(SshTransport, "run", lambda self, host, words, seconds: run(self, host, words, "", seconds))
-    monkeypatch.setattr(leases, "_RENEWAL_SECONDS", 0.01)
+    monkeypatch.setattr(leases, "RENEWAL_SECONDS", 0.01)
     told = list[str]()
     with renew_leases(rent("a"), told.append):
         wait_until(lambda: bool(told))

@@ -73,7 +73,7 @@ def simulate(folder: Path, *options: str) -> Iterator[Simulated]:
 def take_snapshot(folder: Path) -> dict[str, list[str]]:
     """All that a local cluster could leave on this machine: links, routes, mounts, groups, processes, files.
 
-    Clusters of other names are left out: a developer may have one.
+    Clusters of other names are left out: a developer may have one. So are the notes about runs that may be resumed.
     """
     own = f"cpuft-{_own_name()}"
     processes = [_command(path) for path in Path("/proc").glob("[0-9]*/cmdline")]
@@ -84,7 +84,12 @@ def take_snapshot(folder: Path) -> dict[str, list[str]]:
         "mounts": [line for line in mounts if own in line or str(folder) in line or "netns" in line],
         "groups": sorted(str(path) for path in Path("/sys/fs/cgroup").glob("**/cpuft-*") if path.name == own),
         "processes": sorted(text for text in processes if str(folder) in text),
-        "files": sorted(str(path) for part in ("state", "hostfiles") for path in (folder / part).rglob("*")),
+        "files": sorted(
+            str(path)
+            for part in ("state", "hostfiles")
+            for path in (folder / part).rglob("*")
+            if ".named" not in path.parts
+        ),
     }
 
 
