@@ -301,7 +301,7 @@ class SshTransport(Transport):
             line = f"echo {_BEGIN}; {make_shell_line(argv)}"
             answer = _run_in_session(client, line, stdin.encode(), seconds)
         before, begun, output = answer.output.partition(f"{_BEGIN}\n")
-        if before or not (begun or answer.exit_code < 0):
+        if before if begun else answer.exit_code >= 0:  # it is -1 if the connection broke
             printed = " ".join((before or answer.text).split())[:80]
             raise HostError(
                 host.name,
