@@ -109,18 +109,27 @@ def find_full_disk(error: OSError) -> DiskFullError | None:
     return DiskFullError(str(error.filename2 or error.filename or "a file")) if full else None
 
 
+NO_MORE_PROCESSES = (
+    "the limit of the user's processes and threads is reached on this host: end some, or raise the limit (ulimit -u, "
+    "nproc in /etc/security/limits.conf)"
+)
+
+
 def describe_path_error(error: OSError) -> str:
     """Return the message for an OSError about a path: what is wrong with the path, and what to do.
 
     This is for a path that is too long, a missing permission, a part of the path that is not a folder, a file system
     that is full, over quota or read-only, and a file that is too large. If a file does not exist, the message is that
-    the working folder was deleted, if it was. The result is empty for any other OSError, also for a file that does not
+    the working folder was deleted, if it was. If no process could be started, the message is about their limit. The
+    result is empty for any other OSError, also for a file that does not
     exist although the working folder does.
     """
     if error.errno == errno.ENOENT and _is_working_folder_deleted():
         return "the working folder does not exist any more: change to another one"
     if error.errno == errno.ENAMETOOLONG:
         return f"the path {reprlib.repr(str(error.filename))} is longer than the file system takes: give a shorter one"
+    if error.errno == errno.EAGAIN:  # of fork
+        return NO_MORE_PROCESSES
     if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.ENOTDIR):
         return ""
     path = error.filename2 or error.filename or "a file"

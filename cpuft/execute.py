@@ -19,7 +19,7 @@ from functools import partial
 from types import FrameType
 from typing import IO, TextIO
 
-from cpuft.errors import CpuftError, Interrupted
+from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted
 from cpuft.plan import Plan, Step
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -83,6 +83,8 @@ def run_command(command: Sequence[str], seconds: float, stdin: str = "") -> Answ
         done = subprocess.run(command, capture_output=True, timeout=seconds, input=stdin.encode(), check=False)
     except FileNotFoundError:
         return Answer(127, "", f"no such program: {command[0]}")
+    except BlockingIOError:
+        return Answer(126, "", NO_MORE_PROCESSES)
     except (OSError, subprocess.TimeoutExpired) as error:
         return Answer(126, "", str(error))
     return Answer(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))

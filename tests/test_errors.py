@@ -48,6 +48,7 @@ def test_a_working_folder_that_was_deleted_is_named(tmp_path: Path, monkeypatch:
     for error in (caught.value, missing):
         assert describe_path_error(error) == "the working folder does not exist any more: change to another one"
     assert describe_path_error(OSError(errno.EIO, "I/O error")) == ""
+    assert "ulimit -u" in describe_path_error(BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"))
 
 
 def test_pip_takes_the_command_that_hints_print() -> None:

@@ -11,7 +11,14 @@ from typing import Any, NoReturn, cast
 import click
 
 from cpuft import __version__
-from cpuft.errors import CpuftError, Interrupted, describe_path_error, find_full_disk, suggest_names
+from cpuft.errors import (
+    NO_MORE_PROCESSES,
+    CpuftError,
+    Interrupted,
+    describe_path_error,
+    find_full_disk,
+    suggest_names,
+)
 from cpuft.terminal import check_stdout, protect_streams
 
 VERBS = {
@@ -98,6 +105,10 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
         message, exit_code = (str(full), full.exit_code) if full else (describe_path_error(error), 2)
         if not message:
             raise
+    except RuntimeError as error:
+        if "can't start new thread" not in str(error):
+            raise
+        message = NO_MORE_PROCESSES
     click.echo(f"cpuft: error: {message}", err=True)
     sys.exit(exit_code)
 

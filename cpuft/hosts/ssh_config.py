@@ -6,10 +6,12 @@ plans and run them by hand, and mpirun starts its proxies with it. Both take all
 
 from __future__ import annotations
 
+import glob
 import os
 import pwd
 import re
-from collections.abc import Sequence
+import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -68,6 +70,8 @@ _SERVER = {
 }
 """Options of the ssh servers that cpuft starts in containers."""
 _MOST_BASTIONS = 8
+_MOST_INCLUDES = 16
+"""Files that include each other, as many as OpenSSH's client follows."""
 
 KEYGEN = "set -eu\n" + Path(__file__).with_name("keygen.sh").read_text(encoding="utf-8")
 """Shell script that makes an ed25519 key pair and its folder, over an earlier pair. Arguments: path of the private key,
@@ -200,7 +204,24 @@ def _read_config(path: str, changed: int, size: int, inode: int) -> paramiko.SSH
     """
     import paramiko
 
-    return paramiko.SSHConfig.from_path(path)
+    config = paramiko.SSHConfig()
+    config.parse(_read_lines(path))
+    return config
+
+
+def _read_lines(path: str, depth: int = 0) -> Iterator[str]:
+    """Yield the lines of a client configuration and of the files that it includes; paramiko ignores Include."""
+    block = "Host *"
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        key, value = [*re.split(r"[\s=]+", line.strip(), maxsplit=1), ""][:2]
+        block = line if key.lower() in ("host", "match") else block
+        if key.lower() != "include" or depth >= _MOST_INCLUDES:
+            yield line
+            continue
+        for pattern in shlex.split(value):
+            for included in sorted(glob.glob(os.path.join(os.path.expanduser("~/.ssh"), os.path.expanduser(pattern)))):
+                yield from _read_lines(included, depth + 1)
+        yield block
 
 
 def parse_jumps(text: str, where: str) -> tuple[Host, ...]:

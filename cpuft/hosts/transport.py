@@ -50,6 +50,7 @@ _MOST_POLL_SECONDS = 0.1
 _POLL_SHARE = 0.1
 """Pause between two looks at a command's output, as a share of the time since its last output. Without it, sessions
 with many hosts that compute for seconds would keep a core of this machine busy."""
+_PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _BEGIN = "cpuft: the command begins"
 _PUT = 'set -e; umask 077; base64 -d >"$1.part"; mv "$1.part" "$1"'
@@ -301,7 +302,7 @@ class SshTransport(Transport):
             line = f"echo {_BEGIN}; {make_shell_line(argv)}"
             answer = _run_in_session(client, line, stdin.encode(), seconds)
         before, begun, output = answer.output.partition(f"{_BEGIN}\n")
-        if before or not (begun or answer.exit_code < 0):
+        if before if begun else answer.exit_code >= 0:  # it is -1 if the connection broke
             printed = " ".join((before or answer.text).split())[:80]
             raise HostError(
                 host.name,
@@ -524,7 +525,11 @@ def _open_stream(login: Login, bastion: paramiko.SSHClient | None, seconds: floa
     if bastion:
         link = bastion.get_transport()
         assert link is not None
-        return link.open_channel("direct-tcpip", (login.address, login.port), ("", 0), timeout=seconds)
+        try:
+            return link.open_channel("direct-tcpip", (login.address, login.port), ("", 0), timeout=seconds)
+        except paramiko.ChannelException as error:
+            advice = ": see AllowTcpForwarding and PermitOpen in its sshd_config" * (error.code == _PROHIBITED)
+            raise OSError(f"the bastion does not connect to it, {error.text}{advice}") from None
     if login.proxy:
         return paramiko.ProxyCommand(login.proxy)
     try:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.config import LaunchConfig, ScriptConfig, option_names
-from cpuft.errors import RESUMABLE, CpuftError, escape_controls
+from cpuft.errors import NO_MORE_PROCESSES, RESUMABLE, CpuftError, escape_controls
 from cpuft.launch.resume import read_resumed_run
 from cpuft.rank.process import (
     FOREIGN_STORE_ENTRY,
@@ -26,6 +26,10 @@ from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 _NO_MEMORY = re.compile(r"^(MemoryError\b|RuntimeError: .*can't allocate memory|.*std::bad_alloc)", re.MULTILINE)
 """How Python, PyTorch and C++ report a refused allocation at the end of a traceback."""
+_NO_PROCESS = re.compile(
+    r"can't start new thread|BlockingIOError: \[Errno 11\]|(fork|[Tt]hread).*Resource temporarily unavailable"
+)
+"""How Python, shells, OpenMP and OpenBLAS report that the user may have no more processes or threads."""
 _LESS_MEMORY = "lower --batch-size or --max-length, add --gradient-checkpointing, or start fewer ranks on this host"
 _TRACE_LINES = 15
 _SIGNAL_CAUSES = {
@@ -233,6 +237,8 @@ def explain_exit(code: int, text: str = "") -> tuple[str, str]:
         return "killed by the kernel because memory ran out", _LESS_MEMORY
     if _NO_MEMORY.search(_last_error(text)):
         return "out of memory", _LESS_MEMORY
+    if _NO_PROCESS.search(_last_error(text)):
+        return f"exit code {code}", NO_MORE_PROCESSES
     if code == 137 and KILLED_BY_SOMEBODY in text:
         return "killed by signal 9", ""
     if code in _SIGNAL_CAUSES:

@@ -66,3 +66,16 @@ def test_paths_of_known_hosts_may_have_spaces(value: str, paths: tuple[str, ...]
     (tmp_path / "my config").write_text(f"Host a\n  UserKnownHostsFile {value}\n".replace("FOLDER", str(tmp_path)))
     login = read_login(Host("a"), str(tmp_path / "my config"))
     assert login.known_hosts == tuple(path.replace("FOLDER", str(tmp_path)) for path in paths)
+
+
+def test_included_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Relative names are below ~/.ssh; files that include themselves end; the block goes on after an Include."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh" / "more").mkdir(parents=True)
+    (tmp_path / ".ssh" / "config").write_text(
+        'Include more/* "~/.ssh/none"\nHost b\n  include=more/1\n  User me\nHost *\n  Port 7\n'
+    )
+    (tmp_path / ".ssh" / "more" / "1").write_text("Host a\n  HostName 10.0.0.1\n")
+    (tmp_path / ".ssh" / "more" / "2").write_text("Host b\n  HostName 10.0.0.2\nInclude more/2\n")
+    logins = [read_login(Host(name)) for name in ("a", "b")]
+    assert [(one.address, one.port, one.user) for one in logins] == [("10.0.0.1", 7, ""), ("10.0.0.2", 7, "me")]

@@ -267,6 +267,13 @@ def test_bastions_proxies_and_aliases(config: Path, servers: tuple[Server, Serve
     assert subprocess.run((*SshTransport(str(config)).command_prefix(HOST), "true"), timeout=20).returncode == 0
 
 
+def test_a_bastion_that_forwards_nothing_is_named(config: Path, servers: tuple[Server, Server, Path]) -> None:
+    host, _, _ = servers
+    change(config, "Host far\n", f"Host back\n  Port {host.port}\n  ProxyJump far\nHost far\n")
+    with pytest.raises(HostError, match=r"the bastion does not connect to it, .*: see AllowTcpForwarding"):
+        SshTransport(str(config)).run(Host("back"), ("true",))
+
+
 def test_through_a_bastion_a_host_may_have_a_name_that_only_the_others_know(config: Path) -> None:
     change(config, "Host far\n", "Host far\n  ProxyJump bastion\n  HostName inside.invalid\n")
     assert SshTransport(str(config)).address(HOST) == "inside.invalid"

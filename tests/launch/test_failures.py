@@ -214,3 +214,15 @@ def test_the_command_that_resumes_a_script_repeats_its_options(tmp_path: Path) -
 
 def test_the_last_line_of_a_finished_run_is_its_folder(tmp_path: Path) -> None:
     assert end(tmp_path, 0, (HEADER, *STEPS), "", []) == (0, f"run: {tmp_path}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Traceback (most recent call last):\nRuntimeError: can't start new thread\n",
+        "libgomp: Thread creation failed: Resource temporarily unavailable\n",
+        "sh: 1: Cannot fork: Resource temporarily unavailable\n",
+    ],
+)
+def test_a_limit_of_processes_is_named(text: str) -> None:
+    assert "ulimit -u" in explain_exit(1, text)[1]
