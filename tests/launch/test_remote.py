@@ -201,7 +201,7 @@ def own_disks(cluster: Simulated) -> Iterator[tuple[str, ...]]:
     for index in (1, 2):
         cluster.on(index, "mount -t tmpfs -o mode=1777 tmpfs /var/tmp")
     (cluster.folder / "copy").write_text(f"{cluster.hosts[0].name}\n{cluster.hosts[1].name}\n")
-    (cluster.folder / "alone").mkdir()
+    (cluster.folder / "alone").mkdir(exist_ok=True)
     (cluster.folder / "alone" / "script.py").write_text("print('mine')\n")
     words = (
         "launch",
@@ -237,10 +237,26 @@ def test_a_script_that_another_user_planted_is_not_run(cluster: Simulated, own_d
             "700 /var/tmp/cpuft-0",
             "700 /var/tmp/cpuft-0/inputs",
             f"700 {place}",
-            f"644 {file}",
             f"644 {place}.files",
+            f"644 {file}",
         ]
         assert found.splitlines() == kept
+
+
+def test_a_file_that_a_host_has_lost_is_sent_again(cluster: Simulated, own_disks: tuple[str, ...]) -> None:
+    """systemd-tmpfiles removes single files from /var/tmp. The next launch also removes what is old."""
+    place = make_bundle((cluster.folder / "alone" / "script.py",), "/var/tmp/cpuft-0/inputs").remote_folder
+    old = f"/var/tmp/cpuft-0/inputs/{'a' * 24}"
+    assert cluster.cpuft(*own_disks[:-3], "alone/first", *own_disks[-2:]).returncode == 0
+    cluster.on(2, f"rm {place}/script.py; mkdir {old}; touch -d '31 days ago' {old} {place}")
+    dry = cluster.cpuft("launch", "--dry-run", *own_disks[1:-3], "alone/again", *own_disks[-2:])
+    assert dry.stdout.count("cpuft: send script.py to") == 1, dry.stderr
+    done = cluster.cpuft(*own_disks[:-3], "alone/again", *own_disks[-2:])
+    assert (done.returncode, done.stdout.splitlines()[:1]) == (0, ["mine"]), done.stderr
+    assert cluster.on(2, f"ls {old.rpartition('/')[0]} {place}").split() == [
+        *("/var/tmp/cpuft-0/inputs:", Path(place).name, f"{Path(place).name}.files"),
+        *(f"{place}:", "script.py"),
+    ]
 
 
 def test_a_failing_script_gives_its_exit_code(cluster: Simulated) -> None:
