@@ -230,10 +230,13 @@ def main() -> None:
     with (folder / f"{rank}.jsonl").open("a") as file:
         for number in range(first, last):
             call = draw_call(seed, number)
-            found = end_of(call, rank, groups)
+            # With unequal arguments torch's gloo waits for its time limit, and says nothing about the call.
+            is_compared = backend != "torch" or len(call.at) == RANKS
+            found = end_of(call, rank, groups) if is_compared else ["not tried", ""]
             print(json.dumps(found), file=file, flush=True)
             is_gloo = backend in ("torch", "gloo") or (backend == "ccl" and call.group == "again")
-            if found[0] != "ok" and is_gloo and (len(call.at) < RANKS or _BROKEN.search(found[1])):
+            is_broken = is_compared and (len(call.at) < RANKS or _BROKEN.search(found[1]))
+            if found[0] != "ok" and is_gloo and is_broken:
                 break
     remove_shared_memory(os.getpid())
     os._exit(0)
