@@ -240,7 +240,7 @@ class CollectiveGroup(dist.ProcessGroup):
     torch's groups. If the timeout passes or a rank is lost, the watchdog ends the process.
 
     Wrong arguments raise RuntimeError at once. Calls that do not fit those of the other ranks raise it on all ranks,
-    from wait(), before a tensor is read or written.
+    from wait(), before a tensor is read or written, unless `compares_calls` is false.
 
     Tensors may have any layout; those that are not contiguous are copied. Collectives run in order on one thread. Sends
     and receives have a thread for each peer, direction and tag, because a blocking send may wait for a receive that the
@@ -270,6 +270,8 @@ class CollectiveGroup(dist.ProcessGroup):
         self._watchdog = watchdog
         self._threads: dict[str, ProgressThread] = {}
         self._coalesced: list[QueuedWork] | None = None
+        self.compares_calls = True
+        """Whether the ranks compare their calls before each collective; the same on all ranks."""
         self._group_name = membership.label
         self._group_description = ""
 
@@ -392,7 +394,8 @@ class CollectiveGroup(dist.ProcessGroup):
         """
 
         def agree(call: str) -> None:
-            collectives.check_ranks_agree(self._backend, self._membership.ranks, call)
+            if self.compares_calls:
+                collectives.check_ranks_agree(self._backend, self._membership.ranks, call)
 
         try:
             call = check(self._membership, *given)

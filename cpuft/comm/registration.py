@@ -67,7 +67,9 @@ def _make_collective_group(
         backend = connect(store, membership.rank, membership.size, membership.label)
     finally:
         register.end(operation)
-    return CollectiveGroup(backend, membership, timeout, register, watchdog)
+    group = CollectiveGroup(backend, membership, timeout, register, watchdog)
+    group.compares_calls = getattr(dist.group.WORLD, "compares_calls", True)
+    return group
 
 
 def _make_ccl_group(membership: GroupMembership, store: Store, timeout: float) -> dist.ProcessGroup:
@@ -157,7 +159,12 @@ def _redirect_timeouts(torch_module: Any) -> None:
 
 
 def start(
-    backend: str, timeout_seconds: float | None = None, store: Store | None = None, rank: int = -1, world_size: int = -1
+    backend: str,
+    timeout_seconds: float | None = None,
+    store: Store | None = None,
+    rank: int = -1,
+    world_size: int = -1,
+    compares_calls: bool = True,
 ) -> None:
     """Make torch's default process group with a backend of cpuft. Blocks until all ranks have called this.
 
@@ -171,6 +178,8 @@ def start(
         CPUFT_COMM_TIMEOUT takes precedence.
     store, rank, world_size: given together, they replace the environment variables RANK, WORLD_SIZE, MASTER_ADDR and
         MASTER_PORT.
+    compares_calls: whether the ranks compare their calls before each collective of ccl and mpi. This takes a short
+        message, which cpuft's own training saves.
 
     Raises CpuftError: there is no such backend, a library that it needs is missing, CPUFT_COMM_TIMEOUT is not a
     positive number, MPI has fewer ranks than the group, or this rank cannot join the first one within 60 s.
@@ -185,6 +194,8 @@ def start(
     dist.init_process_group(
         BACKENDS[backend].torch_name, timeout=timeout, store=store, rank=rank, world_size=world_size
     )
+    if isinstance(dist.group.WORLD, CollectiveGroup):
+        dist.group.WORLD.compares_calls = compares_calls
 
 
 def exit_process(code: int) -> NoReturn:

@@ -64,7 +64,7 @@ def join_process_group(
             # Only rank 0 caches the choice, so that other hosts need no home folder.
             cache = Path() if rank else cache_folder(os.environ)
             choice = earlier or select_backend(store, rank, size, cache, gradient_type)
-    start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size)
+    start(choice.backend, timeout_seconds, PrefixStore("world", store), rank, size, compares_calls=False)
     keep_forever(dist.group.WORLD)
     try:
         yield choice

@@ -33,7 +33,7 @@ def read_exceptions() -> dict[str, tuple[str, ...]]:
 
 
 def run_suite(backend: str, ranks: int, suite: str, only: str) -> Outcomes:
-    """Run all tests of a suite, with new ranks behind each failure."""
+    """Run all tests of a suite, with new ranks behind each test that the ranks have ended differently."""
     outcomes: Outcomes = {}
     names = [""]
     while len(outcomes) < len(names):
@@ -46,12 +46,13 @@ def run_suite(backend: str, ranks: int, suite: str, only: str) -> Outcomes:
             found = [_read(Path(folder, f"{rank}.jsonl")) for rank in range(ranks)]
         if not all(found):
             sys.exit(f"check-conformance: {backend} did not start:\n{said[-3000:]}")
-        names, begun, worst = found[0][0], len(outcomes), "passed"
+        names, begun, differ = found[0][0], len(outcomes), False
         for results in zip(*(rows[1:] for rows in found)):
             worst = max(results, key=lambda outcome: (outcome != "passed", outcome != "skipped"))
             outcomes[names[len(outcomes)]] = worst
+            differ = len({outcome.partition(":")[0] for outcome in results}) > 1
             _tell(f"{backend} {list(outcomes)[-1]}: {worst}")
-        if len(outcomes) < len(names) and worst in ("passed", "skipped"):
+        if len(outcomes) < len(names) and not differ:
             # A rank ended within the next test; another one may have said why.
             last = [outcome for rows in found for outcome in rows[1 + len(outcomes) - begun :][:1]]
             errors = [outcome for outcome in last if outcome not in ("passed", "skipped")]
