@@ -469,7 +469,7 @@ def describe_load_failure(name: str, error: Exception) -> str:
         )
     if "does not appear to have a file named config.json" in str(error):
         return (
-            f"model {name} has no config.json on the Hugging Face hub: if it holds adapters of peft, download them with "
+            f"model {name} has no config.json on the Hugging Face hub: if it holds adapters of peft, download them by "
             f"hf download {name} --local-dir FOLDER, and give --model FOLDER; else give another model"
         )
     if "Weights only load failed" in str(error):
