@@ -97,7 +97,7 @@ def _describe(source: str, stored: list[str], labels: list[str], rows: Sequence[
         return f"{begin} was trained for other labels ({_join(stored)}): the model gets a new, untrained head"
     if list(rows) == list(range(len(stored))):
         return f"{begin} is used as it is: its labels {_join(stored)} are taken for {_join(labels)}, in this order"
-    text = f"{begin} is used by the names of its labels, whose order is another one there"
+    text = f"each output of {begin} stays with the name of its label"
     if untrained:
         text += f"; its outputs for {_join(untrained)} are new and untrained"
     return text + f"; its outputs for {_join(unused)} are left out" * bool(unused)

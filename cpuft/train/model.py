@@ -467,6 +467,11 @@ def describe_load_failure(name: str, error: Exception) -> str:
             f"model {name} needs Python code of its own (auto_map in its configuration), which cpuft never runs: give "
             f"a model whose architecture is part of transformers"
         )
+    if "does not appear to have a file named config.json" in str(error):
+        return (
+            f"model {name} has no config.json on the Hugging Face hub: if it holds adapters of peft, download them by "
+            f"hf download {name} --local-dir FOLDER, and give --model FOLDER; else give another model"
+        )
     if "Weights only load failed" in str(error):
         return (
             f"the weights of {name} are a pickle that holds more than weights and could run any program, so cpuft does "

@@ -66,16 +66,12 @@ def find_constant_answer(objective: Objective, prepared: Prepared, evaluation: E
     if prepared.kind not in LABEL_KINDS or (labels == labels[:1]).all():
         return ""
     outputs = dict[str, Predictions]()
-    if prepared.kind == "class":
-        shares = np.bincount(labels.astype(int), minlength=len(prepared.labels)) / len(labels)
-        accuracy = evaluation.metrics.get("accuracy", shares)
-        ones = np.eye(len(prepared.labels), dtype=np.float32)
-        outputs = {
-            f"the label {prepared.labels[one]}": ones[one] for one in np.flatnonzero(np.isclose(shares, accuracy))
-        }
-    elif prepared.kind == "tags":
-        common = int(np.bincount(labels).argmax())
-        outputs[f"the tag {prepared.labels[common]}"] = np.full(tokens.lengths.max(), common, np.float32)
+    if prepared.kind in ("class", "tags"):
+        count, is_tags = len(prepared.labels), prepared.kind == "tags"
+        shares = np.bincount(labels.astype(int), minlength=count) / len(labels)
+        for one in np.flatnonzero(np.isclose(shares, evaluation.metrics.get("accuracy", shares))):
+            output = np.full(tokens.lengths.max(), one) if is_tags else np.arange(count) == one
+            outputs[f"the {'tag' if is_tags else 'label'} {prepared.labels[one]}"] = output.astype(np.float32)
     else:
         outputs["one score" if prepared.kind == "score" else "no label"] = -np.ones(labels[0].size, np.float32)
     for answer, output in outputs.items():

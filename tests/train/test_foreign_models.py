@@ -21,7 +21,7 @@ from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.memory import find_shape
-from cpuft.train.model import check_trainable, check_weights, find_model, load_config
+from cpuft.train.model import check_trainable, check_weights, describe_load_failure, find_model, load_config
 from cpuft.train.objective.labels import Classification
 from tests.train.tiny import save_tiny
 
@@ -154,6 +154,13 @@ def test_what_cannot_be_loaded_is_named(
     assert message in str(caught.value)
     assert "\\n" not in str(caught.value)
     assert not Path("executed").exists()
+
+
+def test_adapters_on_the_hub_are_answered_with_how_to_download_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cpuft.train.model.find_hub_problem", lambda: "")
+    error = OSError("a/lora does not appear to have a file named config.json. Checkout 'https://huggingface.co/a/lora'")
+    said = "if it holds adapters of peft, download them by hf download a/lora --local-dir FOLDER, and give --model"
+    assert said in describe_load_failure("a/lora", error)
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def save_head(folder: Path, names: Sequence[str], kind: str = "AutoModelForSeque
 @pytest.mark.parametrize(
     "names, labels, message",
     [
-        (("pos", "neg"), ("neg", "pos"), "is used by the names of its labels, whose order is another one there"),
+        (("pos", "neg"), ("neg", "pos"), "each output of the head of "),
         (("a", "m", "z"), ("a", "z"), "its outputs for m are left out"),
         (("z", "a"), ("a", "new", "z"), "its outputs for new are new and untrained"),
         (("cat", "dog"), ("green", "red"), "was trained for other labels (cat, dog): the model gets a new, untrained"),
