@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from cpuft.comm.compression.powersgd import Matrix, orthonormalise, write_approximations
 from cpuft.compiler import SOURCES, find_compiler
 from cpuft.kernels import Kernels, kernels_for, use_kernels
 from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
@@ -93,3 +94,18 @@ def test_all_cpus_make_the_same_updates(emulated: Kernels, dtype: torch.dtype) -
         for count in (1, 3):
             with use_kernels(kernels), threads(count):
                 assert all(mine.equal(theirs) for mine, theirs in zip(update(), wanted, strict=True))
+
+
+def test_avx2_and_avx512_make_the_same_factors_of_powersgd(emulated: Kernels) -> None:
+    def make() -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(6)
+        matrix = Matrix(torch.zeros(100, 333).bfloat16(), generator)
+        matrix._p = orthonormalise(torch.randn(16, 100, generator=generator), torch.bfloat16)
+        mean, received = torch.randn(16, 333, generator=generator), torch.empty(100, 333).bfloat16()
+        write_approximations([matrix], [mean], [mean], [received])
+        return matrix._p, received
+
+    with use_kernels(build_for("haswell")):
+        wanted = make()
+    with use_kernels(emulated):
+        assert all(mine.equal(theirs) for mine, theirs in zip(make(), wanted, strict=True))
