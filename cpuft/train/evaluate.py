@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from itertools import chain
 
@@ -33,13 +34,32 @@ def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
     setup.model.eval()
     metrics: dict[str, float] = {}
     for suffix, tokens in setup.prepared.validation.items():
-        if (parts := _predict_on_all_ranks(setup, tokens)) is not None:
-            found = setup.objective.compute_metrics(join(parts), tokens)
-            metrics |= {name + suffix: value for name, value in found.items()}
-    metrics = broadcast_value(metrics)
+        parts = _predict_on_all_ranks(setup, tokens)
+        compute = None if parts is None else partial(_compute_metrics, setup.objective, parts, tokens)
+        found = _run_on_first(compute, setup.config.comm_timeout / 2)
+        metrics |= {name + suffix: value for name, value in found.items()}
     setup.model.train()
     examples = sum(len(tokens) for tokens in setup.prepared.validation.values())
     return EvaluationLine(step, metrics, examples, time.perf_counter() - start)
+
+
+def _compute_metrics(objective: Objective, parts: list[BatchPredictions], tokens: Tokens) -> dict[str, float]:
+    return objective.compute_metrics(join(parts), tokens)
+
+
+def _run_on_first(compute: Callable[[], dict[str, float]] | None, interval: float) -> dict[str, float]:
+    """Return on all ranks what `compute` returns, which only rank 0 has. Collective.
+
+    Other ranks get a message every `interval` seconds, so that --comm-timeout does not limit the computation.
+    """
+    with ThreadPoolExecutor(1) as pool:
+        task = pool.submit(compute) if compute else None
+        while True:
+            if task:
+                wait([task], interval)
+            found: dict[str, float] | None = broadcast_value(task.result() if task and task.done() else None)
+            if found is not None:
+                return found
 
 
 def is_better(value: float, than: float, metric: str) -> bool:

@@ -216,9 +216,7 @@ def _list_unequal(model: torch.nn.Module) -> list[str]:
 
 
 def share_random_weights(model: torch.nn.Module) -> None:
-    """Give all ranks rank 0's new weights, such as those of a head, if torch uses other instructions on some ranks.
-
-    Collective.
+    """Give all ranks rank 0's new weights, as of a head, if torch uses other instructions on some ranks. Collective.
 
     With AVX2 it draws other normal numbers from a seed than with AVX-512.
     """

@@ -1,6 +1,7 @@
-"""Run by mpirun: a run whose ranks are not alike. Usage: mixed_ranks.py CONFIG.json RUN [NAME=VALUE ...] [damage].
+"""Run by mpirun: a run whose ranks are not alike. Usage: mixed_ranks.py CONFIG.json RUN [NAME=VALUE | damage | slow ...].
 
-The variables are set on rank 1 alone. With `damage`, rank 1 changes a parameter after the last update. Each rank writes
+The variables are set on rank 1 alone. With `damage`, rank 1 changes a parameter after the last update; with `slow`,
+metrics take longer than a message may. Each rank writes
 RUN.RANK.json: how often it drew masks of training examples, and how often it computed metrics.
 """
 
@@ -42,6 +43,7 @@ def mask(self: Any, tokens: Any, example: int, epoch: int) -> Any:
 
 def join(parts: Any) -> Any:
     calls["metrics"] += 1
+    time.sleep(22.0 * ("slow" in words))
     return own_join(parts)
 
 

@@ -319,7 +319,7 @@ void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, T *
         }
 }
 
-// The sum of the squares of at most BLOCK numbers, with the same bits on all CPUs: 16 partial sums, of rounded products.
+// The sum of the squares of at most BLOCK numbers: 16 partial sums of rounded products on all CPUs.
 template <class G> float square_block(const G *x, int64_t n, uint32_t zero) {
     vec sums[PARTIAL_SUMS / W]{};
     auto add = [&](vec &sum, vec v) { sum += rounded(v * v, zero); };
@@ -334,8 +334,8 @@ template <class G> float square_block(const G *x, int64_t n, uint32_t zero) {
     return lanes[0];
 }
 
-// *sum += the sum of the squares of all numbers of `count` gradients. It has the same bits on all CPUs and with any number
-// of threads, because all ranks scale their gradients by it: blocks are added in their order.
+// *sum += the sum of the squares of all numbers of `count` gradients. It has the same bits on all CPUs and with any
+// number of threads, because all ranks scale their gradients by it: blocks are added in their order.
 template <class G>
 void square_sum(const G *const *grads, const int64_t *sizes, double *sum, int64_t count, int threads) {
     std::vector<int64_t> first(size_t(count) + 1);
@@ -357,7 +357,8 @@ struct Adam {
     float rest1, rest2, eps, shrink, pull, step, root, gain;
 };
 
-// With explicit fma, the result does not depend on which products and sums a compiler joins: ranks need the same weights.
+// With explicit fma, the result does not depend on which products and sums the compiler joins: ranks need the same
+// weights.
 template <class G>
 void adamw_block(float *master, bf16 *compute, const G *grad, float *first, float *second, int64_t n, Adam a) {
     for (int64_t i = 0; i < n; i++) {

@@ -45,8 +45,10 @@ template <class T> T from_memory(const void *p, int i) {
     return y;
 }
 template <class T, class V, class Mask> void store_masked(void *p, Mask mask, const V &x) {
-    for (int i = 0; i < int(sizeof(V) / sizeof(T)); i++)
-        if (mask >> i & 1) std::memcpy(static_cast<char *>(p) + size_t(i) * sizeof(T), reinterpret_cast<const char *>(&x) + size_t(i) * sizeof(T), sizeof(T));
+    for (int i = 0; i < int(sizeof(V) / sizeof(T)); i++) {
+        T y = number<T>(x, i);
+        if (mask >> i & 1) std::memcpy(static_cast<char *>(p) + size_t(i) * sizeof(T), &y, sizeof y);
+    }
 }
 template <class V, class T, class Mask> V load_masked(Mask mask, const void *p) {
     return each<V, T>([&](int i) { return mask >> i & 1 ? from_memory<T>(p, i) : T(0); });
