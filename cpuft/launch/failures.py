@@ -217,7 +217,7 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
         rank failed and mpirun printed nothing, these lines are all that is returned.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
-    if early_end := describe_early_end(failures):
+    if (early_end := describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
         absent = [early_end]
     if failures:
         first, *others = failures

@@ -103,7 +103,8 @@ def test_the_longest_pending_operation_comes_first() -> None:
 
 
 def test_an_operation_ended_by_a_timeout_counts_as_pending() -> None:
-    report = {"pending": [], "progress": {"the world": [3, "all_reduce"]}, "raised": [["/a.py", 5, "step"]]}
+    report: dict[str, object] = {"pending": [], "progress": {"the world": [3, "all_reduce"]}}
+    report["raised"] = [["/a.py", 5, "step"]]
     report["failed"] = ["the world", 3, "all_reduce"]
     dump = parse_rank_dump(found(report=json.dumps(report)), "node1")
     assert dump.pending == (PendingOperation("the world", 3, "all_reduce", 0.0),)

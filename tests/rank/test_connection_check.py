@@ -70,26 +70,22 @@ class Ranks:
             self.optimizers.append(self.torch.optim.SGD(self.models[rank].parameters(), lr=0.1))
 
     def wrap(self, check: ConnectionCheck, module: Any) -> Any:
-        torch = self.torch
-
-        class DistributedDataParallel(torch.nn.Module):  # type: ignore[misc, name-defined]
+        class DistributedDataParallel:
             def __init__(self, module: Any) -> None:
-                super().__init__()
-                self.module = module
+                self.module, self.parameters = module, module.parameters
 
             def forward(self, x: Any) -> Any:
                 return self.module(x)
 
-        distributed = types.SimpleNamespace(DistributedDataParallel=DistributedDataParallel, torch=torch)
+        distributed = types.SimpleNamespace(DistributedDataParallel=DistributedDataParallel, torch=self.torch)
         list_patches(check)["torch.nn.parallel.distributed"](distributed)
         return DistributedDataParallel(module)
 
     def step(self, is_wrapped: bool = True, is_averaged: bool = False) -> None:
         """Train both ranks for a step, on data of their own."""
         for rank, model in enumerate(self.models):
-            (model if is_wrapped else model.module)(
-                self.torch.ones(1, 2) * (1 if is_averaged else rank + 1)
-            ).sum().backward()
+            data = self.torch.ones(1, 2) * (1 if is_averaged else rank + 1)
+            (model.forward if is_wrapped else model.module)(data).sum().backward()
         for rank, optimizer in enumerate(self.optimizers):
             os.environ["RANK"] = str(rank)
             self.checks[rank].before_step(optimizer, (), {})
