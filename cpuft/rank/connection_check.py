@@ -454,8 +454,8 @@ def explain_exception(error: BaseException, check: ConnectionCheck | None) -> st
     package = next((one for name in found if (one := name.partition(".")[0]) in _REPLACED_PACKAGES), "")
     if package:
         return (
-            f"{package} cannot be imported, and no script needs it on CPUs: PyTorch itself has its operations. Remove "
-            f'the import, and write import cpuft.comm if the script uses the backends "ccl" or "mpi"'
+            f"{package} cannot be imported, and PyTorch itself has what it was for. Remove the import and calls such "
+            f'as ipex.optimize, and write import cpuft.comm if the script uses the backends "ccl" or "mpi"'
         )
     return check.advice if check else ""
 

@@ -203,8 +203,9 @@ def test_an_import_that_no_cpu_needs_names_the_package_of_ours(text: str | None,
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "cpuft: intel_extension_for_pytorch cannot be imported, and no script needs it on CPUs: PyTorch itself has its "
-        'operations. Remove the import, and write import cpuft.comm if the script uses the backends "ccl" or "mpi"'
+        "cpuft: intel_extension_for_pytorch cannot be imported, and PyTorch itself has what it was for. Remove the "
+        'import and calls such as ipex.optimize, and write import cpuft.comm if the script uses the backends "ccl" or '
+        '"mpi"'
     )
 
 
