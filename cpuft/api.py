@@ -16,7 +16,7 @@ import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -89,6 +89,8 @@ class Run:
     """A run that has ended: its record, its model, and what a function returned.
 
     `cpuft.launch` returns it, and `Run("runs/mrpc-np2")` opens an earlier run.
+
+    Raises CpuftError: there is no such folder.
     """
 
     folder: Path
@@ -98,6 +100,8 @@ class Run:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", Path(self.folder).absolute())
+        if not self.folder.is_dir():
+            raise CpuftError(f"there is no folder {self.folder}: give the folder of an earlier run")
 
     @cached_property
     def record(self) -> Record:
@@ -136,14 +140,15 @@ class Run:
         model, _ = load_weights(read, str(folder))
         return model.eval()
 
-    def predict(self, rows: Sequence[Any], **options: Any) -> Any:
+    def predict(self, rows: Iterable[Any], **options: Any) -> Any:
         """Predict examples with the trained model, as `cpuft predict --file` does, and return a result for each.
 
         A run that has trained an embedding model returns an array of embeddings, fp32, shape (rows, dimensions).
 
         Parameters
         ----------
-        rows: each a text, a pair of texts, or a dict of columns; for a task with tags, a list of words.
+        rows: each a text, a tuple of two texts, or a dict of columns; for a task with tags, a list of words. A data
+            frame is one dict for each of its rows; a single text or dict is one row.
         options: of `cpuft predict`, such as batch_size or precision.
 
         Returns
@@ -156,6 +161,9 @@ class Run:
         CpuftError: the run has no model or does not predict labels, the rows do not fit the task, or an option is
             wrong.
         """
+        if isinstance(rows, str | Mapping):
+            rows = [rows]
+        rows = rows.to_dict("records") if hasattr(rows, "to_dict") and hasattr(rows, "columns") else list(rows)
         if not rows:
             return []
         _check_thread()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import shlex
 import sys
 from collections.abc import Sequence
 
@@ -14,6 +15,8 @@ users may be able to write."""
 
 _RUN = f"{WITHOUT_WORKING_FOLDER}; from cpuft.argv import run_module; run_module()"
 _MARK = "json:"
+_SHELL_WORD = re.compile(r"[\w@+:,./-][\w@%+=:,./-]*", re.ASCII)
+"""Means itself in every shell: tcsh expands a word that begins with =, and older versions of fish one with %."""
 _UNCHANGED = re.compile(r"(--)?[A-Za-z0-9_./][A-Za-z0-9_./=,+@:-]*")
 
 
@@ -32,6 +35,25 @@ def run_module() -> None:
     `sys.argv[1]` is removed. The commands that `module_command` returns call this.
     """
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+
+
+def make_shell_line(argv: Sequence[str]) -> str:
+    """Return a line that sh, bash, zsh, csh, tcsh and fish replace by a command, for ssh: the user chose the shell.
+
+    In quotes, csh expands ! and ends a line, and fish reads \\\\ as one character; `\\` before ', \\ or ! has one
+    meaning in all of them. sh puts lines together again.
+    """
+    lines = f"exec {shlex.join(argv)}".split("\n")
+    if len(lines) == 1:
+        return f"exec {' '.join(map(_quote, argv))}"
+    return """exec sh -c 'eval "$(printf "%s\\n" "$@")"' sh """ + " \\\n".join(map(_quote, lines))
+
+
+def _quote(word: str) -> str:
+    if _SHELL_WORD.fullmatch(word):
+        return word
+    parts = re.split(r"(['\\!])", word)
+    return "".join(f"\\{part}" if part in ("'", "\\", "!") else f"'{part}'" for part in parts if part) or "''"
 
 
 def pack_argv(argv: Sequence[str]) -> tuple[str, ...]:

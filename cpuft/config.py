@@ -511,7 +511,7 @@ class TrainConfig:
     record_layer_times: bool = _output(
         False,
         "Measure in up to 16 updates when the gradient of each parameter becomes ready, and write these times to the "
-        "record, for cpuft bench scaling to replay",
+        "record, for cpuft estimate",
     )
     checkpoint_every: float = _output(
         -1.0,
@@ -583,6 +583,7 @@ class WorkerConfig:
     cpu_quota: float = option(
         0.0, "CPU time that the control group of the head host allows, in cores; 0 is no limit", least=0.0
     )
+    simulated: bool = option(False, "The hosts are parts of one machine")
     recorded_updates: int = option(-1, "Resume the run in run_dir, whose record has this many updates", least=-1)
     stopped_at: float = option(0.0, "When the run was interrupted, in seconds since 1970; 0 if not known", least=0.0)
     restart_reason: str = option("", "Why the run was restarted")
@@ -721,8 +722,9 @@ class ResumeConfig:
         "",
         "Resume the run in this folder from its last checkpoint, with its training options and number of ranks; "
         "--np, and options that decide how the hosts train, such as --backend or --gradient-checkpointing, may "
-        "change. Give the other options of the launch again, such as --cluster or --grace-period. Give your own script "
-        "again, too: it starts anew, and loads what it has saved with cpuft.save_state",
+        "change. The hosts are those of --cluster, or of --hostfile and --ssh-config, with which the run was started, "
+        "unless you name others; give the other options of the launch again, such as --grace-period. Give your own "
+        "script again, too: it starts anew, and loads what it has saved with cpuft.save_state",
         takes="FOLDER",
     )
 
@@ -860,61 +862,6 @@ class BenchConfig:
     rounds: int = _data(1, "How many times all backends are measured, in turn", least=1)
     comm_timeout: float = _communication(
         60.0, "Seconds that a collective may take before the measurement ends with an error", least=1.0
-    )
-
-
-@dataclass(frozen=True)
-class ReplayConfig:
-    """One case of `cpuft bench scaling`: how many ranks replay a recorded step, over which links, and what is sent."""
-
-    ranks: int = _hosts(4, "Number of ranks, each on a simulated host of its own", least=2, most=256)
-    bits_per_second: int = _hosts(10**9, "Rate of the link of each host, before it is slowed down", least=1)
-    grad_compression: str = _communication("none", "How gradients are sent", choices=COMPRESSIONS)
-    sync_every: int = _communication(1, "Average parameters every N updates instead of gradients", least=1)
-    updates: int = _data(6, "Number of updates that are measured", least=1)
-    slowdown: float = _speed(0.0, "Factor by which times are multiplied and rates divided; 0 chooses it", least=0.0)
-    compute_scale: float = _speed(1.0, "Factor by which the recorded times are multiplied first", least=1e-6)
-    cores: float = _hosts(1.0, "Cores of a host, which communication shares with computing", least=0.01)
-
-
-@dataclass(frozen=True)
-class ScalingConfig:
-    """What `cpuft bench scaling` measures; the lists are separated by commas."""
-
-    np: str = _hosts("2,4,8,16", "Numbers of hosts to simulate, separated by commas; each has one rank", takes="N,N")
-    bandwidth: str = _hosts(
-        "1gbit",
-        "Bandwidths of the network between the hosts to measure, separated by commas, such as 1gbit,300mbit",
-        takes="RATE,RATE",
-    )
-    step_seconds: float = _hosts(
-        0.0,
-        "Seconds in which a host computes a step: the recorded times are scaled to them, so that a run on this machine "
-        "can stand for faster or slower hosts. 0 takes the recorded times as they are",
-        least=0.0,
-    )
-    cores: float = _hosts(
-        0.0, "Cores per host, which communication shares with computing (default: those of the recorded run)", least=0.0
-    )
-    grad_compression: str = _communication(
-        "auto",
-        "Values of --grad-compression to measure, separated by commas; auto takes what a launch would choose for this "
-        "link",
-        takes="LIST",
-    )
-    sync_every: int = _communication(
-        1, "Average parameters every N updates instead of gradients, as --sync-every of cpuft launch", least=1
-    )
-    updates: int = _speed(6, "Number of updates that are measured in each case", least=1, most=1000)
-    slowdown: float = _speed(
-        0.0,
-        "Factor by which all times are multiplied and all rates divided. 0 chooses one for each case that leaves the "
-        "cores of this machine mostly idle",
-        least=0.0,
-        most=10_000.0,
-    )
-    run_dir: str = _output(
-        "", "Folder for the results (default: a folder in runs/ with the date and time)", takes="FOLDER"
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import ctypes
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,10 @@ from cpuft.plan import Plan, Step
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SSH_FAILED = 255
 """Exit code of ssh itself, when the connection failed."""
+_DROPPED = "_exchange_identification: "
+"""In ssh's message when a server closes the connection at once, as sshd does beyond its MaxStartups."""
+_DROPPED_ROUNDS = 8
+"""Most further attempts of the steps whose connection was closed so. Nothing of them has run."""
 PIPE = subprocess.PIPE
 """Value of `streams` of `start_process`."""
 _POLL_SECONDS = 0.05
@@ -162,7 +167,25 @@ def run_stage(
     TimeoutError: the time limit passed; all steps have been ended likewise.
     OSError: the program or the `stdin_file` of a step cannot be opened; the other steps have been ended likewise.
     """
-    with signals_raise(lambda signal_number: False), ExitStack() as stack:
+    with signals_raise(lambda signal_number: False):
+        answers = _run_once(stage, environ, seconds, report_pending)
+        for number in range(_DROPPED_ROUNDS):
+            again = [n for n, one in enumerate(answers) if one.exit_code == SSH_FAILED and _DROPPED in one.output]
+            if not again:
+                break
+            time.sleep(random.uniform(0.1, 0.3) * (number + 1))
+            new = _run_once([stage[n] for n in again], environ, seconds, lambda pending, passed: None)
+            answers = [dict(zip(again, new)).get(n, one) for n, one in enumerate(answers)]
+    return answers
+
+
+def _run_once(
+    stage: Sequence[Step],
+    environ: Mapping[str, str],
+    seconds: float,
+    report_pending: Callable[[list[int], float], None],
+) -> list[Answer]:
+    with ExitStack() as stack:
         outputs = [stack.enter_context(open_memory_file()) for _ in stage]
         inputs = [stack.enter_context(_input_of(step)) for step in stage]
         processes: list[subprocess.Popen[bytes]] = []
@@ -261,6 +284,8 @@ def _describe(step: Step, output: str) -> str:
     """Return a failed step with its host and the last lines of its output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()][-_LAST_LINES:]
     where = f"{step.host}: " if step.host else ""
+    if _DROPPED in output:
+        lines.append("if many log in there or to a bastion at the same time, raise MaxStartups in its sshd_config")
     return f"{where}{step.why}: failed ({' | '.join(lines) or 'without any output'})"
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import dataclass, field, replace
 
+from cpuft.argv import make_shell_line
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -64,8 +66,7 @@ class Plan:
             return replace(step, host="")
         settings = ["env", *(f"{setting.name}={setting.value}" for setting in step.settings)] if step.settings else []
         # With exec, the command becomes the child of sshd's own process, and ends with it.
-        line = f"exec {shlex.join([*settings, *step.command])}"
-        return replace(step, host="", command=(*prefix, line), settings=())
+        return replace(step, host="", command=(*prefix, make_shell_line([*settings, *step.command])), settings=())
 
 
 @dataclass(frozen=True)
@@ -84,14 +85,14 @@ class RunPlan:
     """Fetches the results, and then removes the run from the hosts."""
     partial_cleanup: Stages = ()
     """Removes a run that is not finished from the hosts, except its checkpoints; instead of the end of `results`."""
+    claim: Stages = ()
+    """Comes first if the ranks work in another run folder: makes that of this machine, and notes where theirs is."""
     notes: tuple[str, ...] = ()
     """What the user should know about the plan."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Host -> what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
     resumed: bool = False
     """Whether the run's folder is from an earlier start, and must not be removed if this one fails."""
-    renewal: tuple[str, ...] = ()
-    """The command that renews each rented host's lease; it is run now and then while the ranks run."""
     copy_seconds: float = 0.0
     """While the ranks run, seconds between two looks for a new checkpoint on the head host, which is copied to this
     machine; 0 copies none."""
@@ -100,8 +101,8 @@ class RunPlan:
 
     @property
     def full_plan(self) -> Plan:
-        """The stages of make, inputs, prepare, ranks and results as one plan; without `partial_cleanup`."""
-        return self.select("make", "inputs", "prepare", "ranks", "results")
+        """The stages of claim, make, inputs, prepare, ranks and results as one plan; without `partial_cleanup`."""
+        return self.select("claim", "make", "inputs", "prepare", "ranks", "results")
 
     def select(self, *parts: str) -> Plan:
         """Return a plan of the stages of some parts, in this order, with the notes and command prefixes.
@@ -113,13 +114,11 @@ class RunPlan:
         return Plan(tuple(stage for part in parts for stage in getattr(self, part)), self.notes, self.command_prefixes)
 
     def for_head_host(self) -> RunPlan:
-        """Return the parts that the head host executes by itself: prepare and ranks, with notes, resumed and renewal.
+        """Return the parts that the head host executes by itself: prepare and ranks, with notes and resumed.
 
         The other parts are empty, and there are no command prefixes.
         """
-        return RunPlan(
-            prepare=self.prepare, ranks=self.ranks, notes=self.notes, resumed=self.resumed, renewal=self.renewal
-        )
+        return RunPlan(prepare=self.prepare, ranks=self.ranks, notes=self.notes, resumed=self.resumed)
 
 
 def format_export(setting: Setting) -> str:

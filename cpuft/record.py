@@ -11,6 +11,7 @@ import dataclasses
 import fcntl
 import json
 import math
+import os
 import statistics
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
@@ -189,11 +190,13 @@ class Header:
     gradients: str = ""
     """Compression level of the gradients if it was chosen by measuring; else empty, and the options tell."""
     kernels: str = ""
-    """`compiled`: all ranks ran the C++ kernels of the fast path. `absent`: at least one rank had no kernels and was
-    slower. Empty if the fast path was off, and in a record of an older version."""
+    """`compiled`: all ranks ran the C++ kernels. `absent`: at least one rank had none, and so no rank used them, unless
+    ranks trained independently. Empty if the fast path was off, and in a record of an older version."""
     fast_path: str = ""
     """How many layers of the model the fast path has replaced, or why it replaced none; empty in a record of an older
     version."""
+    simulated: bool = False
+    """Whether the hosts are parts of one machine, so that they share its memory, its caches and perhaps its cores."""
     format: int = FORMAT
 
     @property
@@ -317,70 +320,6 @@ class LayerTimesLine:
 
 
 @dataclass(frozen=True)
-class Interval:
-    """Something that a rank did or waited for in a step that was replayed."""
-
-    name: str
-    """forward, backward, update, or the name of a collective such as all_reduce."""
-    begin: float
-    """Seconds since the begin of the step, as on hosts that are not slowed down."""
-    end: float
-    nbytes: int = 0
-    """Bytes that the rank gave to the collective; 0 for computing."""
-
-
-@dataclass(frozen=True)
-class ScalingLine:
-    """What several ranks needed for a recorded step whose computing they replayed: a case of `cpuft bench scaling`.
-
-    All seconds are those of hosts that are not slowed down: measured seconds divided by `slowdown`. They are medians
-    over the updates, of the slowest rank in each.
-    """
-
-    ranks: int
-    bits_per_second: int
-    """Rate of the link of each host."""
-    compression: str
-    """How gradients were sent: a value of --grad-compression other than auto."""
-    sync_every: int
-    slowdown: float
-    """Factor by which all times were multiplied, and rates divided."""
-    updates: int
-    """Number of updates that were measured."""
-    cores: float
-    """Cores of a host."""
-    ideal_seconds: float
-    """Seconds of the step of a rank that does not communicate."""
-    step_seconds: float
-    """Seconds of the step with communication, whose own CPU time is not in it."""
-    taken_seconds: float
-    """Seconds that the CPU time of communication takes from computing, derived from `cpu_seconds`."""
-    cpu_seconds: float
-    """CPU seconds of communication in a step of one rank, not divided by `slowdown`."""
-    bytes_per_step: float
-    """Mean bytes that a rank gave to collectives in a step."""
-    machine_busy: float
-    """Share of the CPU time of this machine that the measurement used."""
-    intervals: list[Interval] = field(default_factory=list)
-    """What rank 0 did and sent in the last step that was measured."""
-
-    @property
-    def share(self) -> float:
-        """Share of the ideal speed that is left: the ideal step divided by the step with all costs of communication."""
-        return self.ideal_seconds / (self.step_seconds + self.taken_seconds)
-
-    @property
-    def waiting(self) -> float:
-        """Share of the step with all costs of communication in which a rank waits."""
-        return (self.step_seconds - self.ideal_seconds) / (self.step_seconds + self.taken_seconds)
-
-    @property
-    def slowed(self) -> float:
-        """Share of the step with all costs of communication that its CPU time takes from computing."""
-        return self.taken_seconds / (self.step_seconds + self.taken_seconds)
-
-
-@dataclass(frozen=True)
 class Footer:
     """Last line of a complete run: its totals."""
 
@@ -456,7 +395,6 @@ Line = (
     | Footer
     | MeasuredHeader
     | Measurement
-    | ScalingLine
     | Link
 )
 _KINDS: dict[str, type[Line]] = {
@@ -469,7 +407,6 @@ _KINDS: dict[str, type[Line]] = {
     "footer": Footer,
     "measured": MeasuredHeader,
     "backend": Measurement,
-    "scaling": ScalingLine,
     "link": Link,
 }
 _NAMES = {cls: kind for kind, cls in _KINDS.items()}
@@ -658,7 +595,12 @@ def read_record(run_dir: str) -> Record:
         text = path.read_text(encoding="utf-8", errors="replace")
     except OSError:
         found = f"{run_dir} holds no {FILE_NAME}" if Path(run_dir).exists() else f"there is no folder {run_dir}"
-        raise CpuftError(f"{found}: give the folder of an earlier run, for example runs/mrpc-np2") from None
+        run = Path(os.path.normpath(f"{run_dir}/.."))
+        below = sorted(Path(run_dir).glob(f"*/{FILE_NAME}"), key=lambda one: one.stat().st_mtime)
+        if (run / FILE_NAME).is_file():
+            raise CpuftError(f"{run_dir} is a part of the run in {run}: give {run}") from None
+        example = below[-1].parent if below else "runs/mrpc-np2"
+        raise CpuftError(f"{found}: give the folder of an earlier run, for example {example}") from None
     return parse_record(text, str(path))
 
 

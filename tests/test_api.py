@@ -15,6 +15,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
+import pandas
 import pytest
 
 import cpuft
@@ -100,7 +102,7 @@ def test_a_wrong_option_is_one_clear_error(options: dict[str, Any], message: str
         (lambda: launch(task="demo", args=(1,)), "args and kwargs are the arguments of a function"),
         (lambda: compare(np=(1, 1)), "--np 1,1: the number 1 is there twice"),
         (lambda: compare(min_np=2), "min_np is an option of cpuft.launch only: leave it out"),
-        (lambda: Run(Path("none")).metrics, "there is no folder .*/none"),
+        (lambda: Run(Path("none")), "there is no folder .*/none: give the folder of an earlier run"),
         (lambda: Run(Path()).load_model(), "has no model: give a run that has ended"),
     ],
 )
@@ -254,6 +256,35 @@ def test_rows_of_every_kind_become_a_file(tmp_path: Path) -> None:
             write_rows(wrong, path)
     with pytest.raises(CpuftError, match="a row has a value that is no text"):
         write_rows([{"text": b"x"}], path)
+
+
+@pytest.mark.parametrize(
+    "rows, written",
+    [
+        ("one text", [{"text": "one text"}]),
+        ({"premise": "a", "hypothesis": "b"}, [{"premise": "a", "hypothesis": "b"}]),
+        (pandas.DataFrame({"text": ["a", "b"]}), [{"text": "a"}, {"text": "b"}]),
+        (pandas.Series(["a", "b"]), [{"text": "a"}, {"text": "b"}]),
+        (np.array(["a", "b"]), [{"text": "a"}, {"text": "b"}]),
+        ((text for text in "ab"), [{"text": "a"}, {"text": "b"}]),
+    ],
+)
+def test_what_is_predicted_are_rows(
+    rows: Any, written: list[dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_record(make_record(1), tmp_path / "run")
+    seen = list[Any]()
+
+    def run_step(step: Any, *others: Any) -> int:
+        file = next(word for word in step.command if word.startswith("--file=")).removeprefix("--file=")
+        seen.extend(map(json.loads, Path(file).read_text().splitlines()))
+        return 2
+
+    monkeypatch.setattr("cpuft.api.check_request", lambda *given: None)
+    monkeypatch.setattr("cpuft.api.run_step", run_step)
+    with pytest.raises(CpuftError, match="the prediction failed"):
+        Run(tmp_path / "run").predict(rows)
+    assert seen == written
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from cpuft.argv import module_command, pack_argv, unpack_argv
+from cpuft.argv import make_shell_line, module_command, pack_argv, unpack_argv
 from tests.test_plan import AWKWARD
 
 ODD = [*AWKWARD, ":", "-genv", "-m", "%r", "json:1", "--", "-", "--x y", "\udcff", "--lr=1e-4", "a:b", "100%"]
@@ -85,3 +85,19 @@ def test_a_whole_run_and_the_doctor_import_nothing_of_the_working_folder(planted
     look = subprocess.run([cpuft, "doctor"], capture_output=True, text=True, timeout=60)
     assert "localhost" in look.stdout, look.stderr
     assert not (planted / "ran").exists()
+
+
+WORDS = st.text(st.sampled_from("ab '\"\\!$`\n\t=%~{}*?[]^#;&|<>()@-é"), max_size=9)
+
+
+@pytest.mark.parametrize(
+    "shell", ["sh", "bash", *(pytest.param(name, marks=pytest.mark.real) for name in ("tcsh", "fish"))]
+)
+@settings(deadline=None, max_examples=10)
+@given(st.lists(WORDS, max_size=6))
+@example(["it's", "!!", "\\", "\\\\", "\\'", "\\!", "", "=1", "%self", "~root", "a\nb\n", "\\\n", "$(x)", "{a,b}"])
+def test_every_login_shell_passes_arguments_on(shell: str, words: list[str]) -> None:
+    """A command reads its standard input, too."""
+    argv = ["sh", "-c", "printf '%s|' \"$@\" # what is not\ncat", "sh", *words]
+    done = subprocess.run([shell, "-c", make_shell_line(argv)], input="given", capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("".join(f"{word}|" for word in words or [""]) + "given", "")

@@ -94,8 +94,13 @@ def test_files(tmp_path: Path) -> None:
         writer.write(whole.footer)
     assert read_record(str(tmp_path / "run")).footer == whole.footer
     assert isinstance(unfinished.header, Header)
-    with pytest.raises(CpuftError, match=r"holds no record.jsonl: give the folder of an earlier run"):
+    with pytest.raises(
+        CpuftError, match=rf"holds no record.jsonl: give the folder of an earlier run, .*{tmp_path}/run$"
+    ):
         read_record(str(tmp_path))
+    (tmp_path / "run/model").mkdir()
+    with pytest.raises(CpuftError, match=rf"/model is a part of the run in {tmp_path}/run: give {tmp_path}/run$"):
+        read_record(str(tmp_path / "run/model"))
 
 
 def test_measurements_read_back(tmp_path: Path) -> None:

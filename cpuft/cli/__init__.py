@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError, Interrupted, describe_path_error, find_full
 from cpuft.terminal import check_stdout, protect_streams
 
 VERBS = {
-    "bench": "Measure the communication between ranks, and what it costs a training.",
+    "bench": "Measure the communication between ranks.",
     "compare": "Train on several numbers of ranks, one after another, and report the speedup.",
     "data": "Look at the data of a training before it starts.",
     "doctor": "Check all hosts of a cluster for problems that would stop, hang or slow down a run.",

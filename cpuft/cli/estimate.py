@@ -143,6 +143,11 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
     cores = config.cores or (rented.cores if rented else job.cores)
     price = config.price or (rented.dollars_per_hour if rented else 0.0)
     notes = describe_job(job, network, run or "a probe of this machine") + _describe_instance(record, rented)
+    if record.header.simulated:
+        notes.append(
+            "the run was on a simulated host, and the estimate is for hosts with cores of their own: simulated hosts "
+            "that share cores are slower."
+        )
     if config.ppn > 1:
         notes.append(
             f"each host has {config.ppn} ranks, each on an equal share of its cores; what the ranks of a single host "

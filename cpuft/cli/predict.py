@@ -103,6 +103,7 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
     """
     from cpuft.execute import run_step
     from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.leases import renew_leases
     from cpuft.launch.plan import choose_run_dir, plan_embedding
     from cpuft.launch.remote import run_attempt
     from cpuft.launch.results import NotStoredError
@@ -119,7 +120,9 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
         return
     check_hosts(cluster, config)
     try:
-        if code := run_attempt(plan, run_dir, cluster, config.time_limit, say):
+        with renew_leases(cluster.access, say):
+            code = run_attempt(plan, run_dir, cluster, config.time_limit, say)
+        if code:
             sys.exit(1 if code == RESUMABLE else code)  # there is nothing that could be resumed
     except NotStoredError:
         raise NotStoredError(

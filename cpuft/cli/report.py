@@ -56,12 +56,13 @@ def report(
     """Show recorded runs side by side, as a table or an HTML page.
 
     RUN is the folder of a run or of a comparison. The runs must be complete, and must have trained the same model on
-    the same data with the same options, apart from the number of ranks and what belongs to it.
+    the same data with the same options, apart from the number of ranks and what belongs to it. If RUN is a folder of
+    several runs, such as runs, unfinished ones are left out, and there is a table for each group of comparable runs.
 
     If RUN is the folder of a sweep, its configurations are shown, sorted by the mean of their metric.
     """
     from cpuft.record import read_record
-    from cpuft.report.comparison import compare
+    from cpuft.report.comparison import compare, group_jobs
     from cpuft.report.page import find_runs, page_path, read_estimates, write_page
     from cpuft.report.sweep import FILE_NAME as SWEEP_FILE
     from cpuft.report.sweep import choose_metric, format_sweep, read_sweep, sweep_to_json, write_sweep_page
@@ -95,6 +96,16 @@ def report(
             click.echo(f"sent to {to}: {run}")
         return
     records = [read_record(run) for run in found]
+    if len(runs) == 1 and found != list(runs):
+        finished = [record for record in records if record.footer and record.footer.samples]
+        if unfinished := [Path(record.path).parent for record in records if record not in finished]:
+            say(f"skipped, because these runs are not finished: {', '.join(map(str, unfinished))}")
+        jobs = group_jobs(finished)
+        if len(jobs) > 1 and not (html or as_json):
+            texts = [(format_markdown if markdown else format_text)(compare(job)) for job in jobs]
+            click.echo("\n".join(texts), nl=False)
+            return
+        records = finished or records
     comparison = compare(records)
     if html:
         predictions = read_estimates(estimate) if estimate else []

@@ -17,8 +17,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
+from cpuft.comm import arguments
 from cpuft.comm import tensors as collectives
+from cpuft.comm.arguments import accept_forms, count_bytes, reduction_name
 from cpuft.comm.backends.base import Backend, GroupMembership
 from cpuft.comm.watchdog import CollectiveWatchdog, OperationRegister, stop_watchdog
 
@@ -222,8 +236,11 @@ class CollectiveGroup(dist.ProcessGroup):
     Operations return at once a QueuedWork, whose wait() blocks until this rank's part is done, and raises the backend's
     error, mostly a RuntimeError. Until then the tensors must not be changed. `opts` is torch's object of options, of
     which `reduceOp` (default: sum) and `rootRank` (a rank of the group) are used; a reduceOp that only NCCL has
-    (PREMUL_SUM) raises NotImplementedError at once. If the timeout passes or a rank is lost, the watchdog ends the
-    process.
+    (PREMUL_SUM) raises NotImplementedError at once. Other forms of the arguments, such as `root=0`, are accepted as by
+    torch's groups. If the timeout passes or a rank is lost, the watchdog ends the process.
+
+    Wrong arguments raise RuntimeError at once. Calls that do not fit those of the other ranks raise it on all ranks,
+    from wait(), before a tensor is read or written.
 
     Tensors may have any layout; those that are not contiguous are copied. Collectives run in order on one thread. Sends
     and receives have a thread for each peer, direction and tag, because a blocking send may wait for a receive that the
@@ -280,6 +297,10 @@ class CollectiveGroup(dist.ProcessGroup):
         self._group_description = text
 
     @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    @property
     def timeout(self) -> timedelta:
         """How long an operation of this group may take."""
         return timedelta(seconds=self._timeout)
@@ -329,7 +350,7 @@ class CollectiveGroup(dist.ProcessGroup):
         channel, ranks: what the operation is ordered in and the world ranks that take part; by default the group.
         """
         work = QueuedWork(result)
-        nbytes = sum(tensor.nbytes for tensor in payload)
+        nbytes = count_bytes(payload)
         key = f"{name} {channel}" if channel else _COLLECTIVES
 
         def task() -> None:
@@ -353,62 +374,104 @@ class CollectiveGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def allreduce(self, tensors: Tensors, opts: Any = None) -> QueuedWork:
-        """Start to reduce each tensor over the ranks, in place, by opts.reduceOp, or to their sum without `opts`.
+    def _launch_collective(
+        self,
+        name: str,
+        payload: Tensors,
+        result: Any,
+        check: Callable[..., str],
+        given: tuple[Any, ...],
+        body: Callable[[], None],
+    ) -> QueuedWork:
+        """Check a collective's arguments, and queue it; before its body runs, all ranks compare what they have called.
 
-        The Work's result is `tensors`. Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
+        Parameters
+        ----------
+        check, given: the check of `arguments` and the arguments that it gets. If it refuses them, its error is raised,
+            and told to the ranks that wait for this one.
         """
-        reduction = collectives.reduction_name(opts.reduceOp) if opts else "sum"
+
+        def agree(call: str) -> None:
+            collectives.check_ranks_agree(self._backend, self._membership.ranks, call)
+
+        try:
+            call = check(self._membership, *given)
+        except RuntimeError as error:
+            refusal = str(error)
+            self._launch(name, [], [], lambda: agree(refusal))
+            raise
+
+        def checked_body() -> None:
+            agree(call)
+            body()
+
+        return self._launch(name, payload, result, checked_body)
+
+    @accept_forms(AllreduceOptions)
+    def allreduce(self, tensors: Tensors, opts: Any) -> QueuedWork:
+        """Start to reduce a tensor, the only one of the list, over the ranks by opts.reduceOp, in place.
+
+        A sparse tensor can be summed. The Work's result is `tensors`. Raises NotImplementedError: the reduction exists
+        in NCCL only (PREMUL_SUM).
+        """
+        return self._all_reduce(arguments.check_all_reduce, tensors, opts)
+
+    @accept_forms(AllreduceCoalescedOptions)
+    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> QueuedWork:
+        """Start to reduce tensors of one type, which may differ in size, as `allreduce` does."""
+        return self._all_reduce(arguments.check_coalesced, tensors, opts)
+
+    def _all_reduce(self, check: Callable[..., str], tensors: Tensors, opts: Any) -> QueuedWork:
+        rank, size = self._membership.rank, self._membership.size
 
         def body() -> None:
             for tensor in tensors:
+                if tensor.is_sparse:
+                    collectives.all_reduce_sparse(self._backend, rank, size, tensor)
+                    continue
                 with collectives.contiguous_in_place(tensor) as dense:
-                    collectives.all_reduce(self._backend, self._membership.size, dense, reduction)
+                    collectives.all_reduce(self._backend, size, dense, reduction_name(opts.reduceOp))
 
-        return self._launch("all_reduce", tensors, tensors, body)
+        return self._launch_collective("all_reduce", tensors, tensors, check, (tensors, opts), body)
 
-    allreduce_coalesced = allreduce
-
+    @accept_forms(ReduceOptions)
     def reduce(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to reduce each tensor to rank opts.rootRank of the group by opts.reduceOp, in place.
+        """Start to reduce a tensor, the only one of the list, to rank opts.rootRank by opts.reduceOp, in place.
 
         The tensors of the other ranks do not change. This costs as much as an all-reduce. The Work's result is
         `tensors`.
 
         Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
         """
-        reduction = collectives.reduction_name(opts.reduceOp)
 
         def body() -> None:
-            for tensor in tensors:
-                whole = tensor.clone(memory_format=torch.contiguous_format)
-                collectives.all_reduce(self._backend, self._membership.size, whole, reduction)
-                if self._membership.rank == opts.rootRank:
-                    tensor.copy_(whole)
+            whole = collectives.to_contiguous(tensors[0]).clone()
+            collectives.all_reduce(self._backend, self._membership.size, whole, reduction_name(opts.reduceOp))
+            if self._membership.rank == opts.rootRank:
+                tensors[0].copy_(whole)
 
-        return self._launch("reduce", tensors, tensors, body)
+        return self._launch_collective("reduce", tensors, tensors, arguments.check_reduce, (tensors, opts), body)
 
+    @accept_forms(BroadcastOptions)
     def broadcast(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to copy the tensors of rank opts.rootRank of the group into those of all ranks.
+        """Start to copy the tensor of rank opts.rootRank, the only one of the list, into those of all ranks.
 
         The Work's result is `tensors`.
         """
 
         def body() -> None:
-            for tensor in tensors:
-                with collectives.contiguous_in_place(tensor) as dense:
-                    collectives.broadcast(self._backend, dense, opts.rootRank)
+            with collectives.contiguous_in_place(tensors[0]) as dense:
+                collectives.broadcast(self._backend, dense, opts.rootRank)
 
-        return self._launch("broadcast", tensors, tensors, body)
+        return self._launch_collective("broadcast", tensors, tensors, arguments.check_broadcast, (tensors, opts), body)
 
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> QueuedWork:
+    @accept_forms(AllgatherOptions, 2)
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> QueuedWork:
         """Start to give every rank the tensors of all ranks, which may differ in size. The Work's result is `outputs`.
-
-        Its wait() raises ValueError if `outputs` and `inputs` differ in length.
 
         Parameters
         ----------
-        outputs: for each input, a list of one tensor for each rank, with the shape of that rank's input.
+        outputs: for each input, a list of one tensor for each rank, with the shape and type of that rank's input.
         inputs: this rank's tensors.
         """
 
@@ -416,23 +479,29 @@ class CollectiveGroup(dist.ProcessGroup):
             for targets, source in zip(outputs, inputs, strict=True):
                 collectives.all_gather(self._backend, self._membership.rank, source, targets)
 
-        return self._launch("all_gather", inputs, outputs, body)
+        given = outputs, inputs, opts
+        return self._launch_collective("all_gather", inputs, outputs, arguments.check_all_gather, given, body)
 
     def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> QueuedWork:
         """Start to gather several inputs. `outputs` holds a list for each rank, with a tensor for each input.
 
-        The Work's result holds the same tensors with a list for each input.
+        The Work's result holds the same tensors with a list for each input. Raises RuntimeError: the lists differ in
+        length.
         """
+        if any(len(targets) != len(inputs) for targets in outputs):
+            raise RuntimeError("all_gather: requires input/output tensor lists to have the same length")
         return self.allgather([list(targets) for targets in zip(*outputs, strict=True)], inputs, opts)
 
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> QueuedWork:
+    @accept_forms(AllgatherOptions, 2, lists=False)
+    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> QueuedWork:
         """Start to give every rank the equally large tensors of all ranks, one after another in `output`.
 
-        `output` has the elements of `source` times the number of ranks, which is not checked. It is the Work's result.
+        `output` has the elements of `source` times the number of ranks. It is the Work's result.
         """
         return self._gather_single([output], [source], output)
 
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
+    @accept_forms(AllgatherOptions, 2)
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> QueuedWork:
         """Start to give every rank several equally large tensors of all ranks.
 
         The n-th output gets the n-th inputs of all ranks, one after another. The Work's result is `outputs`.
@@ -444,77 +513,87 @@ class CollectiveGroup(dist.ProcessGroup):
             for output, source in zip(outputs, inputs, strict=True):
                 collectives.all_gather_single(self._backend, source, output)
 
-        return self._launch("all_gather", inputs, result, body)
+        given = outputs, inputs, None
+        return self._launch_collective("all_gather", inputs, result, arguments.check_all_gather_single, given, body)
 
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> QueuedWork:
+    @accept_forms(ReduceScatterOptions, 2)
+    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> QueuedWork:
         """Start to reduce lists of tensors, of which rank r gets the r-th one; they may differ in size.
 
-        The Work's result is `outputs`. Its wait() raises ValueError if `outputs` and `inputs` differ in length.
+        The Work's result is `outputs`.
 
         Parameters
         ----------
         outputs: one tensor for each list, with the shape of this rank's tensor in it.
         inputs: lists of one tensor for each rank.
-        opts: reduceOp is the reduction; the sum without `opts`.
+        opts: reduceOp is the reduction.
 
         Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
         """
-        reduction = collectives.reduction_name(opts.reduceOp) if opts else "sum"
 
         def body() -> None:
+            reduction = reduction_name(opts.reduceOp)
             for output, pieces in zip(outputs, inputs, strict=True):
                 collectives.reduce_scatter(self._backend, self._membership.rank, pieces, output, reduction)
 
-        return self._launch("reduce_scatter", [piece for pieces in inputs for piece in pieces], outputs, body)
+        given = outputs, inputs, opts
+        payload = [piece for pieces in inputs for piece in pieces]
+        return self._launch_collective("reduce_scatter", payload, outputs, arguments.check_reduce_scatter, given, body)
 
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> QueuedWork:
+    @accept_forms(ReduceScatterOptions, 2, lists=False)
+    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> QueuedWork:
         """Start to reduce a tensor of as many equal parts as ranks, of which rank r gets the r-th one in `output`.
 
-        The reduction is opts.reduceOp, or the sum without `opts`. The Work's result is `output`.
+        The reduction is opts.reduceOp. The Work's result is `output`.
 
         Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
         """
         return self._scatter_single([output], [source], opts, output)
 
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
+    @accept_forms(ReduceScatterOptions, 2)
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> QueuedWork:
         """Start to reduce several tensors of as many equal parts as ranks.
 
-        Rank r gets the r-th part of the n-th input in the n-th output. The reduction is opts.reduceOp, or the sum
-        without `opts`. The Work's result is `outputs`.
+        Rank r gets the r-th part of the n-th input in the n-th output. The reduction is opts.reduceOp. The Work's
+        result is `outputs`.
 
         Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
         """
         return self._scatter_single(outputs, inputs, opts, outputs)
 
     def _scatter_single(self, outputs: Tensors, inputs: Tensors, opts: Any, result: Any) -> QueuedWork:
-        reduction, rank = collectives.reduction_name(opts.reduceOp) if opts else "sum", self._membership.rank
-
         def body() -> None:
+            reduction, rank = reduction_name(opts.reduceOp), self._membership.rank
             for output, source in zip(outputs, inputs, strict=True):
+                whole = collectives.to_contiguous(source)
                 with collectives.contiguous_in_place(output) as dense:
-                    collectives.reduce_scatter_single(self._backend, rank, source.contiguous(), dense, reduction)
+                    collectives.reduce_scatter_single(self._backend, rank, whole, dense, reduction)
 
-        return self._launch("reduce_scatter", inputs, result, body)
+        check, given = arguments.check_reduce_scatter_single, (outputs, inputs, opts)
+        return self._launch_collective("reduce_scatter", inputs, result, check, given, body)
 
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> QueuedWork:
+    @accept_forms(AllToAllOptions, 2)
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> QueuedWork:
         """Start to send the r-th input to rank r, and to receive the r-th output from it.
 
         The Work's result is `outputs`.
         """
         body = lambda: collectives.all_to_all(self._backend, inputs, outputs)  # noqa: E731
-        return self._launch("all_to_all", inputs, outputs, body)
+        given = outputs, inputs, opts
+        return self._launch_collective("all_to_all", inputs, outputs, arguments.check_all_to_all, given, body)
 
+    @accept_forms(AllToAllOptions, 4, lists=False)
     def all_to_all_single(
         self,
         output: torch.Tensor,
         source: torch.Tensor,
         output_sizes: Sequence[int],
         source_sizes: Sequence[int],
-        opts: Any = None,
+        opts: Any,
     ) -> QueuedWork:
         """Start to send slices along the first dimension of `source` to all ranks, and to receive slices of `output`.
 
-        The Work's result is `output`. Its wait() raises RuntimeError if the sizes do not add up to the first dimension.
+        The Work's result is `output`.
 
         Parameters
         ----------
@@ -526,8 +605,10 @@ class CollectiveGroup(dist.ProcessGroup):
             sizes = source_sizes, output_sizes
             collectives.all_to_all_single(self._backend, source, output, sizes, self._membership.size)
 
-        return self._launch("all_to_all", [source], output, body)
+        check, given = arguments.check_all_to_all_single, (output, source, output_sizes, source_sizes, opts)
+        return self._launch_collective("all_to_all", [source], output, check, given, body)
 
+    @accept_forms(GatherOptions, 2)
     def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> QueuedWork:
         """Start to send the tensors of all ranks to rank opts.rootRank of the group. The Work's result is `outputs`.
 
@@ -541,8 +622,10 @@ class CollectiveGroup(dist.ProcessGroup):
             targets = outputs[0] if outputs else []
             collectives.gather(self._backend, self._membership.size, opts.rootRank, inputs[0], targets)
 
-        return self._launch("gather", inputs, outputs, body)
+        given = outputs, inputs, opts
+        return self._launch_collective("gather", inputs, outputs, arguments.check_gather, given, body)
 
+    @accept_forms(ScatterOptions, 2)
     def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> QueuedWork:
         """Start to send the r-th tensor of rank opts.rootRank of the group to rank r. The Work's result is `outputs`.
 
@@ -556,16 +639,18 @@ class CollectiveGroup(dist.ProcessGroup):
             sources = inputs[0] if inputs else []
             collectives.scatter(self._backend, self._membership.size, opts.rootRank, sources, outputs[0])
 
-        return self._launch("scatter", outputs, outputs, body)
+        given = outputs, inputs, opts
+        return self._launch_collective("scatter", outputs, outputs, arguments.check_scatter, given, body)
 
-    def barrier(self, opts: Any = None) -> QueuedWork:
+    @accept_forms(BarrierOptions, 0)
+    def barrier(self, opts: Any) -> QueuedWork:
         """Start to wait for all ranks: the Work is done when all of them have called this.
 
         Its result is a list of one tensor without meaning.
         """
         token = torch.zeros(1, dtype=torch.int32)
         body = lambda: collectives.all_reduce(self._backend, self._membership.size, token, "sum")  # noqa: E731
-        return self._launch("barrier", [], [token], body)
+        return self._launch_collective("barrier", [], [token], arguments.check_barrier, (opts,), body)
 
     # The names of these methods in torch before 2.13.
     _allgather_base = all_gather_single
@@ -575,29 +660,31 @@ class CollectiveGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to send tensors to rank `peer` of the group, which must receive them with the same tag and sizes.
+        """Start to send a tensor, the only one of the list, to rank `peer`, which receives it with the same tag.
 
-        The Work may be done before the peer has received them. Its result is `tensors`.
+        The Work may be done before the peer has received it. Its result is `tensors`.
         """
 
+        arguments.check_message("send", self._membership, tensors, peer, tag)
+
         def body() -> int:
-            for tensor in map(torch.Tensor.contiguous, tensors):
-                self._backend.send(tensor.data_ptr(), tensor.nbytes, peer, tag)
+            dense = collectives.to_contiguous(tensors[0])
+            self._backend.send(dense.data_ptr(), dense.nbytes, peer, tag)
             return self._membership.rank
 
         return self._launch_point_to_point("send", tensors, self._membership.rank, peer, tag, body)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to receive tensors from rank `peer` of the group, sent with the same tag.
+        """Start to receive a tensor, the only one of the list, from rank `peer` of the group, sent with the same tag.
 
-        The Work's result is `tensors`. Its wait() raises an error if a message is longer than its tensor, and with ccl
-        also if it is shorter.
+        The Work's result is `tensors`. Its wait() raises an error if the message is longer than the tensor, and with
+        ccl also if it is shorter.
         """
         body = self._make_receiver(tensors, peer, tag)
         return self._launch_point_to_point("recv", tensors, peer, self._membership.rank, tag, body)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
-        """Start to receive tensors with this tag from the rank that sends first.
+        """Start to receive a tensor with this tag from the rank that sends first.
 
         `source_rank()` of the Work returns that rank, and its result is `tensors`. The backend ccl cannot do this:
         wait() then raises CpuftError.
@@ -606,12 +693,11 @@ class CollectiveGroup(dist.ProcessGroup):
         return self._launch("recv", tensors, tensors, body, channel, self._membership.ranks)
 
     def _make_receiver(self, tensors: Tensors, peer: int | None, tag: int) -> Callable[[], int]:
+        arguments.check_message("recv", self._membership, tensors, peer, tag)
+
         def body() -> int:
-            source = -1
-            for tensor in tensors:
-                with collectives.contiguous_in_place(tensor) as dense:
-                    source = self._backend.recv(dense.data_ptr(), dense.nbytes, peer, tag)
-            return source
+            with collectives.contiguous_in_place(tensors[0]) as dense:
+                return self._backend.recv(dense.data_ptr(), dense.nbytes, peer, tag)
 
         return body
 

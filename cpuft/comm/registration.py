@@ -6,6 +6,7 @@ import atexit
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -100,8 +101,7 @@ def register_backends() -> None:
     for entry in BACKENDS.values():
         creator = functools.partial(_make_group, entry)
         dist.Backend.register_backend(entry.torch_name, creator, extended_api=True, devices=["cpu"])
-    if not dist.is_mpi_available() and dist.Backend("mpi") == dist.Backend.MPI:
-        _redirect_mpi(dist.Backend.__new__)
+    _redirect_torch()
 
 
 def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
@@ -118,17 +118,42 @@ def _make_group(entry: BackendEntry, options: Any, _: Any) -> dist.ProcessGroup:
     )
 
 
-def _redirect_mpi(original: Callable[..., str]) -> None:
-    """Let the backend name "mpi" mean cpuft's backend if torch was built without MPI.
+@functools.lru_cache(maxsize=1)
+def _redirect_torch() -> None:
+    _redirect_timeouts(importlib.import_module("torch.distributed.distributed_c10d"))
+    if not dist.is_mpi_available():
+        _redirect_mpi(dist.Backend.__new__)
 
-    torch compares the parsed name with its own names before it looks at registered ones, so the parser is changed.
+
+def _redirect_mpi(original: Callable[..., str]) -> None:
+    """Let the backend name "mpi" mean cpuft's backend if torch was built without MPI, and `get_backend` return "mpi".
+
+    torch compares a parsed name with its own names before it looks at registered ones, so its functions that make
+    groups must see the registered one. Scripts must not: they compare `get_backend()` with "mpi".
     """
 
     def parse(cls: type[dist.Backend], name: str) -> str:
-        parsed = original(cls, name)
-        return BACKENDS["mpi"].torch_name if parsed == "mpi" else parsed
+        parsed, caller = original(cls, name), sys._getframe(1)
+        if parsed not in ("mpi", BACKENDS["mpi"].torch_name):
+            return parsed
+        is_asked_by_torch = caller.f_globals["__name__"] == dist.get_backend.__module__
+        return BACKENDS["mpi"].torch_name if is_asked_by_torch and caller.f_code.co_name != "get_backend" else "mpi"
 
     dist.Backend.__new__ = parse  # type: ignore[method-assign]
+
+
+def _redirect_timeouts(torch_module: Any) -> None:
+    """Let torch's `_set_pg_timeout` set the timeout of cpuft's groups, for which it would only warn."""
+    original = torch_module._set_pg_timeout
+
+    def set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+        chosen = group or dist.group.WORLD
+        if isinstance(chosen, CollectiveGroup | WatchedGlooGroup):
+            chosen.set_timeout(timeout)
+        else:
+            original(timeout, group)
+
+    torch_module._set_pg_timeout = set_pg_timeout
 
 
 def start(

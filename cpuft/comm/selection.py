@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
 from cpuft.comm.registration import BACKENDS, start
+from cpuft.comm.tensors import gather_single, scatter_single
 from cpuft.config import BenchCase
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text, write_text
@@ -316,8 +317,8 @@ def _make_operation(name: str, dtype: torch.dtype, nbytes: int) -> Callable[[], 
     whole, part = torch.zeros(length * size, dtype=dtype), torch.zeros(length, dtype=dtype)
     calls: dict[str, Callable[[], object]] = {
         "all_reduce": lambda: dist.all_reduce(whole),
-        "all_gather": lambda: dist.all_gather_into_tensor(whole, part),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(part, whole),
+        "all_gather": lambda: gather_single(whole, part),
+        "reduce_scatter": lambda: scatter_single(part, whole),
         "broadcast": lambda: dist.broadcast(whole, 0),
     }
     return calls[name]

@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
-from torch.distributed import ReduceOp
+import torch.distributed as dist
 
 from cpuft.comm.backends.base import Backend
 
 Tensors = Sequence[torch.Tensor]
 
-_REDUCTION_NAMES = {
-    ReduceOp.SUM: "sum",
-    ReduceOp.AVG: "avg",
-    ReduceOp.PRODUCT: "product",
-    ReduceOp.MIN: "min",
-    ReduceOp.MAX: "max",
-    ReduceOp.BAND: "band",
-    ReduceOp.BOR: "bor",
-    ReduceOp.BXOR: "bxor",
-}
+gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+"""torch's all-gather of equally large tensors: `gather_single(output, input, group=None, async_op=False)`. torch 2.13
+warns about the second name, and torch 2.8 has only that one."""
+scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+"""torch's reduce-scatter of one tensor, which has two names, too."""
+
+_CALL_BYTES = 192
+"""Size of the text in which ranks compare their calls."""
 
 
-def reduction_name(operation: object) -> str:
-    """Return the name that backends have for a torch ReduceOp: sum, avg, product, min, max, band, bor or bxor.
-
-    Raises NotImplementedError: `operation` is none of these, for example PREMUL_SUM, which only NCCL has.
-    """
-    for known, name in _REDUCTION_NAMES.items():
-        if operation == known:
-            return name
-    raise NotImplementedError(f"{operation} exists in NCCL only: scale the tensor and use ReduceOp.SUM")
+def to_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, or a contiguous copy whose memory holds its values: a conjugated view's does not."""
+    return tensor.resolve_conj().resolve_neg().contiguous()
 
 
 @contextlib.contextmanager
@@ -42,10 +36,40 @@ def contiguous_in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
     The copy is written back into the tensor at the end of the context, unless that ends with an exception.
     """
-    dense = tensor.contiguous()
+    dense = to_contiguous(tensor)
     yield dense
     if dense is not tensor:
         tensor.copy_(dense)
+
+
+def check_ranks_agree(backend: Backend, ranks: Sequence[int], call: str) -> None:
+    """Compare the calls of all ranks of a group before any of them touches a buffer. Blocks until all have come.
+
+    Libraries do not: with other sizes on another rank, oneCCL and MPI return wrong values, hang or end the process.
+
+    Parameters
+    ----------
+    ranks: world ranks of the group.
+    call: name, elements, types and root of this rank's collective; at most 192 bytes of it are shown.
+
+    Raises RuntimeError on every rank, with each rank's call: they differ.
+    """
+    if len(ranks) == 1:
+        return
+    text = call.encode()
+    if len(text) > _CALL_BYTES:
+        text = text[: _CALL_BYTES - 20] + b"... " + hashlib.blake2b(text, digest_size=8).hexdigest().encode()
+    sent, received = bytearray(text.ljust(_CALL_BYTES)), bytearray(_CALL_BYTES * len(ranks))
+    source, target = (torch.frombuffer(buffer, dtype=torch.uint8) for buffer in (sent, received))
+    backend.all_gather(source.data_ptr(), target.data_ptr(), _CALL_BYTES)
+    if received == sent * len(ranks):
+        return
+    callers: dict[str, list[int]] = {}
+    for place, rank in enumerate(ranks):
+        words = received[place * _CALL_BYTES :][:_CALL_BYTES].decode(errors="replace").rstrip()
+        callers.setdefault(words, []).append(rank)
+    found = "; ".join(f"rank {', '.join(map(str, who))}: {words}" for words, who in callers.items())
+    raise RuntimeError(f"the ranks have called different collectives, or with different sizes ({found})")
 
 
 def all_reduce(backend: Backend, size: int, tensor: torch.Tensor, reduction: str) -> None:
@@ -80,6 +104,25 @@ def all_reduce(backend: Backend, size: int, tensor: torch.Tensor, reduction: str
         _divide(tensor, size)
 
 
+def all_reduce_sparse(backend: Backend, rank: int, size: int, tensor: torch.Tensor) -> None:
+    """Sum a sparse COO tensor over the ranks, in place. Ranks may have different numbers of values.
+
+    Indices and values of all ranks are gathered, as torch's gloo does.
+    """
+    own = tensor.coalesce()
+    count = torch.tensor([own._nnz()])
+    counts = torch.empty(size, dtype=torch.int64)
+    backend.all_gather(count.data_ptr(), counts.data_ptr(), count.nbytes)
+    # The values' first dimension is the one that differs, so the indices are turned to have it first, too.
+    parts = []
+    for source in (own.indices().t(), own.values()):
+        targets = [source.new_empty((length, *source.shape[1:])) for length in counts.tolist()]
+        all_gather(backend, rank, source, targets)
+        parts.append(torch.cat(targets))
+    whole = torch.sparse_coo_tensor(parts[0].t(), parts[1], tensor.shape, check_invariants=True)
+    tensor.copy_(whole.coalesce())
+
+
 def reduce_scatter_single(
     backend: Backend, rank: int, source: torch.Tensor, target: torch.Tensor, reduction: str
 ) -> None:
@@ -112,7 +155,7 @@ def reduce_scatter_single(
 
 def _divide(tensor: torch.Tensor, size: int) -> None:
     """Divide in place; integers are rounded towards zero, as in C."""
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() or tensor.is_complex():
         tensor.div_(size)
     else:
         tensor.div_(size, rounding_mode="trunc")
@@ -173,7 +216,7 @@ def all_gather_single(backend: Backend, source: torch.Tensor, target: torch.Tens
     """
     if target.numel() == 0:
         return
-    dense = source.contiguous()
+    dense = to_contiguous(source)
     with contiguous_in_place(target) as whole:
         backend.all_gather(dense.data_ptr(), whole.data_ptr(), dense.nbytes)
 
@@ -201,6 +244,35 @@ def all_gather(backend: Backend, rank: int, source: torch.Tensor, targets: Tenso
             broadcast(backend, dense, root)
 
 
+def _exchange(
+    backend: Backend,
+    source: torch.Tensor,
+    sent: Sequence[int],
+    target: torch.Tensor,
+    received: Sequence[int],
+    is_known: bool,
+) -> None:
+    """Send and receive pieces of these many bytes, after all ranks have seen that the pieces fit each other.
+
+    This is not compared again if it `is_known` from the ranks' calls. Raises RuntimeError on every rank: a rank sends
+    another number of bytes than the other one expects.
+    """
+    if is_known:
+        backend.all_to_all(source.data_ptr(), sent, target.data_ptr(), received)
+        return
+    size = len(sent)
+    own = torch.tensor([list(sent), list(received)])
+    sizes = torch.empty((size, 2, size), dtype=torch.int64)
+    backend.all_gather(own.data_ptr(), sizes.data_ptr(), own.nbytes)
+    offered, expected = sizes[:, 0], sizes[:, 1].t()
+    for sender, receiver in (offered != expected).nonzero().tolist()[:1]:
+        raise RuntimeError(
+            f"all_to_all: rank {sender} of the group sends {int(offered[sender, receiver])} bytes to rank {receiver}, "
+            f"which expects {int(expected[sender, receiver])}"
+        )
+    backend.all_to_all(source.data_ptr(), sent, target.data_ptr(), received)
+
+
 def all_to_all_single(
     backend: Backend, source: torch.Tensor, target: torch.Tensor, sizes: Sequence[Sequence[int]], ranks: int
 ) -> None:
@@ -215,25 +287,25 @@ def all_to_all_single(
 
     Raises RuntimeError: the lengths do not add up to the first dimension, or the backend fails.
     """
-    dense = source.contiguous()
+    dense = to_contiguous(source)
     with contiguous_in_place(target) as whole:
         sent, received = (
             [part.nbytes for part in torch.split(tensor, list(lengths) or [tensor.shape[0] // ranks] * ranks)]
             for tensor, lengths in zip((dense, whole), sizes)
         )
-        backend.all_to_all(dense.data_ptr(), sent, whole.data_ptr(), received)
+        _exchange(backend, dense, sent, whole, received, is_known=not any(sizes))
 
 
-def all_to_all(backend: Backend, sources: Tensors, targets: Tensors) -> None:
+def all_to_all(backend: Backend, sources: Tensors, targets: Tensors, is_known: bool = False) -> None:
     """Send the r-th source to rank r, and receive the r-th target from it. Blocks until it is done.
 
     Tensors may be empty, and may differ in type and layout. The r-th source must have as many bytes as rank r's target
-    for this rank.
+    for this rank, which is compared unless it `is_known`.
     """
-    sent = torch.cat([source.contiguous().view(-1).view(torch.uint8) for source in sources])
+    sent = torch.cat([to_contiguous(source).view(-1).view(torch.uint8) for source in sources])
     received = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)
     target_sizes = [target.nbytes for target in targets]
-    backend.all_to_all(sent.data_ptr(), [source.nbytes for source in sources], received.data_ptr(), target_sizes)
+    _exchange(backend, sent, [source.nbytes for source in sources], received, target_sizes, is_known)
     for target, part in zip(targets, torch.split(received, target_sizes), strict=True):
         if target.numel():
             # A view needs memory that is aligned to its type, and a part may begin at any byte: hence the clone.
@@ -250,7 +322,8 @@ def gather(backend: Backend, size: int, root: int, source: torch.Tensor, targets
     targets: on rank `root`, one tensor for each rank, with as many bytes as its `source`; empty on all other ranks.
     """
     empty = source.new_empty(0)
-    all_to_all(backend, [source if rank == root else empty for rank in range(size)], targets or [empty] * size)
+    sources = [source if rank == root else empty for rank in range(size)]
+    all_to_all(backend, sources, targets or [empty] * size, is_known=True)
 
 
 def scatter(backend: Backend, size: int, root: int, sources: Tensors, target: torch.Tensor) -> None:
@@ -263,4 +336,5 @@ def scatter(backend: Backend, size: int, root: int, sources: Tensors, target: to
     target: receives this rank's tensor, and has as many bytes.
     """
     empty = target.new_empty(0)
-    all_to_all(backend, sources or [empty] * size, [target if rank == root else empty for rank in range(size)])
+    targets = [target if rank == root else empty for rank in range(size)]
+    all_to_all(backend, sources or [empty] * size, targets, is_known=True)

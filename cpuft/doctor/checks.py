@@ -237,7 +237,7 @@ def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
             one.failure,
             "This machine has never connected to the host, so no known_hosts file has its key.",
             "Compare the key with the output of ssh-keygen -lf on the host, then run "
-            f"ssh {one.host.name} once and answer yes.",
+            f"ssh {one.host.name} once and answer yes, or cpuft provision hosts with --accept-host-keys.",
         )
 
 
@@ -250,11 +250,35 @@ def _check_host_keys(state: ClusterState) -> Iterator[Finding]:
 def _check_login(state: ClusterState) -> Iterator[Finding]:
     for one in _list_failed(state, transport.LOGIN_REFUSED):
         yield Finding(one.host.name, one.failure)
+    for one in _list_failed(state, transport.NO_COMMANDS):
+        yield Finding(
+            one.host.name,
+            one.failure,
+            "A start-up file of the login shell, such as ~/.bashrc, prints text or ends the shell in every login, so "
+            "that programs cannot use the login.",
+            "In this file on the host, do this only when the shell is interactive.",
+        )
 
 
 def _list_failed(state: ClusterState, *kinds: str) -> list[HostState]:
     """Return the hosts with an address that could not be examined because of an error of one of these kinds."""
     return [one for one in state.hosts if one.address and one.failure and one.facts is None and one.kind in kinds]
+
+
+_SSH_CAUSES = {
+    "Permission denied": (
+        "mpirun starts ranks by ssh from the head host. That host has no key for the login, or the other host's sshd "
+        "reads another file than ~/.ssh/authorized_keys, or other users can write to the home folder there.",
+        "Run cpuft provision hosts, which sets up ssh from the head host to all others. If it has done so, look at "
+        "AuthorizedKeysFile, AllowUsers and Match in /etc/ssh/sshd_config on the other host.",
+    ),
+    "remote command": (
+        "~/.ssh/config or /etc/ssh/ssh_config on this host has RemoteCommand for the other host, so that ssh runs no "
+        "other command there.",
+        "Remove RemoteCommand from this file.",
+    ),
+}
+"""Cause and next step of a login that failed, by a part of ssh's message."""
 
 
 @check(
@@ -268,7 +292,8 @@ def _check_ssh_between(state: ClusterState) -> Iterator[Finding]:
     for one, _, health in state.answering:
         for peer, message in health.ssh.items():
             if message and peer not in unreachable:
-                yield Finding(one.name, f"ssh from this host to {peer} fails ({message[:160]}).")
+                known = next((texts for said, texts in _SSH_CAUSES.items() if said in message), ())
+                yield Finding(one.name, f"ssh from this host to {peer} fails ({message[:160]}).", *known)
 
 
 @check(
@@ -793,7 +818,8 @@ def _check_leftovers(state: ClusterState) -> Iterator[Finding]:
 @check(
     "CPUFT-037",
     "A host has neither compiled kernels nor a C++ compiler to build them.",
-    "The fast path then runs in plain PyTorch, and training is 2 to 3 times slower. All ranks wait for this host.",
+    "The fast path then runs in plain PyTorch on all hosts, because all ranks must round alike. Training is 2 to 3 "
+    "times slower.",
     "Install cpuft from its wheel, or a compiler (Debian: apt-get install g++), or provision the host again from a "
     "machine that has either.",
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
+import re
+import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from cpuft.argv import WITHOUT_WORKING_FOLDER
@@ -27,6 +29,8 @@ JOB = "CPUFT_JOB"
 """Environment variable with the folder of the cluster entry that a node of an AWS Batch job wrote for its job."""
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep the files of runs, in a folder cpuft-UID for each user."""
+HOST_FOLDER = ".host-folder"
+"""File in the run folder on the launcher's machine with the path of the run's folder on hosts, below the user's."""
 FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 """Argument of `python -c` on a host, to run a program that the launcher sends on standard input."""
 
@@ -61,6 +65,8 @@ class Access:
     """Name of the provisioned cluster; empty for none."""
     until: int = 0
     """End of the hosts' lease in seconds since 1970, as provisioning knew it last; 0 for no lease."""
+    simulated: bool = False
+    """Whether `cpuft provision local` made the hosts on one machine."""
 
     def any_python(self, *arguments: str) -> tuple[str, ...]:
         """Return the argv that runs the environment's Python, or `python3` where that is missing, with `arguments`.
@@ -101,11 +107,19 @@ class Cluster:
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """`Transport.command_prefix` by host name, such as ("ssh", ..., "node1"), where steps of the plan run on hosts
     (`works_remotely`); otherwise empty."""
+    token: str = field(default_factory=partial(secrets.token_hex, 16), compare=False)
+    """Makes the folders of new runs on hosts differ from those of all other launches, whatever their paths are here."""
 
     @property
     def python(self) -> str:
         """Python of the training environment on the hosts."""
         return self.access.python
+
+    @property
+    def is_simulated(self) -> bool:
+        """Whether the hosts are parts of one machine."""
+        is_one = len(self.facts) > 1 and len({one.boot_id for one in self.facts}) == 1
+        return self.access.simulated or is_one
 
     @property
     def bootstrap(self) -> str:
@@ -128,9 +142,13 @@ class Cluster:
     def work_dir(self, run_dir: str) -> str:
         """Return the folder in which the ranks of a run work: `run_dir`, or a folder on the head host's own disk.
 
-        The latter if `works_remotely`; its path is that of `name_work` below `folder`. Nothing is made.
+        The latter if `works_remotely`. Nothing is made. It is the folder that `read_host_folder` finds, so that a run
+        is resumed in its folder by whichever machine has its run folder, and for a new run a folder that no other has.
         """
-        return f"{self.folder}/{name_work(run_dir)}" if self.works_remotely else run_dir
+        if not self.works_remotely:
+            return run_dir
+        new = f"{hash_text(self.token + run_dir, 12)}/{os.path.basename(run_dir)}"
+        return f"{self.folder}/{read_host_folder(run_dir) or new}"
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         """Return the argv with which this machine runs `argv` on a host.
@@ -193,13 +211,13 @@ class Cluster:
         return tuple(a.host.name for a in self.assignments for _ in range(a.ranks))
 
 
-def name_work(run_dir: str) -> str:
-    """Return the path of a run's folder on its hosts, relative to the user's folder there: "DIGITS/NAME".
-
-    NAME is the last part of `run_dir`. DIGITS are 12 hexadecimal digits, a hash of this machine's name and `run_dir`,
-    so that the runs of two machines differ.
-    """
-    return f"{hash_text(f'{socket.gethostname()}:{run_dir}', 12)}/{os.path.basename(run_dir)}"
+def read_host_folder(run_dir: str) -> str:
+    """Return the path of a run's folder on its hosts, "DIGITS/NAME" below the user's folder; "" if it has none yet."""
+    try:
+        name = Path(run_dir, HOST_FOLDER).read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n")
+    except OSError:
+        return ""
+    return name if re.fullmatch(r"[0-9a-f]{12}/(?!\.\.?$)[^/\n]+", name) else ""
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
@@ -301,6 +319,7 @@ def find_access(config: LaunchConfig) -> Access:
         renewal=entry.renewal,
         cluster=entry.name,
         until=entry.until,
+        simulated=entry.kind == "local",
     )
 
 
@@ -315,12 +334,13 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
     ----------
     hosts: at least one.
     ppn: ranks on each host; 0 for as even as possible.
-    cores: number of cores by host name, where known. They limit the ranks of a host without `slots`. A host with
-        neither takes any number.
+    cores: number of cores by host name, where known. They and `max_slots` limit the ranks of a host without
+        `slots`. A host with none of these takes any number.
 
     Raises CpuftError: the ranks do not fit into the slots, or into the hosts at `ppn` ranks each.
     """
-    slots = {host.name: host.slots or cores.get(host.name, 0) for host in hosts}
+    limits = {host.name: (cores.get(host.name, 0), host.max_slots) for host in hosts}
+    slots = {host.name: host.slots or min(filter(None, limits[host.name]), default=0) for host in hosts}
     share = ppn or max(1, -(-np // len(hosts)))
     # If even shares do not fit, because hosts differ in size, every host is filled before the next one.
     for most in (share, np) if not ppn and all(slots.values()) else (share,):
@@ -343,7 +363,7 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
 
 
 def _too_many(ranks: int, host: Host, slots: int) -> str:
-    what = "slots" if host.slots else "cores"
+    what = "slots" if slots in (host.slots, host.max_slots) else "cores"
     return f"{ranks} ranks on {host.name}, which has {slots} {what}: lower --np, or write slots={ranks} in a hostfile"
 
 

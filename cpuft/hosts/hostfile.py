@@ -1,10 +1,10 @@
-"""Hostfiles, in the forms of Intel MPI, Open MPI and cpuft: text to hosts and back."""
+"""Hostfiles, in the forms of MPI implementations, batch systems and cpuft: text to hosts and back."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.config import LAST_PORT, is_count
@@ -13,7 +13,12 @@ from cpuft.serialization import find_control
 
 NAME = re.compile(r"(?=[A-Za-z0-9].{0,252}$)[\w-]{1,63}(\.[\w-]{1,63})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{2,39}", re.ASCII)
 """A host's name or address. Sockets raise errors for labels that are empty or longer than 63 letters."""
-_KEYS = {"slots": "slots", "max_slots": "slots", "max-slots": "slots", "port": "port", "user": "user"}
+_KEYS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots", "port": "port", "user": "user"}
+_RANGES = re.compile(r"([^\[\]]*)\[(R(?:,R)*)\](.*)".replace("R", "[0-9]{1,9}(?:-[0-9]{1,9})?"))
+"""A name with numbers in brackets, as Slurm writes them: what is before the first brackets, in them, and after them."""
+_MOST_EXPANDED = 9999
+"""Most hosts that one line may name by numbers in brackets."""
+NEEDS_IPV4 = "is an IPv6 address, and ranks connect over IPv4: write the IPv4 address, or a name that has one"
 
 _MPIJOB_VARIABLES = ("I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE", "OMPI_MCA_orte_default_hostfile")
 """Environment variables in which Kubeflow's operator tells an MPIJob's launcher the path of its hostfile."""
@@ -31,45 +36,61 @@ class Host:
     """User to log in as; empty for ssh's own default."""
     port: int = 0
     """Port of its ssh server; 0 for ssh's own default."""
+    max_slots: int = 0
+    """Most ranks on it even if it has more cores, where `slots` is 0; 0 for no limit."""
 
 
 def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
     """Return the hosts in the order of the text; the first is the head host.
 
-    Each line is `[user@]host[:slots] [slots=N] [user=U] [port=P]`; `#` begins a comment. max_slots and max-slots mean
-    slots; of a key that comes twice, the last counts.
+    Each line is `[user@]host[:slots] [slots=N] [max_slots=N] [user=U] [port=P]`, or SGE's `host slots queue
+    processors`; `#` begins a comment. A host `node[01-04,07]` is five hosts. Of a key that comes twice, the last
+    counts. The slots of a host on several lines add up. Where a host is on several lines without slots, as in the lists
+    of PBS and LSF, each line without slots is one slot.
 
     Parameters
     ----------
     source: name of the hostfile for messages.
 
     Raises CpuftError: a malformed line (with `source` and the line's number), a number out of range (slots 1 to 9999, a
-    valid port), a user name with a control character or a dash in front, the same host twice, or no host at all.
+    valid port), a user name with a control character or a dash in front, a host on several lines that disagree about
+    its user, its port or whether it has slots, or no host at all.
     """
-    hosts: list[Host] = []
+    hosts: dict[str, list[Host]] = {}
     lines_of: dict[str, int] = {}
     for number, line in enumerate(text.split("\n"), start=1):
         words = line.split("#", 1)[0].split()
-        if not words:
-            continue
-        host = _parse_words(words, f"{source}, line {number}")
-        if host.name in lines_of:
-            raise CpuftError(
-                f"{source}, line {number}: host {host.name} is on line {lines_of[host.name]} already: "
-                f"remove this line; for several ranks on one host, write for example {host.name} slots=2"
-            )
-        lines_of[host.name] = number
-        hosts.append(host)
+        where = f"{source}, line {number}"
+        for host in _parse_words(words, where) if words else ():
+            first = hosts.setdefault(host.name, [host])[0]
+            if host.name not in lines_of:
+                lines_of[host.name] = number
+                continue
+            if replace(first, slots=bool(first.slots)) != replace(host, slots=bool(host.slots)):
+                raise CpuftError(
+                    f"{where}: host {host.name} is on line {lines_of[host.name]} already: "
+                    f"remove this line; for several ranks on one host, write for example {host.name} slots=2"
+                )
+            hosts[host.name].append(host)
     if not hosts:
         raise CpuftError(f"{source} names no host: write one name or address on each line, the head host first")
-    return tuple(hosts)
+    is_list = any(len(same) > 1 and not same[0].slots for same in hosts.values())
+    return tuple(
+        replace(same[0], slots=sum(host.slots for host in same) or (len(same) if is_list else 0))
+        for same in hosts.values()
+    )
 
 
-def _parse_words(words: list[str], where: str) -> Host:
+def _parse_words(words: list[str], where: str) -> list[Host]:
+    if len(words) == 4 and is_count(words[1]) and not any("=" in word for word in words[:3]):  # SGE's $PE_HOSTFILE
+        words = [words[0], f"slots={words[1]}"]
     user, _, rest = words[0].rpartition("@")
     name, colon, count = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
-    numbers = {"slots": _number(count, "slots", where) if colon else 0, "port": 0}
-    if not NAME.fullmatch(name):
+    numbers = {"slots": _number(count, "slots", where) if colon else 0, "max_slots": 0, "port": 0}
+    names = list(_expand(name, where))
+    if not all(map(NAME.fullmatch, names)):
+        if rest.count(":") > 1:
+            raise CpuftError(f"{where}: {words[0]!r} {NEEDS_IPV4}")
         raise CpuftError(f"{where}: {words[0]!r} is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1")
     for word in words[1:]:
         key, equals, value = word.partition("=")
@@ -83,7 +104,27 @@ def _parse_words(words: list[str], where: str) -> Host:
         raise CpuftError(
             f"{where}: user {user[:60]!r} contains a control character or begins with a dash: write the login name"
         )
-    return Host(name, numbers["slots"], user, numbers["port"])
+    slots, most = numbers["slots"], numbers["max_slots"]
+    # cpuft never starts more ranks than slots, so that a larger max_slots means nothing beside them.
+    slots, most = (min(slots, most or slots), 0) if slots else (0, most)
+    return [Host(name, slots, user, numbers["port"], most) for name in names]
+
+
+def _expand(name: str, where: str) -> Iterator[str]:
+    """Yield the names that a name with numbers in brackets stands for, or the name itself if it has none."""
+    found = _RANGES.fullmatch(name)
+    if not found:
+        yield name
+        return
+    before, ranges, after = found.groups()
+    rests = list(_expand(after, where))
+    for part in ranges.split(","):
+        first, _, last = part.partition("-")
+        low, high = int(first), int(last or first)
+        if high < low or (high - low + 1) * len(rests) > _MOST_EXPANDED:
+            raise CpuftError(f"{where}: {name[:60]!r} has a range of no or too many hosts: write e.g. node[01-04]")
+        for number in range(low, high + 1):
+            yield from (f"{before}{number:0{len(first)}}{rest}" for rest in rests)
 
 
 def _number(text: str, what: str, where: str) -> int:
@@ -96,7 +137,7 @@ def _number(text: str, what: str, where: str) -> int:
 def format_hostfile(hosts: tuple[Host, ...]) -> str:
     """Return text that `parse_hostfile` reads back as the same hosts; "" for no hosts.
 
-    Each host is a line `NAME [slots=N] [user=U] [port=P]`.
+    Each host is a line `NAME [slots=N] [max_slots=N] [user=U] [port=P]`.
     """
     return "".join(_format_host(host) + "\n" for host in hosts)
 
@@ -104,6 +145,7 @@ def format_hostfile(hosts: tuple[Host, ...]) -> str:
 def _format_host(host: Host) -> str:
     words = [host.name]
     words += [f"slots={host.slots}"] if host.slots else []
+    words += [f"max_slots={host.max_slots}"] if host.max_slots else []
     words += [f"user={host.user}"] if host.user else []
     words += [f"port={host.port}"] if host.port else []
     return " ".join(words)
@@ -112,8 +154,8 @@ def _format_host(host: Host) -> str:
 def read_hostfile(path: str) -> tuple[Host, ...]:
     """Return the hosts of the hostfile at `path`, the head host first.
 
-    Raises CpuftError: the file does not exist or cannot be read, a line is malformed, a host is there twice, or there
-    is none.
+    Raises CpuftError: the file does not exist or cannot be read, a line is malformed, lines contradict each other, or
+    there is no host.
     """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")

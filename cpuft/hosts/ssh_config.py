@@ -7,6 +7,8 @@ plans and run them by hand, and mpirun starts its proxies with it. Both take all
 from __future__ import annotations
 
 import os
+import pwd
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -39,6 +41,20 @@ COMMAND_OPTIONS = (
 )
 """Options of every ssh command in a plan. A host that was cut off is noticed within 9 s; the ranks that exchange data
 with it notice within 7 s."""
+_FOR_PEOPLE = {
+    "remotecommand": "RemoteCommand=none",
+    "requesttty": "RequestTTY=no",
+    "sessiontype": "SessionType=default",
+    "stdinnull": "StdinNull=no",
+    "forkafterauthentication": "ForkAfterAuthentication=no",
+    "controlmaster": "ControlMaster=no",
+    "localforward": "ClearAllForwardings=yes",
+    "remoteforward": "ClearAllForwardings=yes",
+    "dynamicforward": "ClearAllForwardings=yes",
+}
+"""Options of a client configuration that suit a person at a terminal and break commands, and what replaces them.
+
+They are given only where the configuration has them, because older clients do not know some of them."""
 _SSHD = "/usr/sbin/sshd"
 _SERVER = {
     "PasswordAuthentication": "no",
@@ -77,6 +93,8 @@ class Login:
     """Bastions on the way, the first one first."""
     proxy: str = ""
     """ProxyCommand, whose standard streams are the connection; empty for none."""
+    replaced: tuple[str, ...] = ()
+    """Values of ssh's -o that replace what the configuration says for people at a terminal."""
 
     def paramiko_options(self) -> dict[str, Any]:
         """Return the arguments of paramiko's `SSHClient.connect` beside the address and port.
@@ -93,7 +111,7 @@ class Login:
         }
 
 
-def ssh_command(host: Host, config: str) -> tuple[str, ...]:
+def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the argv of OpenSSH's client that a shell line is appended to, to run it on a host.
 
     For example ("ssh", "-F", config, *COMMAND_OPTIONS, "-l", user, "-p", port, name); options without a value are left
@@ -102,9 +120,10 @@ def ssh_command(host: Host, config: str) -> tuple[str, ...]:
     Parameters
     ----------
     config: path of a client configuration; empty for the user's own.
+    replaced: `Login.replaced`.
     """
     argv: tuple[str, ...] = ("ssh", "-F", config) if config else ("ssh",)
-    argv += COMMAND_OPTIONS
+    argv += COMMAND_OPTIONS + tuple(word for option in replaced for word in ("-o", option))
     argv += ("-l", host.user) if host.user else ()
     argv += ("-p", str(host.port)) if host.port else ()
     return (*argv, host.name)
@@ -120,10 +139,18 @@ def read_login(host: Host, config_path: str = "") -> Login:
     ----------
     config_path: path of a client configuration, which need not exist; empty for ~/.ssh/config.
 
-    Raises CpuftError: the configuration cannot be read, or its port or ProxyJump for the host is not valid.
+    Raises CpuftError: the configuration cannot be read, or its port or ProxyJump for the host is not valid; or this
+    user has no entry in /etc/passwd.
     """
     import paramiko
 
+    try:
+        pwd.getpwuid(os.getuid())
+    except KeyError:
+        raise CpuftError(
+            f"host {host.name} cannot be reached, because ssh needs an entry of the user in /etc/passwd, and user "
+            f"{os.getuid()} has none: add one, use a user that has one, or name this machine localhost"
+        ) from None
     path = os.path.expanduser(config_path or "~/.ssh/config")
     try:
         config = _read_config(path, *_read_stamp(path)) if os.path.exists(path) else paramiko.SSHConfig()
@@ -140,11 +167,22 @@ def read_login(host: Host, config_path: str = "") -> Login:
         port=host.port or int(found.get("port", 22)),
         user=host.user or str(found.get("user", "")),
         identities=tuple(os.path.expanduser(name) for name in found.get("identityfile", ())),
-        known_hosts=tuple(os.path.expanduser(name) for name in str(found.get("userknownhostsfile", "")).split()),
+        known_hosts=_split_paths(str(found.get("userknownhostsfile", ""))),
         alias=str(found.get("hostkeyalias", "")),
         jumps=parse_jumps(str(found.get("proxyjump", "")), f"ProxyJump of host {host.name}"),
         proxy="" if proxy == "none" else proxy,
+        replaced=tuple(dict.fromkeys(option for name, option in _FOR_PEOPLE.items() if name in found)),
     )
+
+
+def _split_paths(text: str) -> tuple[str, ...]:
+    """Return the paths in a value, from which paramiko has removed the first and the last of its quotation marks if it
+    began and ended with one."""
+    first, words = text.find('"'), [text]
+    if first >= 0 or not os.path.exists(os.path.expanduser(text)):
+        whole = f'"{text}"' if first > 0 and not text[first - 1].isspace() else text
+        words = [quoted or plain for quoted, plain in re.findall(r'"([^"]*)"|([^\s"]+)', whole)]
+    return tuple(map(os.path.expanduser, words))
 
 
 def _read_stamp(path: str) -> tuple[int, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,6 +75,22 @@ class HostFacts:
         With more threads than that the kernel would pause each in turn while the others wait for it.
         """
         return self.seen_cores[: max(1, int(self.cpu_quota))] if self.cpu_quota else self.seen_cores
+
+
+def spread_cores(hosts: Sequence[HostFacts]) -> list[tuple[Core, ...]]:
+    """Return the cores that each host is to use: as many as `HostFacts.cores` has, and others than those of the hosts
+    before it on the same machine, as long as there are any.
+
+    Containers that share a machine and have a CPU quota see all of its cores, and each would begin with the first one.
+    """
+    taken: dict[str, set[tuple[int, ...]]] = {}
+    found = []
+    for facts in hosts:
+        others = taken.setdefault(facts.boot_id, set())
+        chosen = sorted(facts.seen_cores, key=lambda core: core.threads in others)[: len(facts.cores)]
+        others |= {core.threads for core in chosen}
+        found.append(tuple(core for core in facts.seen_cores if core in chosen))
+    return found
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import base64
 import hashlib
 import logging
 import os
+import random
 import re
-import shlex
 import socket
 import threading
 import time
@@ -18,15 +18,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
+from cpuft.argv import make_shell_line
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import facts, ssh_config
-from cpuft.hosts.hostfile import Host
+from cpuft.hosts.hostfile import NEEDS_IPV4, Host
 from cpuft.hosts.ssh_config import Login, find_bastions, read_login, ssh_command
 
 if TYPE_CHECKING:
@@ -50,13 +51,15 @@ _POLL_SHARE = 0.1
 """Pause between two looks at a command's output, as a share of the time since its last output. Without it, sessions
 with many hosts that compute for seconds would keep a core of this machine busy."""
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
+_BEGIN = "cpuft: the command begins"
 _PUT = 'set -e; umask 077; base64 -d >"$1.part"; mv "$1.part" "$1"'
 
 UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
 """Kinds of `HostError`: no connection or a broken one; the host's key is in no known_hosts file; it differs from the
 one there."""
-LOGIN_REFUSED, TIMED_OUT = "login refused", "time-out"
-"""Kinds of `HostError`: the host accepts no key of this user; the host or the command took too long."""
+LOGIN_REFUSED, TIMED_OUT, NO_COMMANDS = "login refused", "time-out", "no commands"
+"""Kinds of `HostError`: the host accepts no key of this user; the host or the command took too long; the login shell
+prints something before each command, which would be taken for the command's output, or ends without running it."""
 _ADVICE = {
     UNREACHABLE: "check its name and its port, and that sshd runs there and accepts connections from this machine",
     KEY_UNKNOWN: "compare it with what ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on the host; to accept "
@@ -64,14 +67,19 @@ _ADVICE = {
     KEY_CHANGED: "its key has changed: find out why before you remove the old one from known_hosts",
     LOGIN_REFUSED: "put your public key there with ssh-copy-id, or give another user with user=NAME in the hostfile",
     TIMED_OUT: "check that it is on, and that its ssh port is open to this machine",
+    NO_COMMANDS: "let ~/.bashrc there, or the start-up file of another login shell, do this only when interactive",
 }
+_DROPPED = "Error reading SSH protocol banner"
+"""paramiko's message when a server closes the connection at once, as sshd does beyond its MaxStartups."""
+_DROPPED_PAUSES = (0.3, 0.6, 1.2, 2.4, 4.8)
+"""Seconds before further attempts to log in to such a server, at random between half of them and all."""
 
 
 class HostError(CpuftError):
     """A host could not be used over ssh.
 
-    Callers act on `kind`: UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED, LOGIN_REFUSED or TIMED_OUT. `host` is the host's name.
-    `is_transient` is True for UNREACHABLE and TIMED_OUT.
+    Callers act on `kind`: UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED, LOGIN_REFUSED, TIMED_OUT or NO_COMMANDS. `host` is the
+    host's name. `is_transient` is True for UNREACHABLE and TIMED_OUT.
     """
 
     def __init__(self, host: str, kind: str, what: str, advice: str = "") -> None:
@@ -266,12 +274,17 @@ class SshTransport(Transport):
         """
         if _IPV4.fullmatch(host.name):
             return host.name
+        if ":" in host.name:
+            raise CpuftError(f"host {host.name} {NEEDS_IPV4}")
         login = self._read_login(host)
         try:
             return socket.gethostbyname(login.address)
         except (OSError, UnicodeError) as error:
             if login.jumps or login.proxy:
                 return login.address
+            with suppress(OSError, UnicodeError):
+                socket.getaddrinfo(login.address, None, socket.AF_INET6)
+                raise CpuftError(f"host {host.name}: its only address {NEEDS_IPV4}") from None
             raise CpuftError(
                 f"host {host.name} has no address ({error}): check its spelling in the hostfile, or write its address"
             ) from None
@@ -281,11 +294,23 @@ class SshTransport(Transport):
 
         Raises CpuftError: ssh's configuration cannot be read or is not valid for the host.
         """
-        return () if self.is_here(host) else ssh_command(host, self.config)
+        return () if self.is_here(host) else ssh_command(host, self.config, self._read_login(host).replaced)
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
         with self._session(host) as client, _raise_host_errors(host, seconds):
-            return _run_in_session(client, shlex.join(argv), stdin.encode(), seconds)
+            line = f"echo {_BEGIN}; {make_shell_line(argv)}"
+            answer = _run_in_session(client, line, stdin.encode(), seconds)
+        before, begun, output = answer.output.partition(f"{_BEGIN}\n")
+        if before or not (begun or answer.exit_code < 0):
+            printed = " ".join((before or answer.text).split())[:80]
+            raise HostError(
+                host.name,
+                NO_COMMANDS,
+                f"its login shell prints {printed!r} before each command"
+                if begun
+                else f"its login shell ended with exit code {answer.exit_code} before the command ran: {printed!r}",
+            )
+        return replace(answer, output=output)
 
     def _probe(self, host: Host, seconds: float) -> object:
         return scan_host_key(host, self.config, seconds)
@@ -404,6 +429,19 @@ def _log_in_to_bastions(login: Login, config_path: str, stack: ExitStack) -> par
 
 
 def _log_in(host: Host, login: Login, bastion: paramiko.SSHClient | None, stack: ExitStack) -> paramiko.SSHClient:
+    for pause in _DROPPED_PAUSES:
+        try:
+            return _try_to_log_in(host, login, bastion, stack)
+        except HostError as error:
+            if _DROPPED not in str(error):
+                raise
+        time.sleep(pause * random.uniform(0.5, 1))
+    return _try_to_log_in(host, login, bastion, stack)
+
+
+def _try_to_log_in(
+    host: Host, login: Login, bastion: paramiko.SSHClient | None, stack: ExitStack
+) -> paramiko.SSHClient:
     import paramiko
 
     options = login.paramiko_options()
@@ -532,13 +570,15 @@ def _raise_host_errors(host: Host, seconds: float = ssh_config.CONNECT_SECONDS) 
     except TimeoutError:
         raise HostError(host.name, TIMED_OUT, f"no answer in {seconds:.0f} s") from None
     except (paramiko.SSHException, OSError, EOFError) as error:
-        raise HostError(host.name, UNREACHABLE, str(error) or type(error).__name__) from None
+        what = str(error) or type(error).__name__
+        advice = "if many log in there at the same time, raise MaxStartups in sshd_config" if _DROPPED in what else ""
+        raise HostError(host.name, UNREACHABLE, what, advice) from None
 
 
 def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds: float) -> Answer:
     """Run a shell line. Both directions are served in turn, because neither end may wait for the other to read.
 
-    Raises TimeoutError: it takes longer than `seconds`.
+    Raises TimeoutError: it takes longer than `seconds`. Raises EOFError: no exit code came.
     """
     import paramiko
 
@@ -580,6 +620,8 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
             idle = False
         if channel.exit_status_ready() and (channel.eof_received or channel.closed) and idle:
             code = channel.recv_exit_status()
+            if code < 0:  # paramiko's value for no exit code, which must not pass for an answer of the command
+                raise EOFError("the connection broke while a command ran there, or a signal ended the command")
             return Answer(code, output.decode(errors="replace"), errors.decode(errors="replace"))
         now = time.monotonic()
         if now > end:

@@ -30,8 +30,6 @@ _LEAST_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _PAUSE_SHARE = 4.0
 """After a look the copier waits at least so many times as long as the look and the copy took."""
-_LAST_COPY_SECONDS = 120.0
-"""Time limit of the copy at the end of an interrupted run. The checkpoint stays on its host as well."""
 _CHECK_SECONDS = 600.0
 _MOST_FAILURES = 3
 """After so many failed copies in a row the user is told."""
@@ -114,7 +112,7 @@ class CheckpointCopier:
         """Return the step that stores what the head host has and this machine has not."""
         have = [str(path.relative_to(self._root)) for path in self._list_copies()]
         send = ("sh", "-c", _SEND_CHECKPOINTS, "send_checkpoints", f"{self._work}/{CHECKPOINTS}", *have)
-        command = (*module_command(sys.executable, "cpuft.launch.results"), "merge", str(self._root))
+        command = (*module_command(sys.executable, "cpuft.launch.results"), str(self._root))
         head = self._cluster.head
         return Step(f"copy the newest checkpoint from {head}", (*command, *self._cluster.command_on(head, send)))
 
@@ -159,13 +157,17 @@ class CheckpointCopier:
             pause = self._every if self._failures else max(self._every, _PAUSE_SHARE * (time.monotonic() - begun))
 
     def copy_last(self) -> None:
-        """Copy the newest checkpoint now, for at most two minutes. Must be called in the main thread.
+        """Copy the newest checkpoint now, however long it takes while bytes arrive. Must be called in the main thread.
 
-        Raises Interrupted: a signal came.
+        Raises Interrupted: a signal came. The checkpoint stays on its host as well.
         """
-        with suppress(TimeoutError):
-            (answer,) = execute.run_stage([self.plan_copy()], os.environ, _LAST_COPY_SECONDS)
-            self._note_end(answer.exit_code, answer.output, is_over=False)
+        step = self.plan_copy()
+
+        def say_waiting(_: list[int], passed: float) -> None:
+            self._say(f"cpuft: {step.why}: not finished after {passed:.0f} s")
+
+        (answer,) = execute.run_stage([step], os.environ, 0.0, say_waiting)
+        self._note_end(answer.exit_code, answer.output, is_over=False)
 
     def _note_end(self, code: int, output: str, is_over: bool) -> None:
         if not code:

@@ -9,6 +9,7 @@ from cpuft.config import CompareConfig, LaunchConfig, TrainConfig, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.launch.inputs import gather_missing, pack_training
+from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
 from cpuft.launch.progress import show_progress
 from cpuft.launch.remote import run_attempt
@@ -192,10 +193,11 @@ def run_comparison(planned: Sequence[PlannedRun], progress: str, time_limit: flo
 
     Raises CpuftError: what `run_attempt` raises.
     """
-    for run in planned:
-        say(f"{run.label}:")
-        with show_progress(progress):
-            code = run_attempt(run.plan, run.run_dir, run.cluster, time_limit, say)
-        if code:
-            break
+    with renew_leases(planned[0].cluster.access, say):
+        for run in planned:
+            say(f"{run.label}:")
+            with show_progress(progress):
+                code = run_attempt(run.plan, run.run_dir, run.cluster, time_limit, say)
+            if code:
+                break
     return code, run

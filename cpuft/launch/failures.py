@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import signal
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ _DIFFERENT_SIZES = re.compile(
     r"Received data size doesn't match expected size|Truncation error\(-265\)|MPI_ERR_TRUNCATE|Message truncated"
 )
 """What gloo, oneCCL and MPI print when ranks pass different sizes to an operation."""
+_NOTHING = "(it printed nothing)"
 _COMM_ERROR = "cpuft comm: rank "
 """Start of the line with which cpuft.comm reports a collective that did not finish."""
 _LOST_PEER = (
@@ -232,7 +234,9 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
             return f"cpuft: {what}"
         summary = f"\ncpuft: {what}. Last lines of rank {first.rank}"
     output = _last_lines(text)
-    shown = [] if not (failures or output) and absent else [f"{summary}:", output or "(it printed nothing)"]
+    was_killed = failures and _is_signal(failures[0].code)
+    nothing = "(no output: the signal ended the rank before it could report an error)" if was_killed else _NOTHING
+    shown = [] if not (failures or output) and absent else [f"{summary}:", output or nothing]
     return "\n".join([*shown, *(f"cpuft: {line}" for line in absent or [blame] if line)])
 
 
@@ -285,7 +289,11 @@ def explain_exit(code: int, text: str = "") -> tuple[str, str]:
         return "killed by signal 9", ""
     if code in _SIGNAL_CAUSES:
         return _SIGNAL_CAUSES[code]
-    return f"killed by signal {code - 128}" if code > 128 else f"exit code {code}", ""
+    return f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}", ""
+
+
+def _is_signal(code: int) -> bool:
+    return 128 < code <= 128 + signal.SIGRTMAX  # a program may end itself with a code above, such as 255
 
 
 def _last_error(text: str) -> str:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import re
 import secrets
 import shlex
+import stat
 import sys
 import threading
 from collections.abc import Collection, Iterator, Mapping
@@ -15,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.argv import module_command
+from cpuft.argv import make_shell_line, module_command
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import (
@@ -25,6 +27,7 @@ from cpuft.files import (
     check_private_folder,
     hash_file,
     hash_text,
+    list_tree,
     make_private_folder,
     split_paths,
     write_text,
@@ -35,7 +38,7 @@ from cpuft.hosts.registry import state_root
 from cpuft.hosts.ssh_config import COMMAND_OPTIONS
 from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.mpirun import KEY
-from cpuft.launch.relay import Receiver, RelayOrder
+from cpuft.launch.relay import BUNDLES, Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
 from cpuft.launch.settings import unexportable_names
 from cpuft.plan import RunPlan, Setting, Stages, Step
@@ -46,8 +49,11 @@ _SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -ch
 """Shell program that sends files as a tar archive to a command. Links are followed, because their targets are not on
 the hosts; the cache of the Hugging Face hub consists of links."""
 _HERE = Path(__file__)
-_RECEIVE_BUNDLE = f"set -e\n{PRIVATE}{REMOVE}" + _HERE.with_name("receive_bundle.sh").read_text(encoding="utf-8")
-_FIND_MISSING = PRIVATE + _HERE.with_name("find_missing.sh").read_text(encoding="utf-8")
+_RECEIVE_BUNDLE = f"set -e\n{PRIVATE}{REMOVE}{BUNDLES}" + _HERE.with_name("receive_bundle.sh").read_text(
+    encoding="utf-8"
+)
+_FIND_MISSING = PRIVATE + BUNDLES + _HERE.with_name("find_missing.sh").read_text(encoding="utf-8")
+_KEEP_BUNDLES = f'{REMOVE}{BUNDLES}[ ! -d "$1" ] || keep_bundles "$@"'
 _SECRET_FILES = PRIVATE + REMOVE + _HERE.with_name("secret_files.sh").read_text(encoding="utf-8")
 _REFRESH_SECONDS = 200.0
 """How often this machine tells the hosts that secret files are still needed. Otherwise they remove them in 10 min."""
@@ -57,8 +63,8 @@ _RELAY_HOSTS = 3
 """Fewest hosts that get a bundle as a tree."""
 _RELAY_COPIES = 8
 """Fewest hosts that get the prepared examples as a tree. Their size is not known when the run is planned."""
-_ALLOWED_PATHS = ".named"
-"""Folder beside the registry of clusters. It lists for each run the files that the user named when it was started."""
+_NOTES = ".named"
+"""Folder beside the registry of clusters. It has a note of what the user named when each run was started."""
 _MODEL = "model"
 """Folder of the trained model in the folder of a run."""
 TRAINING_INPUTS = (
@@ -102,35 +108,49 @@ def list_input_paths(train: TrainConfig, options: Collection[str] = TRAINING_INP
     return {str(path) for name in names if name and (path := Path(name).absolute()).exists()}
 
 
-def save_allowed_paths(run_dir: str, paths: Collection[str], environ: Mapping[str, str]) -> None:
-    """Note on this machine which local files the user named for a run, so that `--resume` may send them again.
+@dataclass(frozen=True)
+class LaunchNote:
+    """What the user named when a run was started, and `--resume` uses again."""
+
+    paths: tuple[str, ...] = ()
+    """Absolute paths of local files and folders that may be sent to hosts."""
+    cluster: str = ""
+    """The run's --cluster."""
+    hostfile: str = ""
+    """Absolute path of its --hostfile."""
+    ssh_config: str = ""
+    """Absolute path of its --ssh-config."""
+
+
+def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> None:
+    """Note on this machine what the user named for a run.
 
     The note is beside the registry of clusters ($CPUFT_STATE), not in the run folder, whose content comes from a host.
-    Empty `paths` remove it. If it cannot be written, nothing is raised, and the user has to name the files again.
+    An empty one is removed. If it cannot be written, nothing is raised, and the user has to name all of it again.
     """
     with suppress(CpuftError, OSError):
-        path = _allowed_paths_file(run_dir, environ)
-        if paths:
+        path = _note_file(run_dir, environ)
+        if note != LaunchNote():
             make_private_folder(path.parent, "set CPUFT_STATE to a folder of your own")
-            write_text(path, json.dumps(sorted(paths)))
+            write_text(path, json.dumps(dataclasses.asdict(note)))
         else:
             path.unlink(missing_ok=True)
 
 
-def load_allowed_paths(run_dir: str, environ: Mapping[str, str]) -> set[str]:
-    """Return the absolute paths that `save_allowed_paths` noted for a run.
+def load_note(run_dir: str, environ: Mapping[str, str]) -> LaunchNote:
+    """Return what `save_note` noted for a run.
 
     Empty for a run that was started elsewhere, and if the note cannot be read or others may have written to its folder.
     """
     with suppress(CpuftError, OSError, ValueError):
-        path = _allowed_paths_file(run_dir, environ)
+        path = _note_file(run_dir, environ)
         check_private_folder(path.parent)
-        return set(load(list[str], parse_json(path.read_text(encoding="utf-8"))))
-    return set()
+        return load(LaunchNote, parse_json(path.read_text(encoding="utf-8")))
+    return LaunchNote()
 
 
-def _allowed_paths_file(run_dir: str, environ: Mapping[str, str]) -> Path:
-    return state_root(environ) / _ALLOWED_PATHS / f"{hash_text(run_dir, 24)}.json"
+def _note_file(run_dir: str, environ: Mapping[str, str]) -> Path:
+    return state_root(environ) / _NOTES / f"{hash_text(run_dir, 24)}.json"
 
 
 def pack_training(
@@ -249,11 +269,14 @@ def _split_option(argument: str) -> tuple[str, str]:
 def _find_modules(script: Path) -> tuple[Path, ...]:
     """Return the script, and the modules and packages that it may import from its own folder."""
     packages = {path.parent for path in script.parent.glob("*/__init__.py")}
-    return tuple(sorted({script, *script.parent.glob("*.py")} | packages))
+    # Emacs marks a file that is edited by a link to nowhere, .#train.py.
+    modules = {path for path in script.parent.glob("*.py") if path.exists()}
+    return tuple(sorted({script} | modules | packages))
 
 
 def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
-    """Return the bundle of these files and folders, which must lie in one folder. Compiled modules are left out.
+    """Return the bundle of these files and folders, which must lie in one folder. Compiled modules are left out, and
+    links are followed.
 
     Its folder on the hosts is INPUTS/CHECKSUM; the checksum (24 hexadecimal digits) depends on the names, contents and
     executable bits of the files, which are all read.
@@ -262,25 +285,19 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
     ----------
     inputs: the hosts' folder for all bundles.
 
-    Raises OSError: a file cannot be read.
+    Raises OSError: a file cannot be read. Raises CpuftError: a link leads to nothing, or to a folder that contains it.
     """
-    files = list(_list_files(sources))
-    entries = [f"{name}\0{path.stat().st_mode & 0o111}\0{hash_file(path)}" for path, name in files]
-    nbytes = sum(path.stat().st_size for path, _ in files)
+    found = [(path, name, path.stat()) for source in sources for path, name in list_tree(source, source.name)]
+    entries = [
+        f"{name}\0{state.st_mode & 0o111}\0{hash_file(path)}" if stat.S_ISREG(state.st_mode) else f"{name}/"
+        for path, name, state in found
+    ]
+    nbytes = sum(state.st_size for _, _, state in found if stat.S_ISREG(state.st_mode))
     return Bundle(sources, f"{inputs}/{hash_text(chr(0).join(entries), 24)}", nbytes)
 
 
-def _list_files(sources: tuple[Path, ...]) -> Iterator[tuple[Path, str]]:
-    """Yield every file of a bundle and its name there, except compiled Python modules."""
-    for source in sources:
-        found = [source] if source.is_file() else sorted(path for path in source.rglob("*") if path.is_file())
-        for path in found:
-            if "__pycache__" not in path.parts:
-                yield path, str(path.relative_to(source.parent))
-
-
 def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:
-    """Ask all hosts at once which bundles they do not have. Changes nothing there.
+    """Ask all hosts at once of which bundles they do not have all files. Changes nothing there.
 
     Returns
     -------
@@ -299,6 +316,15 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
         return set(answer.output.split())
 
     return dict(zip((host.name for host in hosts), map_hosts(ask, hosts if bundles else [])))
+
+
+def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
+    """Note on the hosts that the bundles of a plan are used now, and remove those that no run has used for 30 days."""
+    used = sorted({*re.findall(rf"{re.escape(cluster.inputs)}/[0-9a-f]{{24}}", str(plan))})
+    command = ("sh", "-c", _KEEP_BUNDLES, "keep_bundles", cluster.inputs, *used)
+    hosts = [assignment.host for assignment in cluster.assignments]
+    # A host that does not answer is reported by the first step that needs it.
+    try_hosts(lambda host: cluster.access.transport.run(host, command), hosts if cluster.has_own_disks else [])
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
@@ -373,18 +399,18 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
     have: names of hosts that have the file already.
     """
     script = f'folder=$1; shift; tar -C "$folder" -cf - {PREPARED_DATA} | ssh {shlex.join(COMMAND_OPTIONS)} "$@"'
-    folder = shlex.quote(work)
     receive = (
-        f"{PRIVATE}private {cluster.folder} && mkdir -p {folder} && part=$(mktemp -d {folder}.XXXXXX) && "
-        f'tar -C "$part" -xf - && mv "$part/{PREPARED_DATA}" {folder} && rmdir "$part"'
+        f'{PRIVATE}private "$1" && mkdir -p "$2" && part=$(mktemp -d "$2.XXXXXX") && '
+        f'tar -C "$part" -xf - && mv "$part/{PREPARED_DATA}" "$2" && rmdir "$part"'
     )
+    receive = make_shell_line(("sh", "-c", receive, "receive", cluster.folder, work))
     options = cluster.access.mpirun_options
     send = ("bash", "-o", "pipefail", "-c", script, "copy_data", work, *options)
     names = [assignment.host.name for assignment in cluster.assignments[1:] if assignment.host.name not in have]
     if not names or not cluster.has_own_disks:
         return ()
     if len(names) >= _RELAY_COPIES:
-        ssh, start = ("ssh", *COMMAND_OPTIONS, *options), f"exec {shlex.join(_receive_command(cluster))}"
+        ssh, start = ("ssh", *COMMAND_OPTIONS, *options), make_shell_line(_receive_command(cluster))
         addresses = cluster.addresses
         receivers = tuple(Receiver(name, addresses.get(name, ""), (*ssh, name, start)) for name in names)
         file = f"{work}/{PREPARED_DATA}"

@@ -143,6 +143,8 @@ def mpirun_settings(
     as_root: whether cpuft runs as root, which only Open MPI has to be told.
     bootstrap: "slurm" if srun starts mpirun's proxies on the hosts, "" for ssh.
     hosts: number of hosts that have ranks.
+
+    Raises CpuftError: a path in `ssh_options` contains white space, at which all mpiruns split these options.
     """
     names = {
         "intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
@@ -157,6 +159,11 @@ def mpirun_settings(
             Setting("SLURM_CPU_BIND", "none", "ranks are pinned by the plan"),
         )
     if ssh_options:
+        if hosts > 1 and any(len(word.split()) != 1 for word in ssh_options):
+            raise CpuftError(
+                f"ssh's configuration {ssh_options[-1]!r} contains white space, which mpirun cannot pass to ssh: give "
+                "--ssh-config a path without it, such as that of a symbolic link to the file"
+            )
         settings += (
             Setting(names[mpi.name], " ".join(ssh_options), "options with which mpirun's ssh reaches the other hosts"),
         )

@@ -6,7 +6,6 @@ import atexit
 import itertools
 import json
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -33,8 +32,8 @@ from cpuft.config import (
 from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE, REMOVE
 from cpuft.hardware import choose_precision, effective_flags
-from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.topology import Interface, RankCores, choose_comm_cores, choose_interface, plan_placement
+from cpuft.hosts.cluster import HOST_FOLDER, Cluster
+from cpuft.hosts.topology import Interface, RankCores, choose_comm_cores, choose_interface, plan_placement, spread_cores
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
 from cpuft.launch.active_runs import lock_run
@@ -52,7 +51,6 @@ from cpuft.launch.inputs import (
 from cpuft.launch.results import plan_partial_cleanup, plan_results
 from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun
 from cpuft.launch.settings import script_settings
-from cpuft.launch.supervise import LEASE_RENEWAL_SECONDS
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
 from cpuft.rank.interruption import NOTICE_VARIABLE
@@ -194,9 +192,9 @@ def add_transfers(
 ) -> RunPlan:
     """Return the plan with what is sent to the hosts, what is fetched, and what is removed from the hosts.
 
-    The result has new `inputs`, `prepare`, `results`, `partial_cleanup` and `command_prefixes`; everything else is
-    taken from `plan`. Nothing is prepared again if the head host is among `prepared_hosts`; the prepared examples are
-    then only copied to the other hosts that do not have them.
+    The result has new `claim`, `inputs`, `prepare`, `results`, `partial_cleanup` and `command_prefixes`; everything
+    else is taken from `plan`. Nothing is prepared again if the head host is among `prepared_hosts`; the prepared
+    examples are then only copied to the other hosts that do not have them.
 
     Parameters
     ----------
@@ -210,17 +208,18 @@ def add_transfers(
     """
     work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
     copies = plan_data_copies(cluster, work, prepared_hosts) if plan.prepare else ()
-    merges = plan.resumed or plan.copy_seconds > 0  # copies of checkpoints are in the run folder before its results
     others = {
         copy.host.name: cluster.access.transport.command_prefix(copy.host)
         for copy in host_copies
         if copy.exists and cluster.works_remotely
     }
+    claims = cluster.works_remotely and plan.make
     return replace(
         plan,
+        claim=((_plan_claim(run_dir, work.removeprefix(f"{cluster.folder}/"), plan.resumed),),) if claims else (),
         inputs=plan_sending(bundles, missing, cluster),
         prepare=(*(() if cluster.head in prepared_hosts else plan.prepare), *copies),
-        results=plan_results(cluster, work, run_dir, merges, sorted(others.keys() - used)),
+        results=plan_results(cluster, work, run_dir, sorted(others.keys() - used)),
         partial_cleanup=plan_partial_cleanup(cluster, work) if cluster.works_remotely else (),
         command_prefixes=others | plan.command_prefixes,
     )
@@ -271,7 +270,7 @@ def plan_training(
     prepared = f"{run_dir}/{PREPARED_DATA}"
     worker = WorkerConfig(run_dir, prepared, progress, independent, cluster.facts[0].cpu_quota)
     # Until the launcher has fetched the results, the checkpoints on a second host are the only other copy.
-    worker = replace(worker, keep_checkpoints=cluster.works_remotely)
+    worker = replace(worker, keep_checkpoints=cluster.works_remotely, simulated=cluster.is_simulated)
     if resumed:
         worker = replace(worker, recorded_updates=resumed.updates, global_batch=resumed.global_batch)
         worker = replace(worker, stopped_at=resumed.stopped_at, restart_reason=resumed.restart_reason)
@@ -595,16 +594,14 @@ def plan_launch(
         (*own, *_settings_on_hosts(cluster)),
         cluster.head,
     )
-    if renewal := tuple(shlex.split(cluster.access.renewal)):
-        every = f"every {LEASE_RENEWAL_SECONDS:.0f} s"
-        notes += (f"while ranks run, this command renews the lease of each host {every}: {shlex.join(renewal)}",)
+    if renewal := cluster.access.renewal:
+        notes += (f"until the launch ends, this command renews the lease of each host every 300 s: {renewal}",)
     return RunPlan(
         make=((_plan_run_folder(cluster, run_dir, resumed),),),
         ranks=((start,),),
         notes=_plan_notes(cluster, shared, per_host, notes),
         command_prefixes=cluster.command_prefixes,
         resumed=bool(resumed),
-        renewal=renewal,
     )
 
 
@@ -630,6 +627,14 @@ def _plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None)
     script += 'mkdir -p "$0" && ' + (_REUSE_FOLDER if resumed else _MAKE_FOLDER)
     command = ("sh", "-c", script, os.path.dirname(run_dir), run_dir)
     return Step("make the run folder", command, host=cluster.head)
+
+
+def _plan_claim(run_dir: str, host_folder: str, is_resumed: bool) -> Step:
+    """Return the step that makes the run folder on this machine, and notes there the run's folder on its hosts."""
+    make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}" && mkdir "$1"'
+    script = f'{make} && {{ [ -e "$2" ] || {{ printf "%s\\n" "$3" >"$2.new" && mv "$2.new" "$2"; }}; }}'
+    words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{HOST_FOLDER}", host_folder)
+    return Step("make the run folder on this machine", words)
 
 
 def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
@@ -701,8 +706,8 @@ def plan_placements(
     comm_cores, reason = choose_comm_cores(per_rank, config.np, backend)
     if config.comm_cores >= 0:
         comm_cores, reason = config.comm_cores, "as you set with --comm-cores"
-    placements = tuple(plan_placement(f.cores, a.ranks, comm_cores) for a, f in zip(cluster.assignments, cluster.facts))
-    return placements, reason
+    hosts = zip(cluster.assignments, spread_cores(cluster.facts))
+    return tuple(plan_placement(cores, one.ranks, comm_cores) for one, cores in hosts), reason
 
 
 def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:

@@ -37,6 +37,8 @@ from cpuft.files import make_private_folder
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
+BUNDLES = Path(__file__).with_name("bundles.sh").read_text(encoding="utf-8")
+"""Shell functions for bundles of files on a host: `has_bundle`, `store_bundle` and `keep_bundles`."""
 FAN_OUT = 2
 """To how many hosts a host sends. Its link carries that many copies. In a chain it would carry one, but a host that is
 lost keeps the files from all hosts after it."""
@@ -54,6 +56,7 @@ _STALLED_SECONDS = 60
 """A host is lost if it has taken no data for so long, for example because its disk does not answer."""
 _BACKLOG = 64
 """Connections that wait to be accepted: more than a host serves, so that strangers do not keep others away."""
+_STORE_SECONDS = 600.0
 _BLOCK = 1 << 18
 _LENGTH = struct.Struct(">I")
 """Length of the block that follows. A length of 0 is the end: without it, a host does not store what it has got."""
@@ -419,18 +422,15 @@ def _store(order: RelayOrder, blocks: Iterator[bytes]) -> None:
         if order.is_file:
             (part / destination.name).replace(destination)
         else:
-            _rename_folder(part, destination)
+            store = f'set -e\n{BUNDLES}store_bundle "$@"'
+            answer = execute.run_command(("sh", "-c", store, "store", str(part), str(destination)), _STORE_SECONDS)
+            if answer.exit_code:
+                raise CpuftError(
+                    f"{destination} could not be stored ({answer.text.strip()[-200:]}): check the disk there"
+                )
     finally:
         shutil.rmtree(part, ignore_errors=True)
-
-
-def _rename_folder(part: Path, destination: Path) -> None:
-    """Give a folder its name, unless another launch has stored the same files under this name meanwhile."""
-    try:
-        part.rename(destination)
-    except OSError:
-        if not destination.is_dir():
-            raise
+        Path(f"{part}.files").unlink(missing_ok=True)
 
 
 def _exit_at_signal(signal_number: int, frame: object) -> NoReturn:

@@ -26,9 +26,15 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
 from cpuft.launch.checkpoint_copies import CheckpointCopier
-from cpuft.launch.inputs import secrets_on_hosts
-from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
-from cpuft.launch.resume import find_newest_checkpoint
+from cpuft.launch.inputs import keep_bundles, secrets_on_hosts
+from cpuft.launch.results import (
+    EXIT_CODE,
+    HeadHostLostError,
+    fetch_and_clean_up,
+    read_exit_code,
+    remove_all_but_checkpoints,
+)
+from cpuft.launch.resume import find_newest_checkpoint, remove_empty_run
 from cpuft.launch.supervise import StopRequest, run_on_this_machine
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.process import end_with_parent
@@ -36,10 +42,7 @@ from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import protect_streams
 
-_EXIT_CODE = "exit-code"
-"""File beside the ranks' logs with the supervisor's exit code, if it came to its end."""
 _MAKE_SECONDS = 60.0
-_SEND_SECONDS = 1800.0
 Say = Callable[[str], None]
 
 
@@ -94,7 +97,8 @@ def run_attempt(
     be sent; with this machine as the head host also if the options or data were rejected, the time limit passed, or the
     disk is full.
     Raises HeadHostLostError: another head host, or the connection to it, was lost.
-    Raises NotStoredError: this machine could not store the results, which stay on the hosts.
+    Raises NotStoredError: the results could not be stored here or, of a finished run, not be fetched. The hosts keep
+        them.
     Raises RuntimeError: the preparation on this machine failed in another way; the message is its output.
     """
     work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
@@ -103,12 +107,13 @@ def run_attempt(
     )
     try:
         with secrets_on_hosts(plan, cluster, work, environ), register_run(run_dir, cluster):
+            keep_bundles(plan, cluster)
             if cluster.works_remotely:
                 return run_on_head_host(plan, run_dir, cluster, environ, time_limit, say, request)
             return run_on_this_machine(plan, run_dir, cluster.rank_hosts, environ, time_limit, transport, request)
     except Interrupted as stopped:
         what = "nothing had started"
-        if Path(run_dir).exists():
+        if Path(run_dir, "logs").exists():
             has_record = Path(run_dir, FILE_NAME).exists()
             what = f"the record is in {run_dir}" if has_record else f"nothing was recorded yet; logs are in {run_dir}"
         say(f"cpuft: stopped by {stopped}: all ranks have ended, and {what}")
@@ -143,24 +148,30 @@ def run_on_head_host(
     stop_request: asks the ranks to save a checkpoint first; None: every signal ends them at once.
 
     Raises CpuftError: the run folder cannot be made, or input files cannot be sent. A new run is then removed from the
-    hosts.
+    hosts and from this machine.
     Raises HeadHostLostError: the head host or the connection to it was lost; the error says where results remain.
-    Raises NotStoredError: this machine could not store the results, and nothing is removed from the hosts.
+    Raises NotStoredError: the results could not be stored here or, of a finished run, not be fetched. The hosts keep
+        them.
     Raises Interrupted: a signal came. What the ranks recorded until then has been fetched.
     """
     config = cluster.access.config_there or cluster.access.transport.config
     order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), cluster.rank_hosts, time_limit, config)
 
-    def run_part(name: str, seconds: float, say: Say = lambda line: None) -> None:
-        execute.run_stages(plan.select(name), environ, seconds, say, "check the hosts with cpuft doctor")
+    def run_part(
+        name: str, seconds: float, say: Say = lambda line: None, advice: str = "check the hosts with cpuft doctor"
+    ) -> None:
+        execute.run_stages(plan.select(name), environ, seconds, say, advice)
 
+    run_part("claim", _MAKE_SECONDS, advice="give a new folder with --run-dir")
+    Path(run_dir, "logs", EXIT_CODE).unlink(missing_ok=True)  # of an earlier attempt
     try:
-        run_part("make", _MAKE_SECONDS)
         try:
-            run_part("inputs", _SEND_SECONDS, say)
+            run_part("make", _MAKE_SECONDS)
+            run_part("inputs", 0.0, say)
         except CpuftError:
             if not plan.resumed:  # otherwise the new folder would refuse the same launch when it is tried again
                 remove_all_but_checkpoints(plan, run_dir, environ, cluster.access.transport.unresponsive)
+                remove_empty_run(run_dir)
             raise
         step = plan.full_plan.as_local(plan_supervision(order, cluster))
         copier = CheckpointCopier(cluster, run_dir, plan.copy_seconds, say)
@@ -173,14 +184,17 @@ def run_on_head_host(
             copier.copy_last()  # the head host may be taken away soon
     except Interrupted:
         fetch_and_clean_up(replace(plan, keep_host_copies=False), run_dir, cluster, environ, False, say)
+        if not plan.resumed:
+            remove_empty_run(run_dir)
         raise
     if code == execute.SSH_FAILED:
         cluster.access.transport.find_unresponsive([assignment.host.name for assignment in cluster.assignments])
-    fetch_and_clean_up(plan, run_dir, cluster, environ, not code, say)
+    if fetch_and_clean_up(plan, run_dir, cluster, environ, not code, say):
+        return 0
     if code not in (0, RESUMABLE) and stop_request and stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
     # A killed rank also makes the exit code larger than 128, but then the supervisor has written it.
-    if code == execute.SSH_FAILED or (code > 128 and not Path(run_dir, "logs", _EXIT_CODE).exists()):
+    if code == execute.SSH_FAILED or (code > 128 and not read_exit_code(run_dir)):
         raise HeadHostLostError(
             f"the connection to the head host {cluster.head} was lost: check the host with cpuft doctor"
         )
@@ -217,7 +231,7 @@ def main() -> None:
     # ssh itself exits with 255 if it fails, and mpirun passes on that code of its own ssh.
     code = min(code, execute.SSH_FAILED - 1)
     with contextlib.suppress(OSError):
-        Path(order.run_dir, "logs", _EXIT_CODE).write_text(f"{code}\n", encoding="utf-8")
+        Path(order.run_dir, "logs", EXIT_CODE).write_text(f"{code}\n", encoding="utf-8")
     sys.exit(code)
 
 

@@ -10,7 +10,8 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -31,6 +32,7 @@ from cpuft.launch.results import (
     remove_all_but_checkpoints,
 )
 from cpuft.launch.resume import (
+    HostCopy,
     ResumedRun,
     check_newest_checkpoint,
     find_newest_checkpoint,
@@ -83,6 +85,10 @@ class AttemptResult:
     """Why a connection to a host failed before the ranks started, although the host answers."""
     hosts: tuple[str, ...] = ()
     """The name of each rank's host, indexed by rank."""
+
+
+class _HasFinishedError(CpuftError):
+    """The run that was to be restarted has finished on its head host."""
 
 
 @dataclass(frozen=True)
@@ -278,9 +284,10 @@ def run_with_restarts(
     """Run a job until it succeeds or another attempt would not help; return the exit code of the last attempt.
 
     Returns 0 also if the last attempt lost the connection to a head host on which the run had finished, and its results
-    could be fetched. Returns 128 + N if signal N had asked the ranks to end and the head host was lost then. Before
-    each restart, `say` gets a line that announces it. After the last attempt has failed, ranks that are left are
-    killed, the run is removed from its hosts except its checkpoints, and an empty run folder is removed here.
+    could be fetched: a run that is known to have finished is never started again. Returns 128 + N if signal N had asked
+    the ranks to end and the head host was lost then. Before each restart, `say` gets a line that announces it. After
+    the last attempt has failed, ranks that are left are killed, the run is removed from its hosts except its
+    checkpoints, and an empty run folder is removed here.
 
     Parameters
     ----------
@@ -291,8 +298,10 @@ def run_with_restarts(
 
     Raises CpuftError: --min-np is more than --np; an attempt raised an error that no restart can mend; the time limit
     is over; or the last attempt raised an error, such as HeadHostLostError, and no signal had asked the ranks to end.
-    Raises NotStoredError: this machine could not store the results, and nothing was removed from the hosts.
+    Raises NotStoredError: the results could not be stored here or, of a finished run, not be fetched. The hosts keep
+        them.
     """
+    is_new = not plan.resumed
     policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
     while True:
         try:
@@ -322,6 +331,10 @@ def run_with_restarts(
             with cluster.access.transport.keep_sessions():
                 plan_next = partial(plan_next_attempt, launch, history, plan, cluster, tried, reason)
                 plan, cluster, update = retry_connections(plan_next)
+        except _HasFinishedError:
+            fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
+            clean_up_lost_hosts(history, cluster, launch.run_dir, say)
+            return 0
         except CpuftError as error:
             reason = f"{reason}, and {error}"
             break
@@ -335,7 +348,8 @@ def run_with_restarts(
     if policy.restarts or tried.made_run_folder:
         without = {tried.unfetched_from, *cluster.access.transport.unresponsive}
         remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, without, say)
-    remove_empty_run(launch.run_dir)
+    if is_new and not tried.unfetched_from:
+        remove_empty_run(launch.run_dir)
     if tried.error and stop_signals:
         say(f"cpuft: {tried.error}")
         return 128 + stop_signals[0]
@@ -483,7 +497,9 @@ def plan_next_attempt(
     clean_up_left_out_hosts(launch, plan, last, remaining)
     job = replace(job, config=replace(job.config, np=np))
     cluster = gather_cluster(job.config, remaining, last.access, last.works_remotely)
-    copies = gather_host_copies(remaining, cluster.access, run_dir)[0] if cluster.works_remotely else ()
+    copies = _ask_hosts(remaining, cluster, run_dir, history.used_hosts.keys()) if cluster.works_remotely else ()
+    if any(copy.is_finished and not copy.is_active for copy in copies):
+        raise _HasFinishedError("the run has finished, and its head host answers again")
     updates, fetched_from = (
         (-1, "") if tried.unfetched_from else (tried.result.update, last.head if last.works_remotely else "")
     )
@@ -498,6 +514,14 @@ def plan_next_attempt(
     resumed = complete_resumed_run(launch.job, resumed)
     check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_checkpoint(run_dir, copies)
+
+
+def _ask_hosts(hosts: Sequence[Host], cluster: Cluster, run_dir: str, owners: Set[str]) -> tuple[HostCopy, ...]:
+    """Return what hosts have of the run. Raises CpuftError: one of `owners`, which have files of it, does not say."""
+    copies, errors = gather_host_copies(hosts, cluster.access, run_dir)
+    if owners & {host.name for host in hosts} - {copy.host.name for copy in copies}:
+        raise errors[0]
+    return copies
 
 
 def choose_hosts(
@@ -522,7 +546,7 @@ def choose_hosts(
     """
     left = tuple(host for host in hosts if host.name not in excluded)
     most = max(first_ranks.values())
-    slots = [first_ranks.get(host.name) or min(most, host.slots or most) for host in left]
+    slots = [first_ranks.get(host.name) or min(most, host.slots or host.max_slots or most) for host in left]
     return left, min(np, sum(slots))
 
 
@@ -561,21 +585,19 @@ def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say)
     """Fetch the run if it had finished on the head host and only the connection was lost.
 
     Returns True if the run was fetched, and then it is also removed from the hosts. False if the ranks work on this
-    machine, the head host does not answer, the run has not finished there, or the head host is lost again.
+    machine, the head host does not answer, or the run has not finished there.
 
-    Raises NotStoredError: this machine could not store the results.
+    Raises NotStoredError: the results of the finished run could not be fetched or stored.
     """
     head_host = [one.host for one in cluster.assignments if one.host.name == cluster.head]
     if not cluster.works_remotely or cluster.access.transport.find_unresponsive([cluster.head]):
         return False
-    copies, _ = gather_host_copies(head_host, cluster.access, launch.run_dir)
+    copies: Sequence[HostCopy] = ()
+    with suppress(CpuftError):
+        copies = retry_connections(partial(_ask_hosts, head_host, cluster, launch.run_dir, {cluster.head}))
     if not any(copy.is_finished for copy in copies):
         return False
-    try:
-        fetch_and_clean_up(plan, launch.run_dir, cluster, os.environ, True, say)
-    except HeadHostLostError:
-        return False
-    return True
+    return fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
 
 
 def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, say: Say) -> None:

@@ -1,24 +1,26 @@
 """Bring the results of a run back from its hosts, and remove the run there.
 
-`python -m cpuft.launch.results new|merge RUN_DIR COMMAND...` runs COMMAND, which writes a tar archive of the run's
-folder to its standard output, and stores the archive as RUN_DIR. The archive comes from another machine, so nothing in
-it is trusted: only plain files and folders are stored, and they are unpacked in a new folder, which no earlier fetch
-could have prepared.
+`python -m cpuft.launch.results RUN_DIR COMMAND...` runs COMMAND, which writes a tar archive of the run's folder to its
+standard output, and merges the archive into RUN_DIR. The archive comes from another machine, so nothing in it is
+trusted: only plain files and folders are stored, and they are unpacked in a new folder, which no earlier fetch could
+have prepared.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import re
+import select
+import shlex
 import shutil
 import signal
 import stat
 import sys
 import tarfile
 import tempfile
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import IO, cast
@@ -27,21 +29,23 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
-from cpuft.hosts.cluster import Cluster
+from cpuft.hosts.cluster import HOST_FOLDER, Cluster
 from cpuft.launch.resume import CHECKPOINT_HOSTS, CHECKPOINTS, read_lost_hosts
 from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
-NEW, MERGE = "new", "merge"
-"""First argument of `python -m cpuft.launch.results`. "new": RUN_DIR must not exist yet. "merge": RUN_DIR may have
-files of an earlier attempt, which are replaced one by one."""
+EXIT_CODE = "exit-code"
+"""File beside the ranks' logs with the supervisor's exit code, if it came to its end."""
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
 """End of a line for the user that names hosts that do not answer."""
 _SKIPPED = "only plain files and folders of a run are fetched; left out: "
 _HERE = Path(__file__)
 _SEND_RUN = _HERE.with_name("send_run.sh").read_text(encoding="utf-8")
 _REMOVE_ALL_BUT_CHECKPOINTS = REMOVE + _HERE.with_name("remove_all_but_checkpoints.sh").read_text(encoding="utf-8")
-_FETCH_SECONDS = 1800.0
+_STALLED_SECONDS = 120.0
+"""A sender is given up if no byte has come from it for so long. The whole may take as long as its link needs."""
+_FETCH_PAUSES = (2, 5, 10, 20, 40, *(60,) * 9)
+"""Seconds before each new try to fetch a run that has finished: ten minutes together."""
 _REMOVE_SECONDS = 15.0
 _PARTIAL_REMOVE_SECONDS = 60.0
 _LAST_LINES = 6
@@ -71,14 +75,15 @@ class HeadHostLostError(CpuftError):
 
 
 class NotStoredError(CpuftError):
-    """The results of a run could not be stored on this machine. The hosts keep their copy. The exit code is 74."""
+    """The results of a run could not be stored here, or not be fetched although it has finished. The hosts keep them.
+
+    No restart can mend this. The exit code is 74.
+    """
 
     exit_code = IO_ERROR
 
 
-def plan_results(
-    cluster: Cluster, work: str, run_dir: str, resumed: bool = False, former_hosts: Sequence[str] = ()
-) -> Stages:
+def plan_results(cluster: Cluster, work: str, run_dir: str, former_hosts: Sequence[str] = ()) -> Stages:
     """Plan to fetch the run folder from the head host, and then to remove the run from all hosts.
 
     The result is () if the ranks work in this machine's own folders. Otherwise it has two stages: one step that
@@ -87,16 +92,14 @@ def plan_results(
     Parameters
     ----------
     work: the run folder on the head host.
-    run_dir: the run folder on this machine.
-    resumed: whether `run_dir` may exist, because of an earlier attempt or of copies of checkpoints, and is merged with
-        what comes.
+    run_dir: the run folder on this machine, which is merged with what comes.
     former_hosts: names of further hosts that have files of the run from earlier attempts.
     """
     if not cluster.works_remotely:
         return ()
     send = cluster.command_on(cluster.head, ("sh", "-c", _SEND_RUN, "send_run", work))
     program = module_command(sys.executable, "cpuft.launch.results")
-    fetch = Step(f"fetch the run from {cluster.head}", (*program, MERGE if resumed else NEW, run_dir, *send))
+    fetch = Step(f"fetch the run from {cluster.head}", (*program, run_dir, *send))
     remove = remove_command(cluster.folder, os.path.dirname(work))
     names = [*(assignment.host.name for assignment in cluster.assignments), *former_hosts]
     return ((fetch,), tuple(Step(f"remove the run from {name}", remove, host=name) for name in names))
@@ -133,44 +136,48 @@ def write_plan(plan: RunPlan, run_dir: str) -> None:
 
 def fetch_and_clean_up(
     plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], is_finished: bool, say: Say
-) -> None:
+) -> bool:
     """Fetch the run from the head host, write `plan.sh` in the run folder, and remove the run from the hosts.
 
     Copies of checkpoints in the run folder are removed from it if the run is finished. Nothing is removed from hosts
-    that do not answer. Of a run that is not finished, the checkpoints stay on the hosts,
-    and everything stays there if `plan.keep_host_copies` is set.
+    that do not answer. Of a run that is not finished, the checkpoints stay on the hosts, and everything stays there if
+    `plan.keep_host_copies` is set. Returns whether the run is finished, which its logs say if the caller does not know.
 
     Parameters
     ----------
     plan: must have a results part, from `plan_results`.
     run_dir: the run folder on this machine.
-    is_finished: whether the run succeeded.
+    is_finished: whether the run is known to have succeeded. Fetching it is tried again for ten minutes.
     say: called with a line for the user, for example about hosts that do not answer and so keep their files.
 
-    Raises HeadHostLostError: the head host could not send the run within 30 minutes, and its files stay there.
-    Raises NotStoredError: this machine could not store the run, and nothing is removed from the hosts.
+    Raises HeadHostLostError: the head host could not send the run, which is not known to be finished, and its files
+        stay there.
+    Raises NotStoredError: this machine could not store the run, or a finished run could not be fetched; nothing is
+        removed from the hosts.
     """
     _, *cleanup = plan.results
     unreachable = cluster.access.transport.unresponsive
-    try:
-        if cluster.head in unreachable:
-            raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
-        fetch_results(plan, run_dir, cluster, environ, say)
-    except NotStoredError:
-        raise
-    except CpuftError as error:
-        if not plan.keep_host_copies:
-            remove_all_but_checkpoints(plan, run_dir, environ, {cluster.head, *unreachable}, say)
-        lost = HeadHostLostError(f"{error}; the run's record is in {cluster.work_dir(run_dir)} on {cluster.head}")
-        lost.unfetched_from = cluster.head
-        raise lost from None
+    if is_finished:
+        _fetch_finished_run(plan, run_dir, cluster, environ, say)
+    else:
+        try:
+            fetch_results(plan, run_dir, cluster, environ, say)
+        except NotStoredError:
+            raise
+        except CpuftError as error:
+            if not plan.keep_host_copies:
+                remove_all_but_checkpoints(plan, run_dir, environ, {cluster.head, *unreachable}, say)
+            lost = HeadHostLostError(f"{error}; the run's record is in {cluster.work_dir(run_dir)} on {cluster.head}")
+            lost.unfetched_from = cluster.head
+            raise lost from None
     if os.path.isdir(run_dir):
         write_plan(plan, run_dir)
-    if not is_finished:
+    # The connection to the supervisor may break when the last rank has ended.
+    if not is_finished and read_exit_code(run_dir) != "0":
         unreachable |= read_lost_hosts(run_dir)
         if not plan.keep_host_copies:
             remove_all_but_checkpoints(plan, run_dir, environ, unreachable, say)
-        return
+        return False
     Path(run_dir, CHECKPOINT_HOSTS).unlink(missing_ok=True)
     shutil.rmtree(Path(run_dir, CHECKPOINTS), ignore_errors=True)
     commands, missing = Plan(command_prefixes=plan.command_prefixes), set[str]()
@@ -185,30 +192,62 @@ def fetch_and_clean_up(
             missing |= cluster.access.transport.find_unresponsive([step.host for step in steps])
     if missing:
         say(f"cpuft: {', '.join(sorted(missing))} did not answer at the end of the run: {FILES_LEFT}")
+    return True
+
+
+def read_exit_code(run_dir: str) -> str:
+    """Return the exit code with which the supervisor of the last attempt ended, or "" if it did not come to its end."""
+    try:
+        return Path(run_dir, "logs", EXIT_CODE).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
+    """Fetch a run that has finished, and try again for a while: training it again would cost more.
+
+    Raises NotStoredError: it could not be fetched; the message says where it is and how it is fetched later.
+    """
+    name = ("--cluster", cluster.access.cluster) if cluster.access.cluster else ()
+    command = shlex.join(("cpuft", "launch", "--resume", run_dir, *name))
+    where = f"Its results are in {cluster.work_dir(run_dir)} on {cluster.head}, and {command} fetches them"
+    try:
+        for pause in (*_FETCH_PAUSES, 0):
+            try:
+                return fetch_results(plan, run_dir, cluster, environ, say)
+            except NotStoredError:
+                raise
+            except CpuftError as error:
+                if not pause:
+                    raise NotStoredError(f"the run has finished, but {error}. {where}") from None
+                say(f"cpuft: the run has finished, and its results are fetched again in {pause} s: {error}")
+            with execute.signals_raise(lambda signal_number: False):
+                time.sleep(pause)
+            cluster.access.transport.find_unresponsive([cluster.head])
+    except Interrupted as stopped:
+        say(f"cpuft: stopped by {stopped}: the run has finished. {where}")
+        sys.exit(stopped.exit_code)
 
 
 def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
-    """Fetch the run's folder from the head host into `run_dir`, and wait for it up to 30 minutes.
+    """Fetch the run's folder from the head host into `run_dir`, however long it takes while bytes arrive.
 
     When this function returns, the whole folder is on this machine's disk, so that the copies on hosts may be removed.
     They must stay if it raises. `say` gets a line every 30 s, and one that names links and devices, which are not
     fetched.
 
     Raises NotStoredError: the folder came, but this machine could not store it.
-    Raises CpuftError: the head host could not send the folder, or 30 minutes have passed.
+    Raises CpuftError: the head host does not answer, could not send the folder, or has sent no byte for two minutes.
     """
+    if cluster.head in cluster.access.transport.unresponsive:
+        raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
     ((step,), *_) = plan.results
 
     def say_waiting(_: list[int], passed: float) -> None:
         say(f"cpuft: {step.why}: not finished after {passed:.0f} s")
 
-    try:
-        (answer,) = execute.run_stage(
-            [Plan(command_prefixes=plan.command_prefixes).as_local(step)], environ, _FETCH_SECONDS, say_waiting
-        )
-    except TimeoutError:
-        late = f"fetching the results of the run from {cluster.head} took more than {_FETCH_SECONDS:.0f} s"
-        raise CpuftError(late) from None
+    local = Plan(command_prefixes=plan.command_prefixes).as_local(step)
+    (answer,) = execute.run_stage([local], environ, 0.0, say_waiting)
     lines = [line.removeprefix("cpuft: error: ") for line in answer.text.splitlines() if line.strip()]
     if answer.exit_code == IO_ERROR:
         reason = lines[-1] if lines else "no reason was given"
@@ -229,8 +268,8 @@ def remove_all_but_checkpoints(
 ) -> None:
     """Remove a run from its hosts, except its checkpoints, with the steps of `plan.partial_cleanup`.
 
-    Waits up to 60 s for the hosts. Errors on hosts are ignored. If some hosts have checkpoints, their names are written
-    to the local run folder, and `say` is told how to continue the run.
+    Waits up to 60 s for the hosts. If some hosts have checkpoints, their names are written to the local run folder, and
+    `say` is told how to continue the run, and which hosts did not answer.
 
     Parameters
     ----------
@@ -243,7 +282,10 @@ def remove_all_but_checkpoints(
     try:
         answers = execute.run_stage([commands.as_local(step) for step in steps], environ, _PARTIAL_REMOVE_SECONDS)
     except TimeoutError:
-        return
+        answers = [execute.Answer(execute.SSH_FAILED, "")] * len(steps)
+    silent = [step.host for step, answer in zip(steps, answers) if answer.exit_code == execute.SSH_FAILED]
+    if silent and say:
+        say(f"cpuft: {', '.join(silent)} did not answer at the end of the run: {FILES_LEFT}")
     updates = {step.host: _parse_newest_checkpoint(answer.output) for step, answer in zip(steps, answers)}
     owners = [host for host, update in updates.items() if update >= 0]
     if owners:
@@ -251,7 +293,7 @@ def remove_all_but_checkpoints(
     if owners and say:
         say(
             f"cpuft: checkpoints up to update {max(updates.values())} are saved on {', '.join(owners)}: continue with "
-            f"cpuft launch --resume {run_dir} and the same --cluster or --hostfile"
+            f"{shlex.join(('cpuft', 'launch', '--resume', run_dir))}"
         )
 
 
@@ -269,8 +311,11 @@ class _Source:
         self.end = b""
         self.is_over = False
 
-    def read(self, size: int = -1) -> bytes:
-        block = self._stream.read(size)
+    def read(self, size: int) -> bytes:
+        """Return up to `size` bytes, at the end none. Raises CpuftError: none have come for two minutes."""
+        if not select.select([self._stream], [], [], _STALLED_SECONDS)[0]:
+            raise CpuftError(f"the host has sent nothing for {_STALLED_SECONDS:.0f} s")
+        block = os.read(self._stream.fileno(), size)
         self.is_over = not block
         self.end = (self.end + block)[-len(_END) :]
         return block
@@ -281,25 +326,25 @@ class _Source:
             pass
 
 
-def fetch(run_dir: Path, command: Sequence[str], merge: bool) -> list[str]:
-    """Run `command` and store the archive that it writes as `run_dir`. An empty archive changes nothing.
+def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
+    """Run `command` and merge the archive that it writes into `run_dir`. An empty archive changes nothing.
 
-    All files are on this machine's disk when this function returns. With `merge`, files in `run_dir` are replaced by
-    those of the archive with the same name, other files stay, and older logs are kept as `logs-N`. Where a file takes a
-    folder's place, or a folder a file's or a link's, the older one is renamed to `NAME.old-N`.
+    All files are on this machine's disk when this function returns. Files in `run_dir` are replaced by those of the
+    archive with the same name, other files stay, and older logs are kept as `logs-N`. Where a file takes a folder's
+    place, or a folder a file's or a link's, the older one is renamed to `NAME.old-N`.
 
     Returns
     -------
     Names of the archive's links, pipes and devices, which are not stored, each with its kind, for example "logs/x
     (symbolic link)".
 
-    Raises CpuftError: the command failed.
-    Raises NotStoredError: the archive is incomplete or leads out of the folder, `merge` is False and `run_dir` is there
-    and not an empty folder, or this machine's disk does not take the files.
+    Raises CpuftError: the command failed, or has sent nothing for two minutes.
+    Raises NotStoredError: the archive is incomplete or leads out of the folder, or this machine's disk does not take
+    the files.
     """
     run_dir = Path(os.path.realpath(run_dir))
     # On the disk of the run's folder, which may be a link to another disk or a mount point.
-    place = run_dir if merge and run_dir.is_dir() else run_dir.parent
+    place = run_dir if run_dir.is_dir() else run_dir.parent
     try:
         place.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(place)
@@ -310,7 +355,7 @@ def fetch(run_dir: Path, command: Sequence[str], merge: bool) -> list[str]:
             part = folder / "run"
             skipped = _receive(part, command)
             if part.exists():
-                _store(part, run_dir, merge)
+                _store(part, run_dir)
             return skipped
         finally:
             shutil.rmtree(folder, ignore_errors=True)
@@ -439,15 +484,11 @@ def _sync(folder: Path) -> None:
         os.close(held)
 
 
-def _store(part: Path, run_dir: Path, merge: bool) -> None:
+def _store(part: Path, run_dir: Path) -> None:
     """Move the extracted folder to its place."""
-    if not merge or not run_dir.is_dir():
-        try:
-            os.rename(part, run_dir)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
-                raise
-            raise NotStoredError(f"{run_dir} exists already") from None
+    (part / HOST_FOLDER).unlink(missing_ok=True)  # no host may say which folders on other hosts are those of the run
+    if not run_dir.is_dir():
+        os.rename(part, run_dir)
         _sync(run_dir.parent)
         return
     own = [run_dir / "logs"] if _is_folder(part / "logs") else []
@@ -487,15 +528,15 @@ def _stop(signal_number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Store a run as `fetch` does. The arguments are "new" or "merge", RUN_DIR and the command that sends the run.
+    """Store a run as `fetch` does. The arguments are RUN_DIR and the command that sends the run.
 
     Exits with 0, 74 (EX_IOERR) if the results could not be stored here, 1 if they could not be sent, or 143 after
     SIGTERM. Prints a line on standard error for an error, or on standard output if something was left out.
     """
-    how, run_dir, *command = sys.argv[1:]
+    run_dir, *command = sys.argv[1:]
     signal.signal(signal.SIGTERM, _stop)
     try:
-        skipped = fetch(Path(run_dir), command, how == MERGE)
+        skipped = fetch(Path(run_dir), command)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
         sys.exit(IO_ERROR if isinstance(error, NotStoredError) else 1)

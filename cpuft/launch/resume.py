@@ -13,7 +13,7 @@ from pathlib import Path
 from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
-from cpuft.hosts.cluster import WORK_ROOT, Access, Cluster, find_access, name_work, read_hosts
+from cpuft.hosts.cluster import HOST_FOLDER, WORK_ROOT, Access, Cluster, find_access, read_host_folder, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import try_hosts
 from cpuft.record import FILE_NAME, EarlierMeasurements, parse_record, read_measurements, read_record
@@ -234,15 +234,24 @@ def gather_host_copies(
 
     Parameters
     ----------
-    run_dir: absolute path of the run folder on this machine, from which the folder on the hosts is computed.
+    run_dir: absolute path of the run folder on this machine, which says which folder on the hosts is that of the run.
 
     Returns
     -------
     (copies of the hosts that answered, errors of the hosts that did not), both in the order of `hosts`. A host that has
     nothing of the run has a copy with `exists` False.
     """
-    command = ("sh", "-c", _DESCRIBE_RUN, "describe_run", name_work(run_dir))
-    answers = try_hosts(lambda host: parse_host_copy(access.transport.run(host, command).output, host), hosts)
+    folder = read_host_folder(run_dir)
+    command = ("sh", "-c", _DESCRIBE_RUN, "describe_run", folder) if folder else ("true",)
+
+    def ask(host: Host) -> HostCopy:
+        answer = access.transport.run(host, command)
+        if answer.exit_code:
+            reason = " ".join(answer.errors.split())[-200:] or f"exit code {answer.exit_code}"
+            raise CpuftError(f"host {host.name} cannot list its files of the run ({reason}): check its disk")
+        return parse_host_copy(answer.output, host)
+
+    answers = try_hosts(ask, hosts)
     copies = tuple(answer for answer in answers if isinstance(answer, HostCopy))
     return copies, [answer for answer in answers if isinstance(answer, CpuftError)]
 
@@ -299,10 +308,12 @@ def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, r
             f"the newest checkpoint of {run_dir}, of update {newest}, is on {', '.join(owners)}, which would not be "
             "used: put that host first in the hostfile, or raise --np"
         )
-    if not updates and not here and (names := ", ".join(read_checkpoint_hosts(run_dir))):
+    if not updates and not here and (owners := read_checkpoint_hosts(run_dir)):
+        names, away = ", ".join(owners), ", ".join(name for name in owners if name not in used)
+        advice = f"add {away} to the hosts again, or start" if away else "it was removed there, so start"
         raise CpuftError(
-            f"none of these hosts has a checkpoint of {run_dir}, but {names} had one: "
-            f"add {names} to the hosts again, or start a new run without --resume"
+            f"none of these hosts has a checkpoint of {run_dir}, but {names} had one: {advice} a new run without "
+            "--resume"
         )
 
 
@@ -329,6 +340,11 @@ def find_checkpoint_here(run_dir: str, part: str = "") -> Path | None:
     return folder / max(found, key=lambda name: int(name.partition(".")[0])) if found else None
 
 
+def has_begun(run_dir: str) -> bool:
+    """Return whether the run folder on this machine has more than the note about the folder on its hosts."""
+    return any(path.name != HOST_FOLDER for path in Path(run_dir).glob("*"))
+
+
 def write_lost_hosts(logs: Path, names: Collection[str]) -> None:
     """Write the names of the hosts that did not answer at the end of an attempt to the file `silent` in `logs`.
 
@@ -349,15 +365,16 @@ def read_lost_hosts(run_dir: str) -> set[str]:
 def remove_empty_run(run_dir: str) -> None:
     """Remove a run folder that holds nothing but the notes of a failed attempt, and leave any other folder as it is.
 
-    The notes are `plan.sh`, and `silent` and `exit-code` in `logs`. Never raises OSError, even if there is no such
-    folder.
+    The notes are `plan.sh` and `.host-folder`, and `silent` and `exit-code` in `logs`. Never raises OSError, even if
+    there is no such folder. Must not be called while a host has files of the run, which would not be found again.
     """
     logs = Path(run_dir, "logs")
-    notes, plan = (_LOST_HOSTS, "exit-code"), "plan.sh"
+    notes, own = (_LOST_HOSTS, "exit-code"), ("plan.sh", HOST_FOLDER)
     with suppress(OSError):
-        names, logged = ({path.name for path in folder.iterdir()} for folder in (Path(run_dir), logs))
-        if names <= {"logs", plan} and logged <= {*notes}:
-            for path in (*(logs / name for name in notes), Path(run_dir, plan)):
+        names, logged = ({path.name for path in folder.glob("*")} for folder in (Path(run_dir), logs))
+        if names <= {"logs", *own} and logged <= {*notes}:
+            for path in (*(logs / name for name in notes), *(Path(run_dir, name) for name in own)):
                 path.unlink(missing_ok=True)
-            logs.rmdir()
+            if logs.is_dir():
+                logs.rmdir()
             Path(run_dir).rmdir()

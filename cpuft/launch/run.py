@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 
 from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import Cluster, find_access, gather_cluster
+from cpuft.hosts.cluster import LOCAL, Cluster, find_access, gather_cluster, read_hosts
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.failures import describe_end
-from cpuft.launch.inputs import list_input_paths, load_allowed_paths, save_allowed_paths
+from cpuft.launch.inputs import LaunchNote, list_input_paths, load_note, save_note
+from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import (
     Job,
     Launch,
@@ -29,7 +31,7 @@ from cpuft.launch.progress import show_progress
 from cpuft.launch.remote import run_attempt
 from cpuft.launch.restart import describe_limit, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
-from cpuft.launch.resume import ResumedRun, check_newest_checkpoint, gather_resumed_run
+from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run
 from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS
 from cpuft.plan import RunPlan
 
@@ -67,8 +69,8 @@ class PlannedLaunch:
     """None if the run has finished on the head host, and its results are only to be fetched."""
     finished_on: str = ""
     """Name of the host on which a resumed run has finished; empty for any other launch."""
-    input_paths: frozenset[str] = frozenset()
-    """Absolute paths of files and folders of this machine that may be sent to hosts when the run is resumed."""
+    note: LaunchNote = LaunchNote()
+    """What is noted on this machine for the time when the run is resumed."""
 
 
 def plan_request(
@@ -94,6 +96,8 @@ def plan_request(
     if request.resume and locks:  # before the state of the run is read: another launch would change it
         locks.enter_context(lock_run(request.resume))
     config, train = request.config, request.train
+    note = load_note(os.path.realpath(request.resume), environ) if request.resume else LaunchNote()
+    config = _take_hosts(config, note, request.given, say)
     resumed = gather_resumed_run(request.resume, config, bool(request.script)) if request.resume else None
     if resumed and resumed.finished_on:
         head = tuple(host for host in resumed.hosts if host.name == resumed.finished_on)
@@ -116,12 +120,26 @@ def plan_request(
     cluster = gather_cluster(config, resumed.hosts if resumed else (), access, is_on_host_disk)
     if resumed:
         check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
-    input_paths = _find_input_paths(request, train, resumed, environ)
+    paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
+    hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
+    note = LaunchNote(() if command else tuple(sorted(paths)), config.cluster, hostfile, ssh_config)
     options = request.script_options
-    allowed = input_paths if resumed else None
+    allowed = frozenset(paths) if resumed else None
     job = Job(config, train, command, options.wrap, options.independent, request.progress, request.call_file, allowed)
     plan = plan_run(job, cluster, run_dir, environ, resumed)
-    return PlannedLaunch(run_dir, cluster, plan, job, input_paths=input_paths)
+    return PlannedLaunch(run_dir, cluster, plan, job, note=note)
+
+
+def _take_hosts(config: LaunchConfig, note: LaunchNote, given: Collection[str], say: Say) -> LaunchConfig:
+    """Return the options with the hosts of the launch that started the run, unless this one or its job names others."""
+    if not (note.cluster or note.hostfile) or {"cluster", "hostfile"} & {*given}:
+        return config
+    if read_hosts(replace(config, only_hosts="")) != (LOCAL,):
+        return config
+    where = f"--cluster {note.cluster}" if note.cluster else f"--hostfile {note.hostfile}"
+    say(f"cpuft: the run was started with {where}, which is used again")
+    ssh_config = config.ssh_config or note.ssh_config
+    return replace(config, cluster=note.cluster, hostfile=note.hostfile, ssh_config=ssh_config)
 
 
 def _check_script(request: LaunchRequest) -> tuple[str, ...]:
@@ -135,15 +153,6 @@ def _check_script(request: LaunchRequest) -> tuple[str, ...]:
     if script and request.config.np > 1 and not options.independent:
         refuse_other_launchers(script)
     return command
-
-
-def _find_input_paths(
-    request: LaunchRequest, train: TrainConfig, resumed: ResumedRun | None, environ: Mapping[str, str]
-) -> frozenset[str]:
-    """Return the files and folders that the user has named on this machine, now or when the run was started."""
-    if not resumed:
-        return frozenset(list_input_paths(train))
-    return frozenset(list_input_paths(train, request.given) | load_allowed_paths(resumed.run_dir, environ))
 
 
 def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
@@ -171,14 +180,20 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     Raises CpuftError: the last attempt raised one, for example because options or data were rejected or the time limit
     passed; --min-np is more than --np; or the results of a finished run could not be fetched or stored.
     """
+    with renew_leases(planned.cluster.access, say):
+        return _run_launch(request, planned, environ, say)
+
+
+def _run_launch(
+    request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[str, str], say: Say
+) -> tuple[int, str]:
     job, run_dir, cluster = planned.job, planned.run_dir, planned.cluster
     if not job:
         say(f"cpuft: the run has finished on {planned.finished_on}: fetching its results")
         fetch_and_clean_up(planned.plan, run_dir, cluster, environ, True, say)
-        save_allowed_paths(run_dir, (), environ)
+        save_note(run_dir, LaunchNote(), environ)
         return 0, f"run: {run_dir}"
-    if not job.script:
-        save_allowed_paths(run_dir, planned.input_paths, environ)
+    save_note(run_dir, planned.note, environ)
     grace = job.config.grace_period if job.train.engine == "torch" else None
     ctrl_c_seconds = TRAINING_STOP_SECONDS
     if job.script:
@@ -187,6 +202,6 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     start = partial(run_attempt, say=say, grace=grace, ctrl_c_seconds=ctrl_c_seconds, stop_signals=stop_signals)
     with show_progress(request.progress):
         code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say, stop_signals)
-    if not code and not job.script:
-        save_allowed_paths(run_dir, (), environ)
+    if not code:
+        save_note(run_dir, LaunchNote(), environ)
     return describe_end(code, run_dir, cluster.rank_hosts, job.config, request.script, request.script_options)

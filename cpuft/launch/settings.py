@@ -14,6 +14,7 @@ from cpuft.secret_variables import OWN_PREFIX, may_be_secret
 from cpuft.serialization import load, parse_json
 
 _BY_VALUE = (
+    "ATEN_CPU_CAPABILITY",
     *("CCL_", "FI_", "GLIBC_TUNABLES", "GLOO_", "I_MPI_", "KMP_", "MALLOC_", "OMP_", "ONEDNN_", "THP_", "TORCH_"),
     "UCX_",
     *("HF_ASSETS_CACHE", "HF_DATASETS_", "HF_ENDPOINT", "HF_HOME", "HF_HUB_", "HF_MODULES_CACHE", "HF_XET_"),

@@ -18,11 +18,9 @@ from pathlib import Path
 from typing import IO
 
 from cpuft import execute
-from cpuft.config import is_count
 from cpuft.errors import RESUMABLE, CpuftError, DiskFullError, Interrupted
-from cpuft.execute import Answer
 from cpuft.files import remove_command
-from cpuft.hosts.transport import Transport, try_hosts
+from cpuft.hosts.transport import Transport
 from cpuft.launch.failures import (
     describe_absent,
     describe_failures,
@@ -45,10 +43,9 @@ TRAINING_STOP_SECONDS = 120.0
 SCRIPT_STOP_SECONDS = 30.0
 """How long a user's Python script may take to end after the first Ctrl-C. Most scripts ignore the request, and the user
 should not wait for them long."""
-LEASE_RENEWAL_SECONDS = 300.0
-"""Time between two renewals of the leases of rented hosts."""
-_LEASE_ANSWER_SECONDS = 20.0
 _STOP_REQUEST_SECONDS = 20.0
+_STOP_REQUEST_TRIES = 3
+"""How often the stop request is sent if only the connection to the head host fails."""
 _HOST_LOST = ("Error: Downstream from host", "assert (!closed) failed")
 """What the mpirun of Intel MPI and MPICH prints when it has lost a host. It has ended all ranks by then. In a Slurm job
 it nevertheless does not exit until Slurm notices the loss, minutes later."""
@@ -145,8 +142,8 @@ class StopRequest:
         """Pass a recorded signal on to the ranks, once, and watch the deadline. Called regularly while the ranks run.
 
         The first call after `handle_signal` returned True writes the request on the head host, which may take up to 20
-        s. After Ctrl-C it also prints a line for the user. If the request cannot be written, it prints the reason and
-        does not try again.
+        s; if the connection fails, up to three times. After Ctrl-C it also prints a line for the user. If the request
+        cannot be written, it prints the reason.
 
         Raises Interrupted: the deadline has passed; it names SIGINT if that was the first signal, otherwise SIGTERM.
         """
@@ -158,7 +155,10 @@ class StopRequest:
                     f"asked the ranks to save a checkpoint and end within {self.ctrl_c_seconds:.0f} s; "
                     "press Ctrl-C again to end them at once"
                 )
-            answer = execute.run_command(self.plan_request(name).command, _STOP_REQUEST_SECONDS)
+            for _ in range(_STOP_REQUEST_TRIES):
+                answer = execute.run_command(self.plan_request(name).command, _STOP_REQUEST_SECONDS)
+                if answer.exit_code != execute.SSH_FAILED:
+                    break
             if answer.exit_code:
                 _print(f"{name} could not be passed on to the ranks ({answer.text.strip()})")
         if time.monotonic() > self.deadline:
@@ -174,55 +174,6 @@ class StopRequest:
         return Plan(command_prefixes=self.command_prefixes).as_local(
             Step("ask the ranks to end", command, host=self.head_host)
         )
-
-
-@dataclass
-class LeaseRenewal:
-    """Renews the leases of rented hosts while ranks run, because these hosts shut down when their lease ends."""
-
-    command: tuple[str, ...]
-    """Renews the lease of the host on which it runs; empty for hosts without a lease."""
-    hosts: tuple[str, ...]
-    """Names of the hosts."""
-    run: Callable[[str, tuple[str, ...], float], Answer]
-    """Runs a command on a host, within a number of seconds. Arguments: host, command, seconds."""
-    say: Callable[[str], None]
-    """Is called with a line for the user."""
-    now: Callable[[], float] = time.monotonic
-    _next: float = 0.0
-    _said: set[str] = field(default_factory=set)
-
-    def check(self) -> None:
-        """Start a renewal on a thread, at the first call and then every five minutes, and return at once.
-
-        Called regularly while ranks run. Does nothing if `command` is empty.
-        """
-        if self.command and self.now() >= self._next:
-            self._next = self.now() + LEASE_RENEWAL_SECONDS
-            threading.Thread(target=self.renew, daemon=True).start()
-
-    def renew(self) -> None:
-        """Run `command` on all hosts now, and wait for it up to 20 s on each host.
-
-        Each new end of the lease and each error is reported once with `say`. A host that cannot be reached is reported
-        and raises nothing.
-        """
-        answers = try_hosts(lambda host: self.run(host, self.command, _LEASE_ANSWER_SECONDS), self.hosts)
-        for host, answer in zip(self.hosts, answers):
-            line = _describe_renewal(host, answer)
-            if line not in self._said:
-                self._said.add(line)
-                self.say(line)
-
-
-def _describe_renewal(host: str, answer: Answer | CpuftError) -> str:
-    """Return the latest end of the lease, which is the same for all hosts of a cluster, or why it was not renewed."""
-    words = [] if isinstance(answer, CpuftError) else answer.output.partition("\n")[0].split()
-    if isinstance(answer, Answer) and not answer.exit_code and len(words) == 2 and is_count(words[1]):
-        limit = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(int(words[1])))
-        return f"the lease of the hosts is renewed while the run lasts, until {limit} at the latest"
-    error = str(answer) if isinstance(answer, CpuftError) else answer.text.strip()[-200:]
-    return f"the lease of host {host} could not be renewed ({error}): check it with cpuft provision status"
 
 
 @dataclass
@@ -295,7 +246,6 @@ class Watchdog:
     """Whether a rank has reported that it waited in vain. `check` does nothing after that, even if a signal interrupts
     the diagnosis: by then the ranks are ended."""
     stop_request: StopRequest | None = None
-    lease_renewal: LeaseRenewal | None = None
     report_wait: Callable[[], None] = lambda: None
     """Tells the user which ranks the others have been waiting for."""
     waits: set[bytes] = field(default_factory=set)
@@ -326,7 +276,7 @@ class Watchdog:
     def check(self) -> None:
         """Look at logs and heartbeats, at most every 0.5 s. Called regularly while mpirun runs.
 
-        Also calls `check` of the stop request and of the lease renewal. Hosts are asked on a thread, and a later call
+        Also calls `check` of the stop request. Hosts are asked on a thread, and a later call
         sees their answer. A hang that a rank reports is diagnosed at once, which takes some seconds and writes a file
         with the stacks of each rank.
 
@@ -341,8 +291,6 @@ class Watchdog:
         self.checked_at = now
         if self.stop_request:
             self.stop_request.check()
-        if self.lease_renewal:
-            self.lease_renewal.check()
         ends, mpirun_log = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
         if not self.failed_at and (_has_mark(ends, FAILED_MARK) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
             self.failed_at = now
@@ -534,22 +482,20 @@ def run_on_this_machine(
             execute.run_command(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     ((ranks,),) = plan.ranks
-    watchdog = _make_watchdog(plan, run_dir, hosts, transport, stop_request)
+    watchdog = _make_watchdog(run_dir, hosts, transport, stop_request)
     return _run_ranks(here(ranks), watchdog, hosts, environ, time_limit)
 
 
 def _make_watchdog(
-    plan: RunPlan, run_dir: str, hosts: tuple[str, ...], transport: Transport, stop_request: StopRequest | None
+    run_dir: str, hosts: tuple[str, ...], transport: Transport, stop_request: StopRequest | None
 ) -> Watchdog:
     names = tuple(sorted(set(hosts)))
 
-    def run(host: str, command: tuple[str, ...], seconds: float) -> Answer:
-        return transport.run(transport.find_host(host), command, "", seconds)
-
     def report_wait() -> None:
-        diagnosis, _ = diagnose_run(run_dir, hosts, transport, lambda line: None, LONG_SECONDS)
-        if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
-            _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
+        with suppress(CpuftError, OSError):  # the stacks cannot be stored
+            diagnosis, _ = diagnose_run(run_dir, hosts, transport, lambda line: None, LONG_SECONDS)
+            if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
+                _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
 
     return Watchdog(
         Path(run_dir) / "logs",
@@ -560,7 +506,6 @@ def _make_watchdog(
         has_several_hosts=len(names) > 1,
         start_limit=_START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
         stop_request=stop_request,
-        lease_renewal=LeaseRenewal(plan.renewal, names, run, _print),
     )
 
 

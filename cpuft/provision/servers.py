@@ -1,6 +1,6 @@
 """Clusters of existing servers over ssh: examine them, plan what is missing, and the provider that makes them.
 
-Three shell scripts beside this file run on the servers: servers_survey.sh, servers_receive.sh and servers_down.sh.
+The shell scripts beside this file whose names begin with `servers_` run on the servers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cpuft.errors import CpuftError, counted
 from cpuft.execute import open_memory_file
 from cpuft.files import REMOVE, hash_text
 from cpuft.hosts.cluster import WORK_ROOT
-from cpuft.hosts.hostfile import NAME, Host, format_hostfile
+from cpuft.hosts.hostfile import NAME, NEEDS_IPV4, Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.hosts.ssh_config import (
     KEYGEN,
@@ -57,8 +57,12 @@ _SURVEY_SECONDS = 120.0
 _HERE = Path(__file__)
 _SURVEY = _HERE.with_name("servers_survey.sh").read_text(encoding="utf-8")
 _RECEIVE = "set -eu\n" + _HERE.with_name("servers_receive.sh").read_text(encoding="utf-8")
-_DOWN = f"set -eu\n{REMOVE}" + _HERE.with_name("servers_down.sh").read_text(encoding="utf-8")
-_AUTHORIZE = 'umask 077; mkdir -p "$HOME/.ssh"; cat >>"$HOME/.ssh/authorized_keys"'
+_KEYS = _HERE.with_name("servers_keys.sh").read_text(encoding="utf-8")
+_LOGIN = _HERE.with_name("servers_login.sh").read_text(encoding="utf-8")
+_DOWN = f"set -eu\n{REMOVE}{_KEYS}" + _HERE.with_name("servers_down.sh").read_text(encoding="utf-8")
+_AUTHORIZE = f"set -eu\n{_KEYS}" + _HERE.with_name("servers_authorize.sh").read_text(encoding="utf-8")
+_KEY_LINE = re.compile(r"ssh-ed25519 [^ ]* (cpuft-[a-z0-9]+)")
+"""Line of a cluster's key in authorized_keys. Its group is the comment."""
 
 
 @dataclass(frozen=True)
@@ -218,6 +222,8 @@ class ClusterFacts:
     """End of the lease in seconds since the epoch; 0 for no lease."""
     can_lose_head: bool = False
     """Whether every server must be able to replace the head host."""
+    refused: Mapping[str, str] = field(default_factory=dict)
+    """What ssh said where the head host could not log in although nothing is missing, by address of the server."""
 
     @property
     def head_hosts(self) -> tuple[tuple[Member, ServerFacts], ...]:
@@ -253,6 +259,24 @@ def check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
         raise CpuftError("; ".join(problem for problem in problems if problem))
 
 
+def _check_logins(config: HostsConfig, facts: ClusterFacts) -> None:
+    """Raise CpuftError if the head host cannot log in to others, so that mpirun could not start ranks there."""
+    if not facts.refused:
+        return
+    head, folder, message = facts.members[0].address, cluster_dir(config), next(iter(facts.refused.values()))
+    advice = f"see the reason on {head} with `ssh -v -F {folder}/ssh_config {next(iter(facts.refused))}`"
+    if "Permission denied" in message:
+        advice = (
+            "its key is in ~/.ssh/authorized_keys there, but sshd reads another file if AuthorizedKeysFile in "
+            f"/etc/ssh/sshd_config says so (append {folder}/id_ed25519.pub of {head} to that file), and refuses the "
+            "key if other users can write to the home folder or AllowUsers leaves this user out"
+        )
+    raise CpuftError(
+        f"no rank can start on {', '.join(facts.refused)}, because the head host {head} cannot log in there "
+        f"({message[-200:]}): {advice}; then run the same command again"
+    )
+
+
 def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     """Plan what is missing on the servers and on this machine. Pure; an empty plan when nothing is missing.
 
@@ -268,11 +292,13 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
         A server cannot be provisioned: python3 is missing or older than 3.10, the prefix is not writable or not
         cpuft's, there is no pip, or too little disk space is free (the message names each such server). Or the lock
         file is damaged, or a value contains a control character or quotation mark that ssh's configuration cannot hold.
+        Or the head host cannot log in to other servers although nothing is missing there.
     """
     check_servers(config, facts)
+    _check_logins(config, facts)
     stages = [*_plan_entry(config, facts), list(facts.supply.missing)]
     notes = [
-        f"{one.address} shows the key {one.key.split()[0]} {fingerprint(one.key)}: cpuft asks whether that is right"
+        f"{one.address} shows the host key {one.key.split()[0]} {fingerprint(one.key)}: cpuft asks if that is right"
         for one in facts.members
         if facts.kind == "hosts"
         and format_known_hosts([one]) not in facts.files.get(f"{facts.directory}/known_hosts", "")
@@ -433,7 +459,7 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
     steps = tuple(
         Step(why[_is_shared(own, comment)], command, host=member.address)
         for member, own in facts.servers
-        if own.marked or own.stamp or own.key or any(line.endswith(f" {comment}") for line in own.authorized)
+        if own.marked or own.stamp or own.key or comment in _list_clusters(own)
     )
     removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
@@ -442,15 +468,19 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
 
 def _is_shared(server: ServerFacts, comment: str) -> bool:
     """Return whether the key of another cluster than the one with this comment may log in on a server."""
-    found = (re.search(r" (cpuft-[a-z0-9]+)$", line) for line in server.authorized)
-    return any(match and match[1] != comment for match in found)
+    return bool(_list_clusters(server) - {comment})
+
+
+def _list_clusters(server: ServerFacts) -> set[str]:
+    """Return the comments of the clusters' keys that may log in on a server."""
+    return {match[1] for match in map(_KEY_LINE.fullmatch, server.authorized) if match}
 
 
 class Servers(Provider[HostsConfig, ClusterFacts]):
     """A cluster of existing servers that are reached over ssh.
 
-    Raises CpuftError: --hosts is empty, has a server twice or an invalid name; --prefix is not a plain absolute path;
-    or the name of the cluster or the registry's folder cannot be used.
+    Raises CpuftError: --hosts is empty, has a server twice, an invalid name or an IPv6 address; --prefix is not a plain
+    absolute path; or the name of the cluster or the registry's folder cannot be used.
     """
 
     kind = "hosts"
@@ -466,6 +496,8 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         names = split_hosts(config.hosts)
         if not names or len(set(names)) < len(names) or not all(map(NAME.fullmatch, names)):
             raise CpuftError(f"--hosts {config.hosts!r}: give different names or addresses, separated by commas")
+        if six := [name for name in names if ":" in name]:
+            raise CpuftError(f"--hosts: {six[0]} {NEEDS_IPV4}")
         self.members = tuple(Member(name, name, config.user, config.port) for name in names)
         self.summary = f"{len(names)} hosts"
         self.keys = self._read_keys()
@@ -488,10 +520,13 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         missing = [name for name in split_hosts(before.get("hosts", "")) if name not in split_hosts(self.config.hosts)]
         prefix = before.get("prefix", self.config.prefix)
         if missing or prefix != self.config.prefix:
-            what = f"with {', '.join(missing)}, which --hosts leaves out" if missing else f"with --prefix {prefix}"
+            what = (
+                f"has {', '.join(missing)}, which --hosts leaves out" if missing else f"was made with --prefix {prefix}"
+            )
+            give = f"add {', '.join(missing)} to --hosts" if missing else f"give --prefix {prefix} again"
             raise CpuftError(
-                f"{self.name} is a cluster {what}: remove it first with `cpuft provision down {self.name}`, or choose "
-                "another --name"
+                f"cluster {self.name} {what}: {give}, or remove the cluster first with `cpuft provision down "
+                f"{self.name}`, or choose another --name"
             )
 
     def confirm(self, ask: Ask) -> None:
@@ -503,14 +538,21 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         Raises CpuftError: a server cannot be reached, a key was not accepted, or a bastion of --jump is not valid or
         also in --hosts.
         """
-        unknown = [member for member in self.members if member.known_name not in self.keys]
+        unknown, refused = [member for member in self.members if member.known_name not in self.keys], list[str]()
         with self._temporary_transport(self._find_bastions()) as transport:
             shown = map_hosts(lambda member: scan_host_key(Host(member.address), transport.config), unknown)
         for member, key in zip(unknown, shown):
-            question = f"{member.address} shows the key {key.split()[0]} {fingerprint(key)}. Is that right?"
+            shows = f"{key.split()[0]} {fingerprint(key)}"
+            question = f"{member.address} shows the host key {shows}. Is that right?"
             if not self.config.accept_host_keys and not ask(question):
-                raise CpuftError(f"the key of {member.address} was not accepted: compare it there with ssh-keygen -l")
-            self.keys[member.known_name] = key
+                refused.append(f"{member.address} ({shows})")
+        if refused:
+            raise CpuftError(
+                f"the host key of {', '.join(refused)} is unknown and was not accepted: compare it with what "
+                "ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub prints on the host, then answer yes, or give "
+                "--accept-host-keys"
+            )
+        self.keys |= {member.known_name: key for member, key in zip(unknown, shown)}
 
     def _find_bastions(self) -> Bastions:
         """Return how this user's own ssh configuration reaches the bastions of --jump."""
@@ -553,7 +595,19 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         python = "" if self.config.pins else find_python({member.address: own.python for member, own in facts.servers})
         supply = gather_supply(self.directory / "wheels", self.config.wheels, python, self.environ)
         pins = add_own(self._read_pins(), supply.wheels[0]) if self.config.pins else list_pins(supply.wheels)
-        return replace(facts, supply=supply, pins=pins)
+        facts = replace(facts, supply=supply, pins=pins)
+        if supply.complete and not any(plan_hosts(self.config, facts)):
+            with self._temporary_transport(bastions) as transport:
+                facts = replace(facts, refused=self._try_logins(transport))
+        return facts
+
+    def _try_logins(self, transport: Transport) -> dict[str, str]:
+        """Return what ssh says where the head host cannot log in, by address."""
+        head, *others = [member.address for member in self.members]
+        argv = ("sh", "-s", f"{cluster_dir(self.config)}/ssh_config", *others)
+        answer = transport.run(Host(head), argv, _LOGIN, _SURVEY_SECONDS)
+        said = dict(line.split(" ", 1) for line in answer.output.splitlines() if " " in line)
+        return {address: said[address] for address in others if address in said}
 
     def gather_remains(self) -> ClusterFacts:
         """Examine the servers with the ssh configuration in the cluster's directory; without that directory, no server.

@@ -1,13 +1,16 @@
-# Removes what cpuft put on a server, and nothing else. `remove` is the function of cpuft.files.REMOVE.
+# Removes what cpuft put on a server, and nothing else. `remove` is the function of cpuft.files.REMOVE, and `lock` that of
+# servers_keys.sh.
 #   arguments: PREFIX NAME KEY_COMMENT WORK_ROOT
 prefix=$1
 file=$HOME/.ssh/authorized_keys
+# Prints the lines with which clusters other than $1 log in.
+list_others() { grep -a '^ssh-ed25519 [^ ]* cpuft-[a-z0-9]*$' "$file" 2>/dev/null | grep -v " $1\$"; }
 # Another cluster on this server has a folder here if this is one of its head hosts, and its key may log in on all hosts.
 is_shared() {
     for folder in "$prefix"/clusters/*/; do
         [ ! -d "$folder" ] || [ "$folder" = "$prefix/clusters/$1/" ] || return 0
     done
-    grep -E ' cpuft-[a-z0-9]+$' "$file" 2>/dev/null | grep -qv " $2\$"
+    list_others "$2" >/dev/null
 }
 shared=
 if is_shared "$2" "$3"; then
@@ -24,7 +27,20 @@ for folder in "$4"/cpuft-*; do
     case "$folder" in */cpuft-inputs) remove "$4" "$folder" ;; *) remove "$4" "$folder/inputs" ;; esac
     rmdir "$folder" 2>/dev/null || true
 done
-[ -e "$file" ] || exit 0
-grep -v " $3\$" "$file" >"$file.new" || [ $? = 1 ]
-cat "$file.new" >"$file"
-rm "$file.new"
+[ -e "$file" ] && lock && [ -e "$file" ] || exit 0
+new=$(mktemp "$file.XXXXXX")
+trap 'rm -f "$new"; unlock' EXIT
+cp -a "$file" "$new" # keeps owner and mode
+unmark=
+list_others "$3" >/dev/null || unmark="/^$mark\$/d"
+sed -e "/^ssh-ed25519 [^ ]* $3\$/d" -e "$unmark" "$file" >"$new"
+! cmp -s "$file" "$new" || exit 0
+if [ ! -s "$new" ] && grep -aqxF "$mark" "$file"; then
+    rm -f "$file" "$new"
+    trap - EXIT
+    unlock
+    rmdir "$HOME/.ssh" 2>/dev/null || true
+# A file with several names, or one that is mounted, is not replaced.
+elif [ "$(stat -c %h "$file")" != 1 ] || ! mv -f "$new" "$file" 2>/dev/null; then
+    cat "$new" >"$file"
+fi

@@ -2,9 +2,10 @@
 #   arguments: PREFIX/wheels/NAME SHA256
 mkdir -p "${1%/*}"
 : >>"${1%/*/*}/install.lock"
-cat >"$1.part.$$"
-echo "$2  $1.part.$$" | sha256sum --check --quiet
-mv -f "$1.part.$$" "$1"
+part=$1.part.$(uname -n).$$ # hosts may share a disk
+cat >"$part"
+echo "$2  $part" | sha256sum --check --quiet
+mv -f "$part" "$1"
 # pip chooses among wheels of one version by their tags, and so could install an earlier one of this cpuft.
 case "${1##*/}" in
     cpuft-*)

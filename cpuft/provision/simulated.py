@@ -36,6 +36,7 @@ from cpuft.hosts.ssh_config import (
     format_ssh_config,
     format_sshd_config,
 )
+from cpuft.hosts.topology import parse_lscpu
 from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.base import Provider
 from cpuft.provision.cluster_files import (
@@ -101,7 +102,9 @@ class MachineFacts:
     files: dict[str, str]
     """Texts of the cluster's files by path. The text of a private key is "private"."""
     cpus: tuple[int, ...] = (0,)
-    """Hardware threads that the hosts share."""
+    """Hardware threads that the hosts share; those of one core are neighbours."""
+    cores: tuple[int, ...] = ()
+    """The first hardware thread of each core."""
 
 
 def check_machine(as_root: bool) -> None:
@@ -137,8 +140,10 @@ def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
         index: _gather_node(directory / f"nodes/{index}", name, network, links, groups)
         for index in find_nodes(directory, bridge, set(links), groups)
     }
-    files, cpus = read_files(directory, hostfile), tuple(sorted(os.sched_getaffinity(0)))
-    return MachineFacts(groups, network, bridge in links, nodes, files, cpus)
+    lscpu = execute.run_command(("lscpu", "-p=CPU,CORE,SOCKET,NODE"), seconds=10).output
+    threads = [core.threads for core in parse_lscpu(lscpu, tuple(sorted(os.sched_getaffinity(0))))]
+    cpus, cores = tuple(cpu for core in threads for cpu in core), tuple(core[0] for core in threads)
+    return MachineFacts(groups, network, bridge in links, nodes, read_files(directory, hostfile), cpus, cores)
 
 
 def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
@@ -515,13 +520,13 @@ def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int
     """Return the hardware threads of host `index` (from 1), in ascending order.
 
     A host gets as many as --cores-per-node, rounded up, or without that option its share of `facts.cpus`; at least one.
-    They are dealt out in turn, and again from the first thread when all are used. Hosts that share threads slow each
-    other down by far more than half, because waiting OpenMP threads and MPI spin.
+    The hosts are spread over the machine, and over its cores as long as there is one for each of these threads. Hosts
+    that share a core slow each other down by far more than half, because waiting OpenMP threads and MPI spin.
     """
-    count = len(facts.cpus)
-    share = config.cores_per_node or count / config.nodes
-    first = int((index - 1) * share)
-    return tuple(sorted({facts.cpus[(first + at) % count] for at in range(max(1, math.ceil(share)))}))
+    size = max(1, math.ceil(config.cores_per_node or len(facts.cpus) / config.nodes))
+    cpus = facts.cores if config.cores_per_node and config.nodes * size <= len(facts.cores) else facts.cpus
+    first = (index - 1) * len(cpus) // config.nodes
+    return tuple(sorted({cpus[(first + at) % len(cpus)] for at in range(size)}))
 
 
 def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, layout: Layout, index: int) -> str:

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import importlib
 import importlib.metadata
@@ -14,9 +15,11 @@ import os
 import platform
 import re
 import shutil
+import signal
 import sys
 import zipfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -28,7 +31,16 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.compiler import PACKAGE, TARGETS, Target, compile_targets, find_compiler, has_compiled_kernels, hash_sources
 from cpuft.errors import CPU_INDEX, CpuftError
-from cpuft.files import REMOVE, cache_folder, cache_path, check_private_folder, hash_file, hash_text, write_atomically
+from cpuft.files import (
+    REMOVE,
+    cache_folder,
+    cache_path,
+    check_private_folder,
+    hash_file,
+    hash_text,
+    write_atomically,
+    write_folder_atomically,
+)
 from cpuft.hosts.registry import refuse_untrusted
 from cpuft.plan import Step
 
@@ -280,7 +292,8 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
     """Download all wheels for hosts with this version of Python into `downloads_folder`.
 
     If that folder exists, nothing is downloaded, and its contents are not checked. Otherwise a folder beside it is
-    filled and renamed, so the folder is always complete. Packages in `BUILT_HERE` are built from source. Unless this
+    filled and renamed, so the folder is always complete; what a failed download has fetched is removed. Another process
+    that downloads the same wheels is waited for. Packages in `BUILT_HERE` are built from source. Unless this
     cpuft contains compiled kernels, they are compiled and added; if they cannot be, the reason is printed on standard
     error and their wheel is left out. cpuft's cache folder is made. Each run of pip may take an hour.
 
@@ -297,26 +310,34 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
     """
     cache_folder(environ)
     folder = downloads_folder(python, environ)
-    if folder.exists():
-        return
-    beside = folder.with_name(f"{folder.name}.{os.getpid()}.new")
-    shutil.rmtree(beside, ignore_errors=True)
-    beside.mkdir(parents=True)
+    folder.parent.mkdir(exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        with suppress(OSError):  # not every shared file system has locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if folder.exists():
+            return
+        for unfinished in folder.parent.glob(f"{folder.name}.*.new"):  # of a process that was killed
+            shutil.rmtree(unfinished, ignore_errors=True)
+        with write_folder_atomically(folder) as beside:
+            _fill_folder(beside, python, environ)
+
+
+def _fill_folder(folder: Path, python: str, environ: Mapping[str, str]) -> None:
+    """Download or build all wheels into an empty folder."""
     target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
     hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python)
     sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
-    built, fetched = beside / "built.txt", beside / "fetched.txt"
+    built, fetched = folder / "built.txt", folder / "fetched.txt"
     built.write_text(format_requirements(sources), encoding="utf-8")
     fetched.write_text(format_requirements([one for one in hashed if one not in sources]), encoding="utf-8")
-    _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(beside), "-r", str(built))
-    download = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(beside), *target)
+    _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(folder), "-r", str(built))
+    download = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), *target)
     _pip(*download, "--require-hashes", "-r", str(fetched))
     _pip(*download, *_choose_torch())
     for path in (built, fetched):
         path.unlink()
     if not has_compiled_kernels():
-        _add_kernels(beside, environ)
-    beside.rename(folder)
+        _add_kernels(folder, environ)
 
 
 def select_hashed(hashed: Sequence[HashedPin], python: str) -> list[HashedPin]:
@@ -524,6 +545,7 @@ def _make_wheel(
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that an unfinished download is removed
     try:
         if sys.argv[1] == "own":
             write_own_wheel(Path(sys.argv[2]))

@@ -181,13 +181,18 @@ def _read_kills(path: str) -> int:
     return -1
 
 
+def find_shared_memory(process: int) -> set[str]:
+    """Return the paths of the shared memory that libfabric's shm provider has for a process."""
+    return set(glob.glob(f"/dev/shm/{process}:*"))
+
+
 def remove_shared_memory(process: int) -> None:
     """Remove the shared memory that libfabric's shm provider leaves of a process without exit handlers (64 MB each).
 
     These are the files /dev/shm/PID:*: the provider names its segments PID:N:N (prov/shm of libfabric). Files that
     cannot be removed are left; nothing is raised.
     """
-    for path in glob.glob(f"/dev/shm/{process}:*"):
+    for path in find_shared_memory(process):
         with contextlib.suppress(OSError):
             os.unlink(path)
 

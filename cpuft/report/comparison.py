@@ -6,6 +6,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cpuft.errors import CpuftError, counted
@@ -245,6 +246,8 @@ class Row:
     relative to the ideal (`ideal`); empty without repeats. Speedup and efficiency compare runs of the same round."""
     seeds: dict[str, SeedComparison] = field(default_factory=dict)
     """Metrics over seeds by name; empty if all repeats have the same seed."""
+    simulated: bool = False
+    """Whether the hosts are parts of one machine."""
 
 
 @dataclass(frozen=True)
@@ -368,6 +371,21 @@ def refuse_differences(records: list[Record]) -> None:
             )
 
 
+def group_jobs(records: Sequence[Record]) -> list[list[Record]]:
+    """Return the records in groups that `refuse_differences` accepts, in the order of their first records; without
+    groups of independent ranks only."""
+    groups: list[list[Record]] = []
+    for record in records:
+        for group in groups:
+            with suppress(CpuftError):
+                refuse_differences([*group, record])
+                group.append(record)
+                break
+        else:
+            groups.append([record])
+    return [group for group in groups if not all(record.header.independent for record in group)]
+
+
 def _seed_of(record: Record) -> str:
     """Return the seed of a run as a text, because a record may hold anything as an option; "0" if it has none."""
     return str(record.header.options.get(_SEED) or 0)
@@ -389,8 +407,12 @@ def find_scaling(records: list[Record]) -> str:
 
 
 def count_cores(record: Record) -> int:
-    """Return the number of different hardware threads that the ranks were pinned to, on all hosts together."""
-    return len({(place.host, cpu) for place in record.header.ranks for cpu in place.cpus})
+    """Return the number of different hardware threads that the ranks were pinned to, on all hosts together.
+
+    Simulated hosts have those of one machine.
+    """
+    ranks, is_one = record.header.ranks, record.header.simulated
+    return len({("" if is_one else place.host, cpu) for place in ranks for cpu in place.cpus})
 
 
 def shares_cores(row: Row, base: Row) -> bool:
@@ -457,6 +479,7 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
         average_ideals(against) if against else None,
         {name: half_width(values) for name, values in samples.items() if len(values) > 1},
         _compare_seeds(group, baseline),
+        first.header.simulated,
     )
 
 
@@ -649,6 +672,11 @@ def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> li
         "samples/s, speedup and efficiency leave out the first tenth of the steps, in which caches warm up; train "
         "seconds include it.",
     ]
+    if any(row.simulated for row in rows):
+        notes.append(
+            "simulated hosts are parts of one machine and share its memory and caches: the figures show what the "
+            "network and cpuft cost, not how fast as many machines are."
+        )
     if scaling == "weak":
         notes.append(
             "weak scaling: the batch per rank is fixed, so the global batch grows with the ranks"

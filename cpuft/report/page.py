@@ -183,7 +183,7 @@ def _judge_ideal(row: Row) -> str:
 
 
 def _name(row: Row) -> str:
-    return f"{counted(row.np, 'rank')} on {counted(row.hosts, 'host')}"
+    return f"{counted(row.np, 'rank')} on {counted(row.hosts, 'simulated host' if row.simulated else 'host')}"
 
 
 def host_row(run: Record) -> list[str]:
@@ -191,6 +191,7 @@ def host_row(run: Record) -> list[str]:
     header = run.header
     ranks = ", ".join(f"{host}: {sum(one.host == host for one in header.ranks)}" for host in header.hosts[:8])
     more = f" and {len(header.hosts) - 8} more" if len(header.hosts) > 8 else ""
+    more += " (simulated)" if header.simulated else ""
     return [folder_of(run), ranks + more, header.cpu_model, " ".join(header.cpu_flags), header.precision]
 
 

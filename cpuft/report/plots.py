@@ -16,7 +16,7 @@ from typing import Any
 
 from cpuft.errors import CpuftError, install_command
 from cpuft.files import write_atomically
-from cpuft.record import PHASES, Interval, Measurement, Record, drop_warm_up, parse_measurements
+from cpuft.record import PHASES, Measurement, Record, drop_warm_up, parse_measurements
 from cpuft.report.comparison import MISSING_TIME, Comparison, Row
 from cpuft.report.estimate import Estimate
 
@@ -210,50 +210,6 @@ def draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list
         panel.set(xlabel=axis)
         panel.grid(axis="y", visible=False)
         figure.legend(loc="outside upper left", ncols=3)
-    return found[0]
-
-
-_MOST_LANES = 6
-"""Messages that are under way at the same time are drawn in lanes of their own, at most this many."""
-
-
-def draw_timeline(name: str, intervals: Sequence[Interval]) -> str:
-    """Draw what a rank computed in a step, and below it the messages that were under way; return the SVG as text for
-    an HTML page.
-
-    Parameters
-    ----------
-    name: what the figure shows, for screen readers; not drawn.
-    intervals: of one step; those with bytes are messages.
-
-    Raises
-    ------
-    CpuftError: matplotlib is not installed.
-    """
-    computing = [one for one in intervals if not one.nbytes]
-    messages = sorted((one for one in intervals if one.nbytes), key=lambda one: one.begin)
-    free = [0.0]
-    found: list[str] = []
-    names = list(dict.fromkeys(one.name for one in (*computing, *messages)))
-    with _figure(name, 2.6, found) as figure:
-        panel = figure.subplots()
-        for one in computing:
-            panel.barh(0, one.end - one.begin, left=one.begin, color=_colour(names.index(one.name)), height=0.8)
-        for one in messages:
-            lane = next((index for index, end in enumerate(free) if end <= one.begin), len(free))
-            if lane == len(free) and lane < _MOST_LANES:
-                free.append(0.0)
-            lane = min(lane, len(free) - 1)
-            free[lane] = one.end
-            style = {"color": _colour(names.index(one.name)), "height": 0.8, "edgecolor": _INK, "linewidth": 0.3}
-            panel.barh(lane + 1, one.end - one.begin, left=one.begin, **style)
-        for number, label in enumerate(names):
-            panel.barh(0, 0, color=_colour(number), label=label)
-        panel.set_yticks([0, 1], ["computing", "messages"], fontsize=9)
-        panel.invert_yaxis()
-        panel.set(xlabel="seconds")
-        panel.grid(axis="y", visible=False)
-        figure.legend(loc="outside upper left", ncols=4)
     return found[0]
 
 

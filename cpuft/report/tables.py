@@ -34,7 +34,7 @@ def table_rows(comparison: Comparison) -> list[list[str]]:
     return [
         [
             str(row.np),
-            str(row.hosts),
+            f"{row.hosts} simulated" if row.simulated else str(row.hosts),
             str(row.cores),
             str(row.global_batch),
             f"{row.train_seconds:.1f}",
@@ -110,6 +110,7 @@ def format_title(comparison: Comparison) -> str:
     """
     c = comparison
     kind = "" if c.scaling == "single" else f", {c.scaling} scaling"
+    kind += ", simulated hosts" if any(row.simulated for row in c.rows) else ""
     length = f"{c.max_steps} updates" if c.max_steps else f"{c.epochs:g} epochs"
     return f"{c.task} with {c.model}, {length}, {c.precision}{kind}"
 

@@ -127,8 +127,11 @@ class AwsBatch(Scheduler[BatchOptions]):
         described = self._describe(job)
         main, state, log = described.get(f"{job}#0", {}).get("container", {}), described[job]["status"], ""
         page = {"logGroupName": "/aws/batch/job", "logStreamName": main.get("logStreamName"), "startFromHead": True}
-        while page["logStreamName"] and (found := self._call("logs", "get_log_events", page))["events"]:
+        while page["logStreamName"]:
+            found = self._call("logs", "get_log_events", page)
             log += "".join(f"{event['message']}\n" for event in found["events"])
+            if found["nextForwardToken"] == page.get("nextToken"):  # pages in the middle may be empty
+                break
             page["nextToken"] = found["nextForwardToken"]
         return JobStatus(state, {"SUCCEEDED": 0, "FAILED": main.get("exitCode") or 1}.get(state), log)
 

@@ -21,9 +21,11 @@ from cpuft.config import LaunchConfig, format_flag, parse_arguments
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted, counted
 from cpuft.hosts.cluster import LOCAL, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import LOGIN_REFUSED, HostError
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.checkpoint_copies import check_copy
 from cpuft.launch.inputs import TRAINING_INPUTS
+from cpuft.launch.resume import has_begun
 from cpuft.launch.supervise import TRAINING_STOP_SECONDS
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, parse_evaluation
 from cpuft.record import FILE_NAME as RECORD_NAME
@@ -58,6 +60,11 @@ _RETURN_SECONDS = 600.0
 """How long a sweep waits for lost hosts if no other hosts are left."""
 _ANSWER_SECONDS = 15.0
 """How long a host has to answer after a run on it has failed. A host that does not is lost."""
+_LEAST_PAUSE, _MOST_PAUSE = 1.0, 60.0
+"""Seconds between two questions to a lost host: each pause is twice as long as the one before."""
+_REFUSED_PAUSE = 300.0
+"""The same after a refused login: programs such as fail2ban lock out who is refused five times in ten minutes."""
+_SILENT, _REFUSES = "does not answer", "refuses the login"
 _LAST_BYTES = 1 << 16
 """How much of the end of a log is searched for the reason of a failure."""
 _ERROR = "cpuft: error: "
@@ -299,6 +306,8 @@ class SweepQueue:
         """Names of places on whose hosts a run has trained: the short check of the doctor runs there once."""
         self._lost = list[Place]()
         """Places that get no more runs because their hosts do not answer."""
+        self._pauses = dict[str, tuple[float, float]]()
+        """Name of a place -> (pause in seconds, time.monotonic() at its end) before its hosts are asked again."""
         self._failures = dict[str, int]()
         """Name of a place -> number of launches there that ended without an update, since the last one with one."""
         self._waits_until = time.monotonic() + _UNLOCK_SECONDS
@@ -350,11 +359,22 @@ class SweepQueue:
         if self._lost:
             self._say(f"no host answers any more: waiting up to {_RETURN_SECONDS / 60:.0f} min for one")
         while self._lost and time.monotonic() < end:
-            if back := [place for place in self._lost if not find_lost_hosts(place, self._options)]:
+            due = [place for place in self._lost if self._pauses.get(place.name, (0.0, 0.0))[1] <= time.monotonic()]
+            if back := [place for place in due if not self._find_lost(place)]:
                 self._places, self._lost = back, [place for place in self._lost if place not in back]
                 return True
             time.sleep(_POLL_SECONDS)
         return False
+
+    def _find_lost(self, place: Place) -> dict[str, str]:
+        """Return what `find_lost_hosts` does, and note when the place may be asked again."""
+        lost = find_lost_hosts(place, self._options)
+        pause = min(2 * self._pauses.get(place.name, (_LEAST_PAUSE / 2, 0.0))[0], _MOST_PAUSE)
+        pause = _REFUSED_PAUSE if _REFUSES in lost.values() else pause
+        self._pauses[place.name] = pause, time.monotonic() + pause
+        if not lost:
+            del self._pauses[place.name]
+        return lost
 
     def _list_open(self) -> list[int]:
         """Return the runs that still have to be started, the longest first."""
@@ -423,7 +443,7 @@ class SweepQueue:
             seconds = max(0.0, Path(self.sweep.folder, earlier.folder, RECORD_NAME).stat().st_mtime - earlier.time)
             self._write_end(AttemptEnd(run, earlier.attempt, DONE, 0, seconds, found))
             return
-        resumes = earlier is not None and is_stopped and Path(self.sweep.folder, earlier.folder).is_dir()
+        resumes = earlier is not None and is_stopped and has_begun(str(Path(self.sweep.folder, earlier.folder)))
         resumes, reason = resumes and number <= _MOST_ATTEMPTS, ""
         if resumes and earlier and not {*earlier.place.split(",")} & {*place.name.split(",")}:
             update, problem = check_copy(str(Path(self.sweep.folder, earlier.folder)))
@@ -539,14 +559,14 @@ class SweepQueue:
         status, reason, told = DONE, "", ""
         if not metrics:
             status, reason = FAILED, find_reason(Path(self.sweep.folder, "logs", f"{start.folder}.log"))
-            gone = "" if active.pruned_because else find_lost_hosts(place, self._options)
+            gone = {} if active.pruned_because else self._find_lost(place)
             if active.pruned_because:
                 status, reason = PRUNED, active.pruned_because
                 self._failures.pop(place.name, None)
             elif gone:
                 status, told = self._decide_after_loss(start)
                 self._lost.append(place)
-                self._retire(place, f"{gone} does not answer")
+                self._retire(place, ", ".join(f"{name} {what}" for name, what in gone.items()))
             elif code == RESUMABLE and start.attempt < _MOST_ATTEMPTS:
                 status, told = STOPPED, f"it will continue ({reason})"
                 self._note_failure(place, has_trained)
@@ -688,25 +708,25 @@ def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
     return error
 
 
-def find_lost_hosts(place: Place, options: Sequence[str]) -> str:
-    """Return the names of those hosts of a place that do not answer within 15 s; empty if all do.
+def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
+    """Return the names of those hosts of a place that cannot be used, each with the reason: it does not answer within
+    15 s, or refuses the login.
 
     Parameters
     ----------
     options: of the launch, which say how the hosts are reached.
     """
     if not place.hosts:
-        return ""
-    access = find_access(make_launch_config(options))
-    gone = []
+        return {}
+    access, lost = find_access(make_launch_config(options)), dict[str, str]()
     for host in place.hosts:
         try:
-            answer = access.transport.run(host, ("true",), seconds=_ANSWER_SECONDS)
-        except CpuftError:
-            gone.append(host.name)
-        else:
-            gone += [host.name] if answer.exit_code else []
-    return ", ".join(gone)
+            if access.transport.run(host, ("true",), seconds=_ANSWER_SECONDS).exit_code:
+                lost[host.name] = _SILENT
+        except CpuftError as error:
+            is_refused = isinstance(error, HostError) and error.kind == LOGIN_REFUSED
+            lost[host.name] = _REFUSES if is_refused else _SILENT
+    return lost
 
 
 def make_launch_config(options: Sequence[str]) -> LaunchConfig:

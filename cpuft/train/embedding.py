@@ -18,7 +18,7 @@ from cpuft.train.data.tokenizer import load_tokenizer
 from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read_form
 from cpuft.train.fast.acceleration import patch_model
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
-from cpuft.train.model import describe_load_failure, load_weights
+from cpuft.train.model import describe_load_failure, load_weights, read_config
 from cpuft.train.precision import autocast, read_cpu
 
 Embeddings = NDArray[np.float32]
@@ -221,10 +221,11 @@ def load_encoder(source: str) -> tuple[Any, Any]:
     import transformers
 
     try:
-        settings = transformers.AutoConfig.from_pretrained(source)
+        settings = read_config(source)
     except (OSError, ValueError) as error:
         raise CpuftError(describe_load_failure(source, error)) from None
-    read = partial(transformers.AutoModel.from_pretrained, config=settings, attn_implementation="eager")
+    load = transformers.AutoModel.from_pretrained
+    read = partial(load, config=settings, attn_implementation="eager", trust_remote_code=False)
     model, _ = load_weights(read, source)
     return model.eval(), settings
 

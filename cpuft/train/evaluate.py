@@ -1,4 +1,4 @@
-"""Evaluation: each rank predicts its share of the validation examples; all ranks get the metrics of all of them."""
+"""Evaluation: each rank predicts its share of the validation examples, and rank 0 computes the metrics of all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cpuft.train.data.order import Indices
 from cpuft.train.data.recipe import LOWER_IS_BETTER
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.precision import autocast
-from cpuft.train.process_group import gather
+from cpuft.train.process_group import broadcast_value, gather_to_first
 from cpuft.train.setup import TrainingSetup
 
 BatchPredictions = tuple[Indices, Predictions]
@@ -33,8 +33,10 @@ def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
     setup.model.eval()
     metrics: dict[str, float] = {}
     for suffix, tokens in setup.prepared.validation.items():
-        found = setup.objective.compute_metrics(_predict_on_all_ranks(setup, tokens), tokens)
-        metrics |= {name + suffix: value for name, value in found.items()}
+        if (parts := _predict_on_all_ranks(setup, tokens)) is not None:
+            found = setup.objective.compute_metrics(join(parts), tokens)
+            metrics |= {name + suffix: value for name, value in found.items()}
+    metrics = broadcast_value(metrics)
     setup.model.train()
     examples = sum(len(tokens) for tokens in setup.prepared.validation.values())
     return EvaluationLine(step, metrics, examples, time.perf_counter() - start)
@@ -68,12 +70,13 @@ def should_stop_early(evaluations: Sequence[EvaluationLine], metric: str, patien
     return bool(patience and best) and len(evaluations) - 1 - evaluations.index(best) >= patience
 
 
-def _predict_on_all_ranks(setup: TrainingSetup, tokens: Tokens) -> Predictions:
-    """Return the predictions for all examples in their order. Collective."""
+def _predict_on_all_ranks(setup: TrainingSetup, tokens: Tokens) -> list[BatchPredictions] | None:
+    """Return the predictions of all ranks' batches on rank 0, and None on all others. Collective."""
     batches = plan_batches(tokens, setup.config.eval_batch_size, setup.world.size)[setup.world.rank]
     with autocast(setup.precision):
         own = predict_batches(partial(setup.objective.predict, setup.model), setup.objective, tokens, batches)
-    return join([batch for batches in gather(own) for batch in batches])
+    found = gather_to_first(own)
+    return None if found is None else [batch for batches in found for batch in batches]
 
 
 def compute_outputs(

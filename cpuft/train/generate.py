@@ -13,7 +13,7 @@ from typing import Any
 from cpuft.config import PredictConfig, parse_arguments
 from cpuft.errors import CpuftError, counted
 from cpuft.files import write_atomically
-from cpuft.train.data.chat import Message, find_end_of_turn, parse_messages, set_chat_template
+from cpuft.train.data.chat import Message, find_end_of_turn, is_conversation, parse_messages, set_chat_template
 from cpuft.train.data.tables import list_json_lines, read_tables
 from cpuft.train.data.texts import find_document_marks
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
@@ -103,13 +103,13 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
 
 
 def _read_conversations(path: Path) -> list[Prompt]:
-    """Return the conversations of JSON lines; nothing if the first line has no messages."""
+    """Return the conversations of JSON lines; nothing if the first line is none."""
     suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     prompts: list[Prompt] = []
     if suffix not in _JSON_SUFFIXES:
         return prompts
     for where, line in list_json_lines(str(path), "--file"):
-        if not prompts and '"messages"' not in line:
+        if not prompts and not is_conversation(line):
             return prompts
         messages = parse_messages(line, where)
         while messages and messages[-1]["role"] == "assistant":

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from cpuft.comm.tensors import gather_single
 from cpuft.train.data.order import Indices, select_for_rank
 from cpuft.train.objective.base import Batch
 from cpuft.train.objective.embeddings import EmbeddingObjective
@@ -196,6 +196,6 @@ def exchange_examples(own: torch.Tensor, counts: list[int], rank: int) -> torch.
     sent = own.new_zeros(largest, own.shape[1])
     sent[: counts[rank]] = own.detach()
     received = own.new_empty(len(counts) * largest, own.shape[1])
-    dist.all_gather_into_tensor(received, sent)
+    gather_single(received, sent)
     rows = [part[:count] for part, count in zip(torch.split(received, largest), counts)]
     return torch.cat([*rows[:rank], own, *rows[rank + 1 :]])

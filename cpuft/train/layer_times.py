@@ -1,4 +1,4 @@
-"""When the gradients of an update become ready (`--record-layer-times`): what `cpuft bench scaling` replays."""
+"""When gradients become ready (`--record-layer-times`), for scripts/bench-slow-motion and `cpuft estimate`."""
 
 from __future__ import annotations
 

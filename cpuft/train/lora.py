@@ -14,6 +14,7 @@ import importlib.util
 import warnings
 from collections.abc import Collection
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 from cpuft.config import TrainConfig
@@ -141,7 +142,7 @@ def merge_adapters(model: Any, folder: str) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a head of other sizes
             return PeftModel.from_pretrained(model, folder, ignore_mismatched_sizes=True).merge_and_unload()
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError, UnpicklingError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         kind = type(model).__name__
         raise CpuftError(f"the adapters in {folder} do not fit {kind} ({reason}): give another --model") from None

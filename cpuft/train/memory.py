@@ -42,7 +42,7 @@ from cpuft.train.fast.architectures import (
     SIZE_SETTINGS,
     count_position_groups,
 )
-from cpuft.train.model import find_model, load_config
+from cpuft.train.model import find_config, find_model, load_config
 
 SHARED_BYTES = 250_000_000
 """Part of `_PROCESS_BYTES` that all ranks of a host share: pages of libraries."""
@@ -451,7 +451,8 @@ def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape | DecoderShap
         return read_shape_for(config, settings) or ModelShape(0, 0)
     source = Path(find_model(config.model))
     try:  # not through transformers, whose import takes longer than the whole check
-        settings = load(dict[str, Any], parse_json((source / "config.json").read_text(encoding="utf-8")))
+        path = Path(find_config(str(source)), "config.json")
+        settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
         settings = {}
     nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))

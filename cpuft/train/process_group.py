@@ -98,6 +98,26 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
+def gather_to_first(value: Any) -> list[Any] | None:
+    """Return every rank's `value`, which must be picklable, on rank 0, and None on all others. Collective.
+
+    Without a process group the result is [value].
+    """
+    if not dist.is_initialized():
+        return [value]
+    values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
+    dist.gather_object(value, values)
+    return values
+
+
+def broadcast_value(value: Any) -> Any:
+    """Return rank 0's `value`, which must be picklable, on all ranks. Collective."""
+    values = [value]
+    if dist.is_initialized():
+        dist.broadcast_object_list(values)
+    return values[0]
+
+
 def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
     """Start to send this rank's numbers to all ranks; return a function that waits for those of all ranks. Collective.
 
@@ -189,31 +209,52 @@ def _view_bytes(value: torch.Tensor) -> Any:
     return value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
+def _list_unequal(model: torch.nn.Module) -> list[str]:
+    """Return the names of rank 0's parameters that differ on any rank. Collective."""
+    found = gather({name: hashlib.sha256(_view_bytes(one)).digest() for name, one in model.state_dict().items()})
+    return [name for name, own in found[0].items() if any(other.get(name) != own for other in found)]
+
+
+def share_random_weights(model: torch.nn.Module) -> None:
+    """Give all ranks rank 0's new weights, such as those of a head, if torch uses other instructions on some ranks.
+
+    Collective.
+
+    With AVX2 it draws other normal numbers from a seed than with AVX-512.
+    """
+    if len(set(gather(torch.backends.cpu.get_cpu_capability()))) > 1:
+        state = model.state_dict()
+        for name in _list_unequal(model):
+            dist.broadcast(state[name], 0)
+
+
 def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
-    """Check that all ranks have the same parameters; return their checksum, 16 hexadecimal digits. Collective.
+    """Return the ranks' checksum as `compare_parameters` does. Raises CpuftError on all ranks if parameters differ."""
+    checksum, difference = compare_parameters(model, when)
+    if difference:
+        raise CpuftError(difference)
+    return checksum
+
+
+def compare_parameters(model: torch.nn.Module, when: str) -> tuple[str, str]:
+    """Return the checksum of most ranks' parameters, 16 hexadecimal digits, and how other ranks differ. Collective.
+
+    The second text is empty if no rank differs. Otherwise it names the ranks that differ from the majority, and up to
+    three parameters.
 
     Parameters
     ----------
-    when: the moment of the check, for the error: `after update 2`.
-
-    Raises
-    ------
-    CpuftError
-        On all ranks: parameters differ. The message names the ranks that differ from the majority, and up to three
-        parameters.
+    when: the moment of the comparison: `after update 2`.
     """
     checksums = gather((checksum_parameters(model), socket.gethostname()))
     usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]
-    odd = [f"{rank} on {host}" for rank, (checksum, host) in enumerate(checksums) if checksum != usual]
+    difference, odd = "", [f"{rank} on {host}" for rank, (checksum, host) in enumerate(checksums) if checksum != usual]
     if odd:
-        parameters = gather(
-            {name: hashlib.sha256(_view_bytes(one)).digest() for name, one in model.state_dict().items()}
-        )
-        names = [name for name, own in parameters[0].items() if any(other.get(name) != own for other in parameters)]
+        names = _list_unequal(model)
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        raise CpuftError(
+        difference = (
             f"{when}, the parameters of rank {', '.join(odd)} differ from those of the other ranks: "
             f"{', '.join(names[:3])}{more}. Either the hosts differ in versions or CPUs (run cpuft doctor), or the "
             f"exchange of gradients does not suit this model (train it with --np 1)"
         )
-    return str(usual)
+    return str(usual), difference

@@ -171,13 +171,15 @@ class TrainingResult:
     phases: list[dict[str, float]]
     """For each rank, the mean seconds of a steady step by phase: data, forward, backward, communication and update."""
     checksum: str
-    """Of the parameters, the same on all ranks; empty if ranks trained independently."""
+    """Of the parameters of most ranks; empty if ranks trained independently."""
     evaluation: EvaluationLine | None = None
     """The evaluation of the weights that the model has now; None if ranks trained independently."""
     evaluation_seconds: float = 0.0
     """Seconds of all evaluations."""
     saved_step: int = 0
     """Update whose weights the model has now, if they are not the last ones; else 0."""
+    difference: str = ""
+    """How the ranks' parameters differ at the end; empty if they are equal, or if ranks trained independently."""
 
 
 class RunReporter:
@@ -246,6 +248,7 @@ def make_header(
         gradient_sizes=count_sent_numbers(model, setup.objective, config, prepared),
         examples=len(prepared.train),
         cores_allowed=worker.cpu_quota,
+        simulated=worker.simulated,
         gradients=setup.compression,
         kernels=kernels,
         fast_path=describe_fast_path(model, config),

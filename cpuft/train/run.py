@@ -6,6 +6,7 @@ import math
 import os
 import resource
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -15,10 +16,11 @@ import torch
 
 from cpuft.comm.compression.table import resolve_compression, wire_type_name
 from cpuft.comm.selection import Choice
+from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.config import TrainConfig, WorkerConfig, refuse_conflicts
-from cpuft.errors import counted
+from cpuft.errors import CpuftError, counted
 from cpuft.hardware import choose_precision
-from cpuft.kernels import kernel_status
+from cpuft.kernels import kernel_status, plain_torch
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.world import parse_world
 from cpuft.record import EarlierMeasurements, Header, RecordedRank, Writer, describe_products, format_line
@@ -45,7 +47,14 @@ from cpuft.train.lora import check_lora
 from cpuft.train.model import choose_lora
 from cpuft.train.objective.table import make_objective
 from cpuft.train.precision import format_products, measure_products, read_cpu
-from cpuft.train.process_group import check_ranks, gather, join_process_group, prove_equal_parameters
+from cpuft.train.process_group import (
+    check_ranks,
+    gather,
+    join_process_group,
+    prove_equal_parameters,
+    share_random_weights,
+)
+from cpuft.train.remarks import find_remark, warn_of_learning_rate
 from cpuft.train.reporter import Progress, RunReporter, make_footer, make_header, make_resumed_line
 from cpuft.train.setup import TrainingSetup
 from cpuft.train.startup import resume_garbage_collection
@@ -90,7 +99,11 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
             )
         )
         ranks = check_ranks(world)
-        kernels, kernel_warning = find_kernels(config, ranks)
+        kernels, kernel_warning = find_kernels(config, ranks, worker.independent)
+        if kernels == "absent" and not worker.independent:
+            stack.enter_context(
+                plain_torch()
+            )  # before the model gets its layers, which keep the kernels that they have
 
         # Load data and model.
         prepared = read_prepared(worker.prepared or str(prepare(config)))
@@ -98,6 +111,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         objective = make_objective(config, prepared)
         torch.manual_seed(config.seed)
         model = objective.load_model(config)
+        if not worker.independent:
+            share_random_weights(model)
         setup = TrainingSetup(
             model,
             objective,
@@ -119,7 +134,8 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         progress.show(describe_data(prepared, config))
         progress.show(f"fast path: {header.fast_path}")
         compression = setup.compression_reason and f"gradients as {setup.compression}: {setup.compression_reason}"
-        for warning in (lora_reason, warn_of_unknown(prepared), kernel_warning, compression):
+        rate = warn_of_learning_rate(setup.config)
+        for warning in (lora_reason, warn_of_unknown(prepared), kernel_warning, compression, rate):
             if warning:
                 progress.show(warning)
         checkpoints, done = begin(reporter, setup, worker, header, stack)
@@ -146,7 +162,12 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
             if (folder := Path(worker.run_dir, MODEL_DIR)).is_dir() and result.evaluation:
                 write_model_card(folder, header, result.evaluation, footer)
             reporter.record.write(footer)
+            if remark := find_remark(setup.config, objective, prepared, result.steps, result.evaluation):
+                progress.show(remark)
         finish(checkpoints, worker, world.local_rank)
+        if result.difference:
+            saved = "the model of rank 0 was saved" if config.save_model else "no model was to be saved"
+            raise CpuftError(f"{result.difference}. The training is complete, and {saved}")
 
 
 def begin(
@@ -221,8 +242,11 @@ def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> N
         remove_all(Path(worker.run_dir, FOLDER))
 
 
-def find_kernels(config: TrainConfig, ranks: list[RecordedRank]) -> tuple[str, str]:
+def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:
     """Compile or load the C++ kernels on every rank, before anything is timed. Collective.
+
+    Ranks that train together must round alike in an update, or their parameters drift apart. So if a rank has no
+    kernels, the caller lets no rank use them, and all ranks' torch must use the same instructions.
 
     Parameters
     ----------
@@ -233,14 +257,42 @@ def find_kernels(config: TrainConfig, ranks: list[RecordedRank]) -> tuple[str, s
     tuple[str, str]
         What the header records: `compiled` if all ranks have the kernels, `absent` if a rank has none; and a warning
         that names the hosts without kernels and why, empty if all hosts have them. Both are empty, and nothing is
-        compiled, with --no-fast-path, --compile or an --engine other than torch.
+        compiled, with --no-fast-path, --compile or an --engine other than torch, unless gradients may be encoded.
+
+    Raises CpuftError: on all ranks, torch updates the parameters with other instructions on another host.
     """
-    if not config.fast_path or config.compile or config.engine != "torch":
-        return "", ""
-    return describe_kernels(gather(kernel_status()), [rank.host for rank in ranks])
+    uses_fast_path = config.fast_path and not config.compile and config.engine == "torch"
+    may_encode = len(ranks) > 1 and config.grad_compression in ("auto", *COMPRESSIONS_WITH_FEEDBACK)
+    status = kernel_status() if uses_fast_path or may_encode else ""
+    statuses, capabilities = zip(*gather((status, torch.backends.cpu.get_cpu_capability())))
+    hosts = [rank.host for rank in ranks]
+    kernels, warning = describe_kernels(statuses, hosts, independent) if status else ("", "")
+    # With other exchanges, an update is made by one rank, or ranks differ on purpose.
+    is_same_update = not independent and config.sync_every == 1 and config.shard != "optimizer"
+    if is_same_update and not (uses_fast_path and kernels == "compiled"):
+        check_capabilities(capabilities, hosts)
+    return kernels, warning
 
 
-def describe_kernels(statuses: list[str], hosts: list[str]) -> tuple[str, str]:
+def check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> None:
+    """Raise CpuftError if torch uses other vector instructions on some hosts: its AdamW would round differently.
+
+    Parameters
+    ----------
+    capabilities: torch's name of each rank's instructions: DEFAULT, AVX2 or AVX512.
+    hosts: the host's name of each rank, in the same order.
+    """
+    hosts_of = {one: sorted({h for c, h in zip(capabilities, hosts) if c == one}) for one in sorted(set(capabilities))}
+    if len(hosts_of) > 1:
+        found = ", ".join(f"{one} on {' and '.join(names)}" for one, names in hosts_of.items())
+        least = min(hosts_of, key=["DEFAULT", "AVX2", "AVX512", *hosts_of].index)
+        raise CpuftError(
+            f"torch computes with {found}, so the ranks would round their updates differently: export "
+            f"ATEN_CPU_CAPABILITY={least.lower()} for all ranks, or let all ranks train with cpuft's compiled kernels"
+        )
+
+
+def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
     """Return what the header records about the C++ kernels, and a warning for the user.
 
     It is ("compiled", "") if all statuses are `on`, as without any; else ("absent", a warning that names each host with
@@ -250,13 +302,16 @@ def describe_kernels(statuses: list[str], hosts: list[str]) -> tuple[str, str]:
     ----------
     statuses: for each rank, `on`, or `off: ` and the reason.
     hosts: the host's name of each rank, in the same order.
+    independent: whether hosts that have the kernels use them nevertheless.
     """
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:
         return "compiled", ""
     reasons = ", ".join(dict.fromkeys(status.removeprefix("off: ") for status in missing.values()))
-    slower = "training without them is 2 to 3 times slower"
-    return "absent", f"warning: the compiled kernels are not used on {', '.join(missing)} ({reasons}): {slower}"
+    where = f"not used on {', '.join(missing)} ({reasons})"
+    if "on" in statuses and not independent:
+        where += ", and so by no other rank, because all ranks must round alike"
+    return "absent", f"warning: the compiled kernels are {where}: training without them is 2 to 3 times slower"
 
 
 def read_earlier_measurements(text: str, ranks: int) -> EarlierMeasurements:

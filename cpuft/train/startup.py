@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import signal
 import socket
 import sys
@@ -77,7 +78,9 @@ def find_hub_problem() -> str:
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE forbids asking the Hugging Face hub"
+        names = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
+        given = next((name for name in names if os.environ.get(name)), names[0])
+        return f"{given} forbids asking the Hugging Face hub"
     url = urlsplit(constants.ENDPOINT)
     proxy = urllib.request.getproxies().get(url.scheme, "")
     if proxy and not urllib.request.proxy_bypass(url.hostname or ""):
@@ -89,6 +92,12 @@ def find_hub_problem() -> str:
         if hasattr(sys.modules.get(name), flag):
             setattr(sys.modules[name], flag, True)
     return f"the Hugging Face hub does not answer within {HUB_SECONDS:.0f} s"
+
+
+def advise_on_hub(problem: str) -> str:
+    """Return what to do about a problem that `find_hub_problem` has found, as a clause."""
+    variable, forbids, _ = problem.partition(" forbids ")
+    return f"unset {variable} to download it once" if forbids else "check the network and the proxy settings"
 
 
 def _accepts_connection(host: str, port: int) -> bool:

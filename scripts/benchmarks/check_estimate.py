@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from cpuft.record import ScalingLine, parse_lines, read_record
+from cpuft.record import read_record
+from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
+from scripts.benchmarks.bench_slow_motion import list_cases, measure, parse_arguments
+from scripts.benchmarks.slow_motion import Result
 from tests.provision.simulated import Simulated, simulate
 
 MOST_WRONG = 0.10
@@ -51,24 +55,34 @@ def check_rate(folder: Path, rate: str, hosts: list[str], options: argparse.Name
 
 
 def check_in_slow_motion(run_dir: Path, rate: str, hosts: list[str], results: Path) -> list[list[str]]:
-    """Return a row per number of hosts: milliseconds of a step as measured by `cpuft bench scaling` and as estimated.
+    """Return a row per number of hosts: milliseconds of a step as measured in slow motion and as estimated.
 
     Parameters
     ----------
     run_dir: folder of a run with one rank and --record-layer-times.
     results: folder for the measurements; those that are there already are not made again.
     """
-    folder, sizes = results / f"{run_dir.name}-{rate}", ",".join(hosts)
-    if not (folder / "scaling.html").exists():
-        call("bench", "scaling", str(run_dir), "--np", sizes, "--bandwidth", rate, "--run-dir", str(folder))
-    measured = {line.ranks: line for line in parse_scaling(folder / "scaling.jsonl")}
+    path, sizes = results / f"{run_dir.name}-{rate}.json", ",".join(hosts)
+    if not path.exists():
+        record = read_record(str(run_dir))
+        cases = list_cases(parse_arguments([str(run_dir), "--np", sizes, "--bandwidth", rate]), record)
+        found = [dataclasses.asdict(one) for one in measure(record.path, cases)]
+        path.write_text(json.dumps(found), encoding="utf-8")
+    kept = load(list[Result], parse_json(path.read_text(encoding="utf-8")))
+    measured = {one.case.ranks: one for one in kept}
     link = ("--bandwidth", rate, "--latency", "0", "--hosts", sizes)
     told = json.loads(call("estimate", str(run_dir), *link, "--json"))
     rows = []
     for one in told["predictions"]:
-        line, estimated = measured[one["hosts"]], one["step_seconds"]
-        step = line.step_seconds + line.taken_seconds
-        figures = [str(line.ranks), f"{step * 1e3:.0f}", line.compression, f"{estimated * 1e3:.0f}", one["sent_as"]]
+        result, estimated = measured[one["hosts"]], one["step_seconds"]
+        case, step = result.case, result.total_seconds
+        figures = [
+            str(case.ranks),
+            f"{step * 1e3:.0f}",
+            case.grad_compression,
+            f"{estimated * 1e3:.0f}",
+            one["sent_as"],
+        ]
         rows.append([run_dir.name, rate, *figures, f"{estimated / step - 1:+.1%}"])
     return rows
 
@@ -79,11 +93,6 @@ def call(*words: str) -> str:
     if done.returncode:
         sys.exit(done.returncode)
     return done.stdout
-
-
-def parse_scaling(path: Path) -> list[ScalingLine]:
-    """Return the measurements of a scaling.jsonl."""
-    return [line for line in parse_lines(path.read_text(encoding="utf-8"), str(path)) if isinstance(line, ScalingLine)]
 
 
 def main() -> None:
@@ -101,7 +110,7 @@ def main() -> None:
     parser.add_argument(
         "--slow-motion",
         default="",
-        help="instead of simulated hosts: runs with --record-layer-times, separated by commas, for cpuft bench scaling",
+        help="instead of simulated hosts: runs with --record-layer-times, separated by commas, in slow motion",
     )
     parser.add_argument("--results", default="", help="folder that keeps the measurements in slow motion")
     options = parser.parse_args()

@@ -187,6 +187,8 @@ def make_fault(fault: Fault, cluster: Simulated, launch: int) -> Target:
 
 
 END_SECONDS = 180.0
+_FETCHED_AGAIN = "its results are fetched again in"
+"""What `cpuft launch` says of a run that has finished on a host that does not answer."""
 _START_SECONDS = 300.0
 
 
@@ -228,13 +230,18 @@ class Launch:
             time.sleep(0.1)
         return False
 
-    def wait_for_line_since(self, words: str, after: str, since: float, seconds: float) -> bool:
-        """Wait for a line that begins with `words` after one that begins with `after`. Return False if none comes."""
+    def waits_for_host(self, since: float, seconds: float) -> bool:
+        """Wait until the launch does without a host, or waits for one. Return False if it ends before.
+
+        It does without it when an update follows on a restart. It waits for it when it fetches the results again.
+        """
         end = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < end:
             lines = [line for at, line in self.lines if at >= since]
-            begun = next((number for number, line in enumerate(lines) if line.startswith(after)), len(lines))
-            if any(line.startswith(words) for line in lines[begun:]):
+            begun = next(
+                (number for number, line in enumerate(lines) if line.startswith("cpuft: restart ")), len(lines)
+            )
+            if any(line.startswith("step ") for line in lines[begun:]) or any(_FETCHED_AGAIN in line for line in lines):
                 return True
             time.sleep(0.1)
         return False
@@ -438,8 +445,9 @@ def disturb(
         return [fault.describe(), f"it had ended before: {launch.texts()[-1:]}", *[""] * 8], False
     made_at = time.monotonic()
     target = make_fault(fault, cluster, launch.process.pid)
-    # A host that comes back while the run goes on without it is tidied up when that ends.
-    if restarts and launch.wait_for_line_since("step ", "cpuft: restart ", made_at, END_SECONDS):
+    # A host that comes back while the run goes on without it is tidied up when that ends. A run that has finished is
+    # not trained again: its launch waits for the host that has the results.
+    if launch.waits_for_host(made_at, END_SECONDS):
         repair(cluster)
     ended = launch.wait(END_SECONDS + (restarts + 1) * 120)
     told = next((line for line in launch.texts(since=made_at) if was_named(target, [line])), "")

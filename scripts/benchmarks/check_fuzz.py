@@ -1,7 +1,8 @@
-"""Run by scripts/check-fuzz: random input to every parser and every option of every verb.
+"""Run by scripts/check-fuzz: random calls of collectives, and random input to every parser and option of every verb.
 
 Each input must be accepted, or refused with one line and exit code 2; none may change a file outside of its room. Root;
-everything happens in namespaces where nothing but a folder of its own can be written, and nowhere else.
+everything happens in namespaces where nothing but a folder of its own can be written, and nowhere else. Collectives run
+on two ranks of each backend, without these namespaces: each call must end as on torch's gloo, or in an exception.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import argparse
 import os
 import resource
+import subprocess
 import sys
 import time
+from collections import Counter
 from functools import partial
 
 from tests.fuzz import sandbox
@@ -25,18 +28,47 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="check-fuzz", description=__doc__)
     parser.add_argument("--inputs", type=int, default=20_000)
     parser.add_argument("--seed", type=int, default=0, help="random seed of the inputs")
-    parser.add_argument("--only", default="", help="only parsers and verbs whose name contains this text")
+    parser.add_argument("--calls", type=int, default=2000, help="calls of collectives on each backend")
+    parser.add_argument(
+        "--only", default="", help="only parsers and verbs whose name contains this text, or: collectives BACKEND"
+    )
     parser.add_argument(
         "--inside", action="store_true", help="run inside the namespaces that this program makes (refused elsewhere)"
     )
     options = parser.parse_args()
     if not options.inside:
-        words = [sys.executable, "-m", "scripts.benchmarks.check_fuzz", "--inside", *sys.argv[1:]]
-        os.execvpe("unshare", sandbox.enter_command(words), dict(os.environ) | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"})
+        name, _, backend = options.only.partition(" ")
+        is_wrong = bool(name in ("", "collectives") and fuzz_collectives(options.calls, options.seed, backend))
+        if name != "collectives":
+            words = [sys.executable, "-m", "scripts.benchmarks.check_fuzz", "--inside", *sys.argv[1:]]
+            environ = dict(os.environ) | {"LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
+            is_wrong |= bool(subprocess.call(sandbox.enter_command(words), env=environ))
+        sys.exit(is_wrong)
     reasons = sandbox.find_reasons_to_refuse()
     if reasons:
         sys.exit(f"check-fuzz: this is not its room ({'; '.join(reasons[:3])}): start scripts/check-fuzz as root")
     sys.exit(run(options.inputs, options.seed, options.only))
+
+
+def fuzz_collectives(calls: int, seed: int, backend: str) -> int:
+    """Run random calls on torch's gloo and on the backends whose name contains `backend`. Returns the faults."""
+    # Imported here: the namespaces need no torch.
+    from cpuft.comm import BACKENDS
+    from tests.fuzz.collectives import draw_call, find_fault, run_calls
+
+    begun, faults = time.monotonic(), 0
+    wanted = run_calls("torch", seed, calls)
+    for name in (name for name in BACKENDS if backend in name):
+        found = run_calls(name, seed, calls)
+        kinds = Counter(outcome[0] for outcomes in found for outcome in outcomes)
+        _tell(f"collectives on {name}: {dict(kinds.most_common())}", calls, begun)
+        for number, outcomes in enumerate(found):
+            call = draw_call(seed, number)
+            if fault := find_fault(call, wanted[number], outcomes):
+                faults += 1
+                print(f"\n{name}: {fault}\n  {call}\n  torch {wanted[number]}\n  cpuft {outcomes}")
+        print(f"check-fuzz: {calls} calls on {name}, {faults} faults so far")
+    return faults
 
 
 def run(inputs: int, seed: int, only: str) -> int:

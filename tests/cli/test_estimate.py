@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.doctor.finding import to_json
-from cpuft.record import GradientSizes, Link, Record, Writer
+from cpuft.record import GradientSizes, Link, Record, Writer, read_record
 from tests.conftest import run_cpuft
 from tests.records import make_record
 
@@ -59,6 +59,15 @@ def test_ranks_of_a_host_share_its_cores(run_dir: Path) -> None:
     table = run_cpuft("estimate", str(run_dir), *network[:-1], "--ppn", "2").stdout
     assert "* each host has 2 ranks, each on an equal share of its cores;" in table
     assert "each host has" not in run_cpuft("estimate", str(run_dir), *network[:-1]).stdout
+
+
+def test_an_estimate_from_a_simulated_host_says_so(run_dir: Path, tmp_path: Path) -> None:
+    record = read_record(str(run_dir))
+    write(replace(record, header=replace(record.header, simulated=True)), tmp_path / "simulated")
+    note = "* the run was on a simulated host, and the estimate is for hosts with cores of their own"
+    for folder, expected in ((tmp_path / "simulated", True), (run_dir, False)):
+        done = run_cpuft("estimate", str(folder), "--bandwidth", "1gbit", "--hosts", "1,2")
+        assert (note in done.stdout) == expected, done.stderr
 
 
 def test_the_doctor_measures_links_for_an_estimate(run_dir: Path, tmp_path: Path) -> None:

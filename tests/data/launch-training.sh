@@ -79,5 +79,5 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     --shard=none --comm-timeout=300.0 --eval-every=none --best-metric= --save-best=False \
     --early-stopping=0 --save-model=True --lora-merge=False --report-to= --record-layer-times=False \
     --checkpoint-every=-1.0 --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines \
-    --independent=False --cpu-quota=0.0 --recorded-updates=-1 --stopped-at=0.0 --restart-reason= \
-    --global-batch=0 --measurements= --keep-checkpoints=False </dev/null
+    --independent=False --cpu-quota=0.0 --simulated=False --recorded-updates=-1 --stopped-at=0.0 \
+    --restart-reason= --global-batch=0 --measurements= --keep-checkpoints=False </dev/null

@@ -3,7 +3,7 @@ set -euo pipefail
 echo 'cpuft: start' >&2
 (
 # options with which mpirun's ssh reaches the other hosts
-export OMPI_MCA_plm_rsh_args='-F /etc/ssh config'
+export OMPI_MCA_plm_rsh_args='-F /etc/ssh_config'
 # you run cpuft as root
 export OMPI_ALLOW_RUN_AS_ROOT=1
 # Open MPI requires both variables

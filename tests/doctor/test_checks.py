@@ -24,6 +24,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
     ("CPUFT-003", GONE | {"failure": "Server not found", "kind": transport.KEY_UNKNOWN}),
     ("CPUFT-003", GONE | {"failure": "got AAAA, expected BBBB", "kind": transport.KEY_CHANGED}),
     ("CPUFT-004", GONE | {"failure": "no key of ours fits", "kind": transport.LOGIN_REFUSED}),
+    ("CPUFT-004", GONE | {"failure": "its login shell prints 'hello'", "kind": transport.NO_COMMANDS}),
     ("CPUFT-005", {"ssh": {"10.0.0.1": "Permission denied (publickey)."}}),
     ("CPUFT-006", {"own_address": "127.0.1.1"}),
     ("CPUFT-007", {"connected": {"10.0.0.1": 0.2, "10.0.0.2": 0.2}}),
@@ -195,3 +196,20 @@ def test_json_has_every_field() -> None:
     findings = find_all(plant(healthy(), 2, huge_pages="[never]"))
     (told,) = json.loads(json.dumps(to_json(findings, ["node1"])))["findings"]
     assert sorted(told) == ["cause", "code", "evidence", "fix", "host", "next_move", "next_step", "severe"]
+
+
+@pytest.mark.parametrize(
+    "message, cause",
+    [
+        ("root@b: Permission denied (publickey).", "the other host's sshd reads another file than"),
+        ("Cannot execute command-line and remote command.", "has RemoteCommand for the other host"),
+        (
+            "ssh: connect to host b port 22: No route to host",
+            "mpirun starts ranks by ssh from the head host",
+        ),
+    ],
+)
+def test_the_cause_of_a_login_that_fails_between_hosts_depends_on_the_message(message: str, cause: str) -> None:
+    (finding,) = find_all(plant(healthy(), 3, ssh={"10.0.0.1": message}))
+    assert cause in finding.cause
+    assert finding.next_step

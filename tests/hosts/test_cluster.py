@@ -62,6 +62,14 @@ def test_cores_limit_the_ranks_of_a_host_without_slots() -> None:
         assign_ranks((Host("a"),), 5, 0, {"a": 4})
 
 
+@pytest.mark.parametrize("cores, fitting", [({"a": 4}, 2), ({"a": 1}, 1), ({}, 2)])
+def test_max_slots_only_lowers_the_number_of_cores(cores: dict[str, int], fitting: int) -> None:
+    hosts = parse_hostfile("a max_slots=2")
+    assert counts(assign_ranks(hosts, fitting, 0, cores)) == {"a": fitting}
+    with pytest.raises(CpuftError, match=f"{fitting + 1} ranks on a, which has {fitting}"):
+        assign_ranks(hosts, fitting + 1, 0, cores)
+
+
 def test_this_machine_reports_its_facts() -> None:
     (facts,) = gather_facts((LOCAL,), Access())
     assert facts.cores

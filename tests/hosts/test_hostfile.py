@@ -18,7 +18,7 @@ HOSTS = st.builds(
     st.integers(0, 999),
     st.just("") | st.from_regex(r"[a-z_][a-z0-9_-]{0,8}", fullmatch=True),
     st.integers(0, 65535),
-)
+) | st.builds(Host, NAMES, max_slots=st.integers(0, 999))
 
 
 @given(st.lists(HOSTS, min_size=1, unique_by=lambda host: host.name))
@@ -37,6 +37,13 @@ def test_what_is_written_reads_back(hosts: list[Host]) -> None:
         ("node1 user=ubuntu", (Host("node1", 0, "ubuntu"),)),
         ("fe80::1", (Host("fe80::1"),)),
         ("2001:db8::2 slots=2", (Host("2001:db8::2", 2),)),
+        ("node1 slots=2 max_slots=8\nnode2 max-slots=8 slots=2", (Host("node1", 2), Host("node2", 2))),
+        ("node1 max_slots=8", (Host("node1", max_slots=8),)),
+        ("node1\nnode1\nnode2\nnode1\n", (Host("node1", 3), Host("node2", 1))),  # PBS, LSF
+        ("node1 slots=2\nnode2\nnode1:3", (Host("node1", 5), Host("node2"))),
+        ("n1.x 4 all.q@n1.x UNDEFINED\nn2.x 2 a.q <NULL>\nn1.x 1 b.q 0,0", (Host("n1.x", 5), Host("n2.x", 2))),  # SGE
+        ("me@n[09-10,3].x:2", (Host("n09.x", 2, "me"), Host("n10.x", 2, "me"), Host("n3.x", 2, "me"))),
+        ("r[1-2]n[1-2]", (Host("r1n1"), Host("r1n2"), Host("r2n1"), Host("r2n2"))),
         ("node1 # U+2028 is no line end:\u2028none\x85none\x0cnone\nnode2", (Host("node1"), Host("node2"))),
         ("a" * 63 + ".b-_c", (Host("a" * 63 + ".b-_c"),)),
     ],
@@ -83,6 +90,19 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
         (
             "a.b" * 90,
             f"hf, line 1: '{'a.b' * 90}' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1",
+        ),
+        ("n[2-1]", "hf, line 1: 'n[2-1]' has a range of no or too many hosts: write e.g. node[01-04]"),
+        ("n[1-99999]", "hf, line 1: 'n[1-99999]' has a range of no or too many hosts: write e.g. node[01-04]"),
+        ("n[1-]", "hf, line 1: 'n[1-]' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        (
+            "[fe80::1]:4",
+            "hf, line 1: '[fe80::1]:4' is an IPv6 address, and ranks connect over IPv4: write the IPv4 address, or a "
+            "name that has one",
+        ),
+        (
+            "a slots=1\nx@a slots=1",
+            "hf, line 2: host a is on line 1 already: remove this line; for several ranks on one host, write for "
+            "example a slots=2",
         ),
         ("a,b", "hf, line 1: 'a,b' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
     ],

@@ -45,3 +45,24 @@ def test_an_invalid_configuration_is_answered_in_one_line(text: bytes, message: 
 
 def test_bastions_are_read() -> None:
     assert parse_jumps("u@a:22, b", "h") == (Host("a", port=22, user="u"), Host("b"))
+
+
+@pytest.mark.parametrize(
+    ("value", "paths"),
+    [
+        ('"FOLDER/my keys/known"', ("FOLDER/my keys/known",)),
+        ("/a /b", ("/a", "/b")),
+        ('"/a b" "/c d"', ("/a b", "/c d")),
+        ('/a "/b c"', ("/a", "/b c")),
+        ('"/a b" /c', ("/a b", "/c")),
+        ('/a "/b c" /d', ("/a", "/b c", "/d")),
+        ('"/a b" /c "/d e"', ("/a b", "/c", "/d e")),
+    ],
+)
+def test_paths_of_known_hosts_may_have_spaces(value: str, paths: tuple[str, ...], tmp_path: Path) -> None:
+    known = tmp_path / "my keys" / "known"
+    known.parent.mkdir()
+    known.touch()
+    (tmp_path / "my config").write_text(f"Host a\n  UserKnownHostsFile {value}\n".replace("FOLDER", str(tmp_path)))
+    login = read_login(Host("a"), str(tmp_path / "my config"))
+    assert login.known_hosts == tuple(path.replace("FOLDER", str(tmp_path)) for path in paths)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
@@ -19,6 +21,7 @@ from cpuft.hosts.topology import (
     parse_facts,
     parse_lscpu,
     plan_placement,
+    spread_cores,
 )
 from tests.conftest import make_facts, make_lscpu
 
@@ -128,3 +131,18 @@ def test_facts_read_back() -> None:
 def test_facts_that_are_none(text: str) -> None:
     with pytest.raises(CpuftError, match="host node1 did not report its facts"):
         parse_facts(text, "node1")
+
+
+def test_hosts_that_are_one_machine_use_different_cores_of_it() -> None:
+    """Containers with a quota of two cores see all four cores; hosts on other machines are not looked at."""
+
+    def spread(quotas: Sequence[float], *machines: str) -> list[list[int]]:
+        hosts = [make_facts(number, 1, 4) for number in range(len(quotas))]
+        hosts = [replace(one, boot_id=name, cpu_quota=quota) for one, quota, name in zip(hosts, quotas, machines)]
+        return [[core.threads[0] for core in cores] for cores in spread_cores(hosts)]
+
+    assert spread((2.0, 2.0), "a", "a") == [[0, 1], [2, 3]]
+    assert spread((0.4, 0.4, 0.4), "a", "a", "a") == [[0], [1], [2]]
+    assert spread((3.0, 3.0), "a", "a") == [[0, 1, 2], [0, 1, 3]]
+    assert spread((2.0, 2.0, 2.0), "a", "b", "a") == [[0, 1], [0, 1], [2, 3]]
+    assert spread((0.0, 0.0), "a", "a") == [[0, 1, 2, 3], [0, 1, 2, 3]]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import shutil
 import socket
 import subprocess
 import threading
@@ -16,7 +19,7 @@ import pytest
 
 from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
-from cpuft.execute import Answer
+from cpuft.execute import Answer, run_stage
 from cpuft.hosts import ssh_config
 from cpuft.hosts import transport as transport_module
 from cpuft.hosts.cluster import Access, gather_cluster
@@ -24,6 +27,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_config import parse_jumps
 from cpuft.hosts.transport import HostError, SshTransport, Transport, map_hosts
 from cpuft.plan import Plan, Setting, Step
+from tests.provision.simulated import needs_root
 
 pytestmark = pytest.mark.real
 
@@ -51,16 +55,25 @@ def free_port() -> int:
 
 
 @contextmanager
-def serve(folder: Path, forwards: bool) -> Iterator[Server]:
-    """Start a server that accepts the client's key; with `forwards` it is a bastion."""
+def serve(folder: Path, forwards: bool, shell: str = "", *options: str) -> Iterator[Server]:
+    """Start a server that accepts the client's key; with `forwards` it is a bastion.
+
+    With a login shell, the user's home there is `folder`.
+    """
     folder.mkdir()
     port, key = free_port(), make_key(folder / "host_key")
     lines = [f"ListenAddress 127.0.0.1:{port}", f"HostKey {folder}/host_key", "PidFile none", "UsePAM no"]
     lines += [f"AuthorizedKeysFile {folder.parent}/client.pub", "StrictModes no", "PasswordAuthentication no"]
-    lines += [f"AllowTcpForwarding {'yes' if forwards else 'no'}"]
+    lines += [f"AllowTcpForwarding {'yes' if forwards else 'no'}", *options]
     (folder / "conf").write_text("\n".join(lines) + "\n")
     Path("/run/sshd").mkdir(exist_ok=True)
-    with subprocess.Popen(["/usr/sbin/sshd", "-D", "-e", "-f", folder / "conf"], stderr=subprocess.DEVNULL) as process:
+    command = f"exec /usr/sbin/sshd -D -e -f {folder}/conf"
+    if shell:
+        users = Path("/etc/passwd").read_text()
+        (folder / "passwd").write_text(re.sub("(?m)^root:.*$", f"root:x:0:0::{folder}:{shutil.which(shell)}", users))
+        command = f"mount --bind {folder}/passwd /etc/passwd; {command}"
+    words = [*(["unshare", "--mount"] if shell else []), "sh", "-c", command]
+    with subprocess.Popen(words, stderr=subprocess.DEVNULL) as process:
         try:
             wait_for(port)
             yield Server(port, key)
@@ -102,6 +115,25 @@ def config(servers: tuple[Server, Server, Path], tmp_path: Path) -> Path:
     return path
 
 
+@contextmanager
+def foreign(tmp_path: Path, shell: str, *options: str, config: str = "", start_up: str = "") -> Iterator[Transport]:
+    """A server of somebody with a login shell, a .bashrc, options of sshd_config and lines for it in ssh_config."""
+    make_key(tmp_path / "client")
+    with serve(tmp_path / "there", True, shell, *options) as server:
+        (tmp_path / "there" / ".bashrc").write_text(start_up)
+        (tmp_path / "known_hosts").write_text(f"[127.0.0.1]:{server.port} {server.key}\n")
+        lines = [f"  Port {server.port}", "HostName 127.0.0.1", f"IdentityFile {tmp_path}/client"]
+        lines += [f"UserKnownHostsFile {tmp_path}/known_hosts", *config.splitlines()]
+        (tmp_path / "ssh_config").write_text("Host far\n" + "\n  ".join(lines) + "\n")
+        yield SshTransport(str(tmp_path / "ssh_config"))
+
+
+def run_step(transport: Transport, *command: str, stdin: str = "", count: int = 1) -> list[Answer]:
+    """Run a command on the host as a step of a plan, perhaps several times at once."""
+    plan = Plan(command_prefixes={"far": transport.command_prefix(HOST)})
+    return run_stage([plan.as_local(Step("do", command, host="far", stdin=stdin))] * count, os.environ, 60)
+
+
 def change(config: Path, old: str, new: str) -> Transport:
     text = config.read_text()
     assert old in text
@@ -114,6 +146,58 @@ def test_arguments_arrive_as_they_are(config: Path) -> None:
     answer = SshTransport(str(config)).run(HOST, ("sh", "-c", script, "sh", *AWKWARD), "given")
     assert (answer.exit_code, answer.output) == (3, "".join(f"{word}." for word in AWKWARD) + "given")
     assert answer.errors.endswith("a 0\n")  # the login shell may have said something before
+
+
+@needs_root
+@pytest.mark.parametrize("shell", ["tcsh", "fish", "bash"])
+def test_every_login_shell_runs_commands_and_steps(tmp_path: Path, shell: str) -> None:
+    script = "for word; do # each\n  printf '%s!' \"$word\"\ndone; cat"
+    command = ("sh", "-c", script, "sh", *AWKWARD, "!!", "\\\\'")
+    expected = "".join(f"{word}!" for word in command[4:]) + "given"
+    with foreign(tmp_path, shell) as transport:
+        assert transport.run(HOST, command, "given") == Answer(0, expected, "")
+        assert run_step(transport, *command, stdin="given") == [Answer(0, expected)]
+        transport.put(tmp_path / "known_hosts", HOST, f"{tmp_path}/it's")
+        assert (tmp_path / "it's").exists()
+
+
+@needs_root
+@pytest.mark.parametrize(
+    "start_up, said",
+    [
+        ("echo hello there", r"its login shell prints 'hello there' before each command: let ~/\.bashrc there, or "),
+        ("printf hello", "its login shell prints 'hello' before each command"),
+        ("exit 3", "its login shell ended with exit code 3 before the command ran: ''"),
+        ("exec cat", "its login shell ended with exit code 0 before the command ran: 'given'"),
+    ],
+)
+def test_a_start_up_file_that_prints_or_ends_the_shell_is_named(tmp_path: Path, start_up: str, said: str) -> None:
+    with foreign(tmp_path, "bash", start_up=start_up) as transport:
+        with pytest.raises(HostError, match=said) as error:
+            transport.run(HOST, ("cat",), "given")
+        assert (error.value.kind, error.value.is_transient) == ("no commands", False)
+
+
+@needs_root
+def test_options_for_people_at_a_terminal_do_not_break_commands(tmp_path: Path) -> None:
+    lines = "RemoteCommand tmux\nRequestTTY force\nExitOnForwardFailure yes\nLocalForward 127.0.0.1:{} localhost:1"
+    with foreign(tmp_path, "bash", config=lines.format(free_port())) as transport:
+        assert run_step(transport, "cat", stdin="a\n", count=3) == [Answer(0, "a\n")] * 3
+        assert transport.run(HOST, ("cat",), "a\n").output == "a\n"
+
+
+def test_a_user_without_an_entry_in_passwd_is_told_so(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000)
+    with pytest.raises(CpuftError, match=r"^host far .* in /etc/passwd, and user 4000000 has none: add one"):
+        SshTransport(str(config)).run(HOST, ("true",))
+
+
+@needs_root
+def test_more_logins_at_once_than_a_server_accepts_are_tried_again(tmp_path: Path) -> None:
+    with foreign(tmp_path, "bash", "MaxStartups 1") as transport:
+        answers = map_hosts(lambda host: transport.run(host, ("echo", "a")), [HOST] * 6)
+        assert [one.output for one in answers] == ["a\n"] * 6
+        assert [one.output for one in run_step(transport, "echo", "a", count=6)] == ["a\n"] * 6
 
 
 def test_input_and_output_may_flow_at_the_same_time(config: Path) -> None:
@@ -148,6 +232,20 @@ def test_hosts_reach_each_other_by_the_address_that_the_hostfile_gives(tmp_path:
     config.write_text("Host 10.0.0.5\n  HostName 203.0.113.9\nHost gate\n  HostName 203.0.113.9\n")
     transport = SshTransport(str(config))
     assert [transport.address(Host(name)) for name in ("10.0.0.5", "gate")] == ["10.0.0.5", "203.0.113.9"]
+
+
+def test_a_host_with_only_an_ipv6_address_is_told_from_one_without_any(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transport, said = SshTransport(str(tmp_path / "none")), "is an IPv6 address, and ranks connect over IPv4: write"
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *words: [] if words[0] == "six.example" else socket.inet_aton(""))
+    for name, message in (
+        ("fe80::1", f"host fe80::1 {said}"),
+        ("six.example", f"host six.example: its only address {said}"),
+        ("none.example", "host none.example has no address"),
+    ):
+        with pytest.raises(CpuftError, match=f"^{message}"):
+            transport.address(Host(name))
 
 
 def test_the_command_prefix_of_a_plan_reaches_the_host(config: Path) -> None:
@@ -306,6 +404,34 @@ def test_a_server_that_does_not_start_the_command_is_given_up() -> None:
             transport_module._run_in_session(client, "true", b"", 1.0)
         assert 1.0 <= time.monotonic() - begun < 15
         slow.is_over.set()
+
+
+class Breaking(SlowToStart):
+    """A server on which a command ends without an exit code, because the connection breaks."""
+
+    def check_channel_exec_request(self, channel: paramiko.Channel, command: bytes) -> bool:
+        threading.Timer(0.2, channel.close).start()
+        return True
+
+
+def test_a_command_without_an_exit_code_gave_no_answer() -> None:
+    here, there = socket.socketpair()
+    with paramiko.Transport(there) as server, paramiko.Transport(here) as link:
+        server.add_server_key(paramiko.ECDSAKey.generate())
+        server.start_server(event=threading.Event(), server=Breaking())
+        link.connect()
+        link.auth_none("me")
+        client = paramiko.SSHClient()
+        vars(client)["_transport"] = link
+        with pytest.raises(HostError) as error, transport_module._raise_host_errors(HOST):
+            transport_module._run_in_session(client, "true", b"", 20.0)
+    assert (error.value.kind, error.value.is_transient) == (transport_module.UNREACHABLE, True)
+    assert "the connection broke while a command ran there" in str(error.value)
+
+
+def test_a_command_whose_session_is_killed_gave_no_answer(config: Path) -> None:
+    with pytest.raises(HostError, match="the connection broke while a command ran there"):
+        SshTransport(str(config)).run(HOST, ("sh", "-c", "echo said; kill -9 $PPID; sleep 5"))
 
 
 def test_a_server_that_does_not_speak_ssh_is_an_error(config: Path) -> None:

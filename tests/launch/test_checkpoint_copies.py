@@ -206,10 +206,6 @@ def test_the_plan_of_a_resumed_run_sends_the_checkpoint_to_its_head_host(
     assert f"each new checkpoint is copied to {tmp_path}/checkpoints (a look every 30 s)" in plan.notes[0]
     new = plan_run(job, make_away("b", "c"), "/runs/new", {})
     assert new.inputs == ()
-    # Its copies are in the run folder before the results come.
-    assert "merge" in new.results[0][0].command
-    plain = replace(job, config=LaunchConfig(np=2))
-    assert "merge" not in plan_run(plain, make_away("b", "c"), "/runs/new", {}).results[0][0].command
 
 
 def test_a_sent_checkpoint_arrives_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -263,7 +259,7 @@ def test_a_finished_run_keeps_no_copies(tmp_path: Path) -> None:
     write(run, 6)
     work.mkdir()
     (work / "record.jsonl").write_text("{}\n")
-    (fetch,), _ = plan_results(replace(AWAY, command_prefixes={}), str(work), str(run), True)
+    (fetch,), _ = plan_results(replace(AWAY, command_prefixes={}), str(work), str(run))
     plan = RunPlan(results=((fetch,), ()))
     fetch_and_clean_up(plan, str(run), AWAY, os.environ, False, lambda line: None)
     assert find_checkpoint_here(str(run)) is not None

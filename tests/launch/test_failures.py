@@ -191,6 +191,7 @@ def test_the_mark_of_a_failed_rank_is_parsed() -> None:
             "on this host",
         ),
         (139, "killed by signal 11", ""),
+        (255, "exit code 255", ""),
     ],
 )
 def test_exit_codes_are_explained(code: int, cause: str, advice: str) -> None:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,10 @@ import pytest
 
 from cpuft.argv import module_command
 from cpuft.cli import cli
-from cpuft.config import PredictConfig, TrainConfig
+from cpuft.config import LaunchConfig, PredictConfig, ScriptConfig, TrainConfig, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer, run_stage
+from cpuft.files import list_tree
 from cpuft.hosts import cluster as clusters
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
@@ -29,14 +30,15 @@ from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (
+    LaunchNote,
     list_input_paths,
-    load_allowed_paths,
+    load_note,
     make_bundle,
     pack_embedding,
     pack_script,
     pack_training,
     plan_sending,
-    save_allowed_paths,
+    save_note,
     secrets_on_hosts,
 )
 from cpuft.launch.mpirun import KEY
@@ -44,6 +46,7 @@ from cpuft.launch.plan import Job, add_transfers
 from cpuft.launch.relay import RelayOrder
 from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
+from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.plan import RunPlan, Step
 from cpuft.serialization import load, parse_json
 from tests.conftest import make_facts
@@ -73,7 +76,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def names_of(bundle: inputs.Bundle) -> list[str]:
-    return [name for _, name in inputs._list_files(bundle.sources)]
+    return [name for source in bundle.sources for _, name in list_tree(source, source.name)]
 
 
 def test_nothing_is_sent_to_hosts_that_share_files(work: Path) -> None:
@@ -177,16 +180,59 @@ def test_files_sent_before_and_hub_names_need_no_permission(work: Path) -> None:
 def test_paths_that_the_user_named_are_noted_on_this_machine_until_the_run_has_ended(work: Path) -> None:
     environ = {"CPUFT_STATE": str(work / "state")}
     train = TrainConfig(task="text", train_file="rows.csv,missing", model="model")
-    assert load_allowed_paths("/runs/run", environ) == set()
-    save_allowed_paths("/runs/run", list_input_paths(train), environ)
-    assert load_allowed_paths("/runs/run", environ) == {str(work / "rows.csv"), str(work / "model")}
-    assert load_allowed_paths("/runs/other", environ) == set()
+    note = LaunchNote(tuple(sorted(list_input_paths(train))), cluster="lab")
+    assert load_note("/runs/run", environ) == LaunchNote()
+    save_note("/runs/run", note, environ)
+    assert load_note("/runs/run", environ) == note
+    assert note.paths == (str(work / "model"), str(work / "rows.csv"))
+    assert load_note("/runs/other", environ) == LaunchNote()
     (kept,) = (work / "state").rglob("*.json")
     kept.write_text("{")
-    assert load_allowed_paths("/runs/run", environ) == set()
-    save_allowed_paths("/runs/run", (), environ)
+    assert load_note("/runs/run", environ) == LaunchNote()
+    save_note("/runs/run", LaunchNote(), environ)
     assert not kept.exists()
-    save_allowed_paths("/runs/run", {"x"}, {"CPUFT_STATE": str(work / "rows.csv")})  # no folder, no harm
+    save_note("/runs/run", note, {"CPUFT_STATE": str(work / "rows.csv")})  # no folder, no harm
+
+
+HOSTS = ("cluster", "hostfile", "ssh_config")
+
+
+@pytest.mark.parametrize(
+    "noted, given, used",
+    [
+        ({"cluster": "lab"}, {}, ("lab", "", "")),
+        ({"hostfile": "/h", "ssh_config": "/s"}, {}, ("", "/h", "/s")),
+        ({"hostfile": "/h", "ssh_config": "/s"}, {"ssh_config": "/other"}, ("", "/h", "/other")),
+        ({"cluster": "lab"}, {"hostfile": "/h"}, ("", "/h", "")),
+        ({"cluster": "lab"}, {"cluster": ""}, ("", "", "")),
+        ({"ssh_config": "/s"}, {}, ("", "", "")),
+    ],
+)
+def test_a_run_is_resumed_on_the_cluster_where_it_was_started(
+    noted: dict[str, str], given: dict[str, str], used: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the user names other hosts."""
+    environ, run, said, configs = (
+        {"CPUFT_STATE": str(tmp_path / "state")},
+        tmp_path / "run",
+        list[str](),
+        list[LaunchConfig](),
+    )
+
+    def gather(run: str, config: LaunchConfig, is_script: bool) -> None:
+        configs.append(config)
+        raise CpuftError("that is enough")
+
+    monkeypatch.setattr("cpuft.launch.run.gather_resumed_run", gather)
+    save_note(str(run), LaunchNote((), **noted), environ)
+    config = parse_arguments(LaunchConfig, [f"--{name.replace('_', '-')}={value}" for name, value in given.items()])
+    request = LaunchRequest(config, TrainConfig(), ScriptConfig(), (), str(run), frozenset(given), "lines")
+    with ExitStack() as sessions, pytest.raises(CpuftError, match="that is enough"):
+        plan_request(request, environ, said.append, None, sessions)
+    assert tuple(getattr(configs[0], name) for name in HOSTS) == used
+    again = any(noted.get(name) == value != "" for name, value in zip(HOSTS[:2], used))
+    where = "--cluster lab" if "cluster" in noted else "--hostfile /h"
+    assert said == [f"cpuft: the run was started with {where}, which is used again"] * again
 
 
 @pytest.mark.parametrize("asked", [(), ("--train-file", "rows.csv")])
@@ -206,7 +252,7 @@ def test_resume_may_send_paths_that_the_user_names_now_or_named_at_the_start(
     monkeypatch.setattr("cpuft.launch.run.gather_cluster", lambda *given: AWAY)
     monkeypatch.setattr("cpuft.launch.run.plan_run", plan_run)
     for remembered in (set(), {str(work / "model")}):
-        save_allowed_paths(resumed.run_dir, remembered, os.environ)
+        save_note(resumed.run_dir, LaunchNote(tuple(remembered)), os.environ)
         with pytest.raises(CpuftError, match="that is enough"):
             cli.main(["launch", "--resume", "run", *asked], standalone_mode=False)
         assert jobs[-1].allowed_paths == frozenset({*remembered, *([str(work / "rows.csv")] if asked else [])})
@@ -251,7 +297,139 @@ def test_a_bundle_is_sent_and_unpacked_as_planned(work: Path, tmp_path_factory: 
     found = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
     assert found == ["pack/__init__.py", "pack/a.py", "pack/weights", "train.py"]
     assert not (there / "pack/weights").is_symlink()
-    assert sorted(path.name for path in there.parent.iterdir()) == ["abc"]
+    assert sorted(path.name for path in there.parent.iterdir()) == ["abc", "abc.files"]
+
+
+def test_what_is_behind_links_counts_like_what_is_in_the_folder(work: Path) -> None:
+    """Two folders that each hold a link to a folder are different data, and an edit behind a link is sent."""
+    (work / "far/deep").mkdir(parents=True)
+    (work / "far/deep/rows.csv").write_text("1")
+    (work / "near").mkdir()
+    (work / "near/rows.csv").write_text("2")
+    folders = []
+    for target in ("far/deep", "near"):
+        folder = work / "links" / target.replace("/", "-") / "data"
+        folder.mkdir(parents=True)
+        (folder / "split").symlink_to(work / target)
+        folders.append(make_bundle((folder,), AWAY.inputs).remote_folder)
+    assert len({*folders}) == 2
+    bundle = make_bundle((work / "links/near/data",), AWAY.inputs)
+    assert (names_of(bundle), bundle.nbytes) == (["data/split/rows.csv"], 1)
+    (work / "near/rows.csv").write_text("3")
+    assert make_bundle((work / "links/near/data",), AWAY.inputs).remote_folder != bundle.remote_folder
+    before = make_bundle((work / "code",), AWAY.inputs)
+    (work / "code/empty").mkdir()
+    assert make_bundle((work / "code",), AWAY.inputs).remote_folder != before.remote_folder
+
+
+def test_the_walk_finds_what_tar_sends(work: Path) -> None:
+    (work / "code/more").symlink_to(work / "model")
+    (work / "code/again").symlink_to(work / "model")
+    (work / "code/pack/compiled").symlink_to(work / "code/pack/__pycache__")
+    (work / "code/empty").mkdir()
+    os.mkfifo(work / "code/pipe")
+    bundle = make_bundle((work / "code",), AWAY.inputs)
+    words = ("bash", "-c", inputs._SEND, "send", str(work), "1", "code", "tar", "-t")
+    listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
+    sent = {name for name in listed if not name.endswith("/")} - {"code/pipe"}
+    assert {name for name in names_of(bundle) if name != "code/empty"} == sent
+    assert "code/empty/" in listed
+
+
+def test_links_that_cannot_be_followed_are_named(work: Path) -> None:
+    (work / "model/loop").symlink_to(work)
+    (work / "code/.#train.py").symlink_to("user@host.1:2")  # Emacs' mark of a file that is edited
+    assert ".#train.py" not in names_of(pack_script(AWAY, (sys.executable, str(work / "code/train.py")))[1][0])
+    with pytest.raises(CpuftError, match=r"\.#train\.py is a link to user@host\.1:2, which does not exist"):
+        make_bundle((work / "code",), AWAY.inputs)
+    (work / "code/.#train.py").unlink()
+    with pytest.raises(CpuftError, match=r"is a link to .*, a folder that contains the link: remove the link"):
+        make_bundle((work / "model",), AWAY.inputs)
+
+
+def run_script(script: str, *words: object, stdin: bytes = b"") -> str:
+    """Run one of the scripts for hosts here; return what it printed."""
+    command = ("sh", "-c", script, "script", *map(str, words))
+    return subprocess.run(command, input=stdin, capture_output=True, check=True).stdout.decode()
+
+
+@pytest.fixture
+def stored(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a bundle on a host, which has received `code/pack` and `rows.csv`."""
+    there = tmp_path_factory.mktemp("there") / "mine" / "inputs" / ("0123456789ab" * 2)
+    receive(work, there)
+    return there
+
+
+def receive(work: Path, there: Path) -> None:
+    archive = subprocess.run(("tar", "-C", work, "-cf", "-", "code/pack", "rows.csv"), capture_output=True, check=True)
+    run_script(inputs._RECEIVE_BUNDLE, there.parents[1], there, stdin=archive.stdout)
+
+
+def test_a_bundle_that_lacks_a_file_is_sent_again(work: Path, stored: Path) -> None:
+    """systemd-tmpfiles removes single files from /var/tmp. What runs have added since is no reason to send again."""
+
+    def find_missing() -> str:
+        return run_script(inputs._FIND_MISSING, stored.parents[1], stored).strip()
+
+    (stored / "code/pack/__pycache__/b.pyc").write_text("compiled there")
+    (stored / "log").write_text("written by a run")
+    assert find_missing() == ""
+    kept = (stored / "rows.csv").stat()
+    for damage in (
+        lambda: (stored / "code/pack/a.py").unlink(),
+        lambda: (stored / "rows.csv").write_text("cut"),
+        lambda: stored.with_name(f"{stored.name}.files").unlink(),
+    ):
+        damage()
+        assert find_missing() == str(stored)
+        receive(work, stored)
+        assert find_missing() == ""
+        assert ((stored / "code/pack/a.py").read_text(), (stored / "rows.csv").stat().st_size) == (
+            "code/pack/a.py",
+            kept.st_size,
+        )
+    assert (stored / "log").exists()
+    assert sorted(path.name for path in stored.parent.iterdir()) == [stored.name, f"{stored.name}.files"]
+
+
+def test_old_bundles_are_removed_from_hosts_unless_a_process_uses_them(work: Path, stored: Path) -> None:
+    """Only folders whose names cpuft gives are removed; the times of those in use are refreshed."""
+    month = 31 * 86400
+    names = ("a" * 24, "b" * 24, "c" * 24, f"{'a' * 24}.x1y2z3", "notes", "d" * 23)
+    for name in names:
+        (stored.parent / name / "inside").mkdir(parents=True)
+        os.utime(stored.parent / name, (time.time() - month,) * 2)
+    (stored.parent / f"{'a' * 24}.files").write_text("")
+    os.utime(stored.parent / ("c" * 24), (time.time() - month / 2,) * 2)
+    for path in (stored, *stored.rglob("*")):
+        os.utime(path, (time.time() - month,) * 2)
+    script = ("sh", "-c", "read line", str(stored.parent / ("b" * 24) / "train.py"))
+    with subprocess.Popen(script, stdin=subprocess.PIPE) as user:
+        run_script(inputs._KEEP_BUNDLES, stored.parent, stored)
+        user.communicate(b"\n")
+    left = {path.name for path in stored.parent.iterdir()} - {stored.name, f"{stored.name}.files"}
+    assert left == {"b" * 24, "c" * 24, "notes", "d" * 23}
+    files = [path for path in stored.rglob("*") if path.is_file()]
+    assert all(time.time() - path.stat().st_atime < 60 for path in files)
+    # Python compiles a module again if its time has changed.
+    assert all(time.time() - path.stat().st_mtime > month - 60 for path in files)
+    run_script(inputs._KEEP_BUNDLES, stored.parent / "missing")
+
+
+def test_a_launch_tells_its_hosts_which_bundles_it_uses(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = list[tuple[str, tuple[str, ...]]]()
+
+    def run(self: SshTransport, host: Host, command: Sequence[str], stdin: str = "", seconds: float = 0) -> Answer:
+        asked.append((host.name, tuple(command[4:])))
+        return Answer(1, "", "")
+
+    monkeypatch.setattr(SshTransport, "run", run)
+    command, (bundle,) = pack_script(AWAY, (sys.executable, str(work / "code/train.py")))
+    plan = RunPlan(ranks=((Step("ranks", ("mpirun", *command)),),))
+    for cluster in (AWAY, SHARED):
+        inputs.keep_bundles(plan, cluster)
+    assert sorted(asked) == [(name, (AWAY.inputs, bundle.remote_folder)) for name in "abc"]
 
 
 def test_a_run_is_fetched_completely_or_not_at_all(tmp_path: Path) -> None:

@@ -56,7 +56,7 @@ def test_characters_that_open_mpi_takes_for_options_are_refused(folder: str) -> 
 def test_command_lines(name: str, golden: Golden) -> None:
     mpi = MpiImplementation("mpirun", name)
     words = plan_mpirun(mpi, GROUPS, SHARED, ("python", "train.py", "--lr", "1"), "/run/logs", "ens5")
-    options = () if name == "srun" else ("-F", "/etc/ssh config")
+    options = () if name == "srun" else ("-F", "/etc/ssh_config")
     step = Step("start", words, mpirun_settings(mpi, options, as_root=True))
     golden(f"mpirun-{name}.sh", format_plan(Plan(((step,),))))
 
@@ -145,3 +145,14 @@ def test_mpirun_is_told_to_log_in_to_all_hosts_itself(name: str, most: int) -> N
     assert found == expected[name]
     # srun needs no login.
     assert mpirun_settings(mpi, (), False, "slurm", most + 1) == mpirun_settings(mpi, (), False, "slurm")
+
+
+@pytest.mark.parametrize("name", ["intel", "mpich", "openmpi"])
+def test_a_path_that_mpirun_would_split_is_refused(name: str) -> None:
+    """The path may have spaces only where no mpirun gets it."""
+    mpi = MpiImplementation("mpirun", name)
+    for path in ("/home/u/my files/config", "/tab\there"):
+        with pytest.raises(
+            CpuftError, match="contains white space, which mpirun cannot pass to ssh: give --ssh-config"
+        ):
+            mpirun_settings(mpi, ("-F", path), False, hosts=2)

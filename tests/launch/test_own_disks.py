@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -18,6 +19,7 @@ from typing import IO
 import numpy as np
 import pytest
 
+from cpuft.hosts.cluster import HOST_FOLDER
 from cpuft.record import read_record
 from tests.launch import hanging
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
@@ -164,7 +166,7 @@ def test_embeddings_of_two_hosts_come_back(cluster: Simulated) -> None:
     assert ("texts.csv" in sent["1"], "texts.csv" in sent["2"]) == (True, False)
     assert ("config.json" in sent["1"], "config.json" in sent["2"]) == (True, True)
     assert not [path for path in files_of(cluster, "var/tmp") if "vectors" in path or path.endswith("embeddings.npy")]
-    assert sorted(path.name for path in (cluster.folder / "embedded").iterdir()) == ["logs", "plan.sh"]
+    assert sorted(path.name for path in (cluster.folder / "embedded").iterdir()) == [HOST_FOLDER, "logs", "plan.sh"]
 
 
 @pytest.mark.proof
@@ -238,12 +240,18 @@ def test_a_run_is_resumed_without_its_head_host(cluster: Simulated) -> None:
     update = int(kept[-1].partition(".")[0])
     names = [host.name for host in cluster.hosts]
     saved = f"cpuft: checkpoints up to update {update} are saved on {names[1]}: "
-    assert lines[-2] == f"{saved}continue with cpuft launch --resume {run} and the same --cluster or --hostfile"
+    assert lines[-2] == f"{saved}continue with cpuft launch --resume {run}"
     assert f"the run's record is in /var/tmp/cpuft-{os.getuid()}/" in lines[-1]
     words = ("--np", "2", "--no-check", "--checkpoint-every", "0")
-    done = cluster.cpuft("launch", "--cluster", cluster.name, "--resume", "run", *words)
+    # In another container, where the host name is another one, and on the same cluster without naming it.
+    resume = shlex.join([sys.executable, "-m", "cpuft", "launch", "--resume", "run", *words])
+    environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
+    container = ["unshare", "--uts", "sh", "-c", f"hostname next; exec {resume}"]
+    done = subprocess.run(container, cwd=cluster.folder, env=environ, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
-    assert f"{names[0]}" in done.stderr.splitlines()[0]
+    again = f"cpuft: the run was started with --cluster {cluster.name}, which is used again"
+    assert done.stderr.splitlines()[0] == again
+    assert f"{names[0]}" in done.stderr.splitlines()[1]
     record = read_record(str(run))
     assert [step.step for step in record.steps] == list(range(1, 21))
     (resumed,) = record.resumptions

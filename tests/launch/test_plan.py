@@ -64,6 +64,26 @@ def test_plan_of_a_training_on_one_host(golden: Golden) -> None:
     golden("launch-training.sh", format_plan(plan.full_plan))
 
 
+def test_hosts_on_one_machine_have_different_cores_and_are_recorded_as_simulated() -> None:
+    def plan(cluster: Cluster) -> tuple[list[str], bool]:
+        config = LaunchConfig(np=len(cluster.facts))
+        (start,) = plan_training(cluster, config, TrainConfig(), "/runs/one", "lines", {}).ranks[0]
+        cores = [one["CPUFT_CORES"] for one in settings_of(cluster, config, "gloo")]
+        return cores, "--simulated=True" in start.command
+
+    two = make_cluster((1, 1))
+    apart = dataclasses.replace(two, facts=tuple(dataclasses.replace(one, cpu_quota=2.0) for one in two.facts))
+    assert plan(apart) == (["0,1", "0,1"], False)
+    assert plan(
+        dataclasses.replace(apart, facts=tuple(dataclasses.replace(one, boot_id="x") for one in apart.facts))
+    ) == (["0,1", "2,3"], True)
+    one = make_cluster((1,))
+    assert (
+        plan(one)[1],
+        plan(dataclasses.replace(one, access=dataclasses.replace(one.access, simulated=True)))[1],
+    ) == (False, True)
+
+
 def test_a_function_is_sent_to_every_host_with_a_disk_of_its_own(tmp_path: Path) -> None:
     cluster = make_cluster((1, 1))
     here = add_call(RunPlan(), "/tmp/call", cluster, str(tmp_path / "run"))

@@ -73,7 +73,7 @@ def fed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def has_files(order: RelayOrder, root: Path, host: str) -> bool:
     """Whether a host has all files, and no part of others."""
     inputs, source = root / host / "mine" / "inputs", Path(order.folder)
-    if [path.name for path in inputs.iterdir()] != ["abc"]:
+    if sorted(path.name for path in inputs.iterdir()) != ["abc", "abc.files"]:
         return False
     model = inputs / "abc" / "model"
     same = (model / "weights").read_bytes() == (source / "model" / "weights").read_bytes()

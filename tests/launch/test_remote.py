@@ -233,7 +233,13 @@ def test_a_script_that_another_user_planted_is_not_run(cluster: Simulated, own_d
     for index in (1, 2):
         found = cluster.on(index, "find /var/tmp -name theirs -prune -o -printf '%m %p\n' | sort -k 2 | tail -n +2")
         file = f"{place}/script.py"
-        kept = ["700 /var/tmp/cpuft-0", "700 /var/tmp/cpuft-0/inputs", f"700 {place}", f"644 {file}"]
+        kept = [
+            "700 /var/tmp/cpuft-0",
+            "700 /var/tmp/cpuft-0/inputs",
+            f"700 {place}",
+            f"644 {file}",
+            f"644 {place}.files",
+        ]
         assert found.splitlines() == kept
 
 

@@ -15,7 +15,7 @@ from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
-from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster
+from cpuft.hosts.cluster import FROM_STDIN, HOST_FOLDER, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure
 from cpuft.launch.plan import Job, Launch, plan_run
@@ -220,7 +220,12 @@ def test_a_run_that_finished_before_the_connection_was_lost_is_only_fetched(
             return Answer(0, "there\nfinished\n", "")
 
     fetched = list[str]()
-    monkeypatch.setattr("cpuft.launch.restart.fetch_and_clean_up", lambda plan, run, *rest: fetched.append(run))
+
+    def fetch(plan: RunPlan, run: str, *others: object) -> bool:
+        fetched.append(run)
+        return True
+
+    monkeypatch.setattr("cpuft.launch.restart.fetch_and_clean_up", fetch)
     away = replace(cluster, works_remotely=True, access=replace(cluster.access, transport=Transport()))
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
@@ -233,6 +238,84 @@ def test_a_run_that_finished_before_the_connection_was_lost_is_only_fetched(
     assert (fetched, said) == (["/runs/mrpc"], [])
 
 
+class Answering(transport_module.SshTransport):
+    """Hosts that answer. What they have of a run is in SAID, one answer for each question, and the last one stays."""
+
+    def find_unresponsive(self, names: Sequence[str], seconds: float = 0.0) -> set[str]:
+        return set()
+
+    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+        if "describe_run" not in argv:
+            return super().run(host, argv, stdin, seconds)
+        answer = SAID.pop(0) if len(SAID) > 1 else SAID[0]
+        if answer is None:
+            raise transport_module.HostError(host.name, transport_module.UNREACHABLE, "the connection broke")
+        return answer
+
+
+SAID: list[Answer | None] = []
+FINISHED = Answer(0, "exists\nfinished\n")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [FINISHED],
+        [None, None, FINISHED],  # the question fails, and is asked again
+        [None, None, None, FINISHED],  # the host is back when a restart is planned
+    ],
+)
+def test_a_run_that_has_finished_is_never_started_again(
+    said: list[Answer | None], cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its results cannot be fetched."""
+    SAID[:] = said
+    monkeypatch.setattr("cpuft.launch.restart._RETRY_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(retry_connections, "__defaults__", (0.0,))
+    monkeypatch.setattr("cpuft.launch.results._FETCH_PAUSES", ())
+    monkeypatch.setattr("cpuft.launch.restart.remove_all_but_checkpoints", lambda *given: pytest.fail("removed"))
+    transport = Answering()
+    away = replace(
+        cluster,
+        works_remotely=True,
+        command_prefixes={"localhost": ()},
+        access=replace(cluster.access, transport=transport),
+    )
+    folder, starts = Path("run").absolute(), list[int]()
+    folder.mkdir()
+    (folder / HOST_FOLDER).write_text("0123456789ab/run\n")
+
+    def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
+        starts.append(1)
+        error = HeadHostLostError("the connection was lost: look at it")
+        error.unfetched_from = "localhost"
+        raise error
+
+    plan = replace(plan_run(script(3), away, str(folder), {}), results=((Step("fetch", ("false",)),), ()))
+    with pytest.raises(NotStoredError, match=r"^the run has finished, but the results of the run could not be fetched"):
+        run_with_restarts(Launch(script(3), str(folder), os.environ), plan, away, start, lambda line: None)
+    assert len(starts) == 1
+
+
+def test_a_restart_does_not_take_a_host_that_could_not_be_asked_for_one_without_checkpoints(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    SAID[:] = [None]
+    monkeypatch.setattr(retry_connections, "__defaults__", (0.0,))
+    away = replace(
+        cluster,
+        works_remotely=True,
+        command_prefixes={"localhost": ()},
+        access=replace(cluster.access, transport=Answering()),
+    )
+    folder = Path("run").absolute()
+    folder.mkdir()
+    (folder / HOST_FOLDER).write_text("0123456789ab/run\n")
+    code, plans, said, _ = run(script(3), away, KILLED, KILLED)
+    assert (code, len(plans)) == (137, 1)
+    assert "not restarted: rank 0 on localhost was killed by SIGKILL, and host localhost cannot be used" in said[0]
+
+
 def is_told_to_go(log: Path) -> int:
     line = InterruptedLine(3, 9, "the notice /gone on localhost", (0,))
     (log.parents[1] / "record.jsonl").write_text(format_line(line) + "\n")
@@ -242,6 +325,8 @@ def is_told_to_go(log: Path) -> int:
 def test_a_restart_continues_in_the_folder_on_the_disk_of_the_host(cluster: Cluster) -> None:
     """This machine is the only host that remains. Its checkpoints are not in the run folder."""
     on_disk = replace(cluster, works_remotely=True, command_prefixes={"localhost": ()})
+    Path("run").mkdir()
+    (Path("run") / HOST_FOLDER).write_text("0123456789ab/run\n")
     code, plans, _, _ = run(script(1), on_disk, KILLED, ends)
     folders = [step.command[-1] for plan in plans for stage in plan.make for step in stage]
     assert (code, folders) == (0, 2 * [on_disk.work_dir(str(Path("run").absolute()))])

@@ -7,6 +7,7 @@ import fcntl
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -16,18 +17,23 @@ import pytest
 from cpuft.argv import pack_argv
 from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import Cluster, name_work
+from cpuft.execute import Answer
+from cpuft.hosts.cluster import HOST_FOLDER, Access, Cluster, gather_cluster, read_host_folder
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import SshTransport
 from cpuft.launch.inputs import Bundle, plan_sending
-from cpuft.launch.plan import add_transfers, find_prepared_hosts, plan_training
-from cpuft.launch.results import plan_partial_cleanup, plan_results, remove_all_but_checkpoints
+from cpuft.launch.plan import Job, add_transfers, find_prepared_hosts, plan_run, plan_training
+from cpuft.launch.results import FILES_LEFT, plan_partial_cleanup, plan_results, remove_all_but_checkpoints
 from cpuft.launch.resume import (
     HostCopy,
     ResumedRun,
     check_newest_checkpoint,
+    gather_host_copies,
     gather_resumed_run,
+    has_begun,
     parse_host_copy,
     read_resumed_run,
+    remove_empty_run,
 )
 from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import Plan, RunPlan, Step
@@ -249,16 +255,21 @@ def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path
     run = tmp_path / "run"
     printed = list[str]()
     remove_all_but_checkpoints(plan, str(run), os.environ, without="a", say=printed.append)
-    how = f"continue with cpuft launch --resume {run} and the same --cluster or --hostfile"
-    assert printed == [f"cpuft: checkpoints up to update 10 are saved on b: {how}"]
-    with pytest.raises(
-        CpuftError, match=f"none of these hosts has a checkpoint of {run}, but b had one: add b to the hosts"
+    assert printed == [
+        f"cpuft: c did not answer at the end of the run: {FILES_LEFT}",
+        f"cpuft: checkpoints up to update 10 are saved on b: continue with cpuft launch --resume {run}",
+    ]
+    for owner, advice in (
+        ("b", "it was removed there, so start a new run"),
+        ("z", "add z to the hosts again, or start"),
     ):
-        check_newest_checkpoint([HostCopy(Host("a"))], AWAY, str(run))
+        (run / "kept.txt").write_text(f"{owner}\n")
+        with pytest.raises(CpuftError, match=f"has a checkpoint of {run}, but {owner} had one: {advice}"):
+            check_newest_checkpoint([HostCopy(Host("a"))], AWAY, str(run))
     check_newest_checkpoint([HostCopy(Host("a"), checkpoint_update=3)], AWAY, str(run))
     nothing = replace(plan, partial_cleanup=((plan.partial_cleanup[0][3],),))
     remove_all_but_checkpoints(nothing, str(tmp_path / "none"), os.environ, say=printed.append)
-    assert len(printed) == 1
+    assert len(printed) == 2
     assert not (tmp_path / "none").exists()
 
 
@@ -291,6 +302,20 @@ def test_a_host_reports_its_files_of_a_run(tmp_path: Path) -> None:
     (work / "checkpoints/rank-1.last").write_text("14\n")
     keep(tmp_path, work)
     assert look(tmp_path) == replace(found, steps=14, has_data=False)
+
+
+@pytest.mark.parametrize("code", [-1, 1, 255])
+def test_a_host_that_does_not_answer_the_question_is_not_one_without_files(code: int, tmp_path: Path) -> None:
+    (tmp_path / HOST_FOLDER).write_text("0123456789ab/run\n")
+
+    class Transport(SshTransport):
+        def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
+            assert argv[-1] == "0123456789ab/run"
+            return Answer(code * (host.name == "b"), "exists\n", "no shell")
+
+    copies, (error,) = gather_host_copies([Host("a"), Host("b")], Access(Transport()), str(tmp_path))
+    assert copies == (HostCopy(Host("a"), exists=True),)
+    assert str(error) == "host b cannot list its files of the run (no shell): check its disk"
 
 
 def test_a_finished_run_that_was_not_fetched_is_recognized(tmp_path: Path) -> None:
@@ -347,15 +372,13 @@ def test_a_resumed_run_is_planned_on_the_hosts_that_answer() -> None:
     kept = (HostCopy(Host("node0"), True), HostCopy(Host("node1"), True, checkpoint_update=9), HostCopy(Host("node3")))
     resumed = ResumedRun("/runs/one", TRAIN, 4, 9, 64, kept)
     work = cluster.work_dir("/runs/one")
-    assert work.endswith(f"/{name_work('/runs/one')}")
     plan = plan_training(cluster, LaunchConfig(np=3), TRAIN, work, "lines", {}, resumed=resumed)
     plan = add_transfers(plan, (), {}, cluster, "/runs/one", kept)
     ((make,),), ((ranks,),) = plan.make, plan.ranks
     assert make.host == ranks.host == "node1"
     assert {"--recorded-updates=9", "--global-batch=64", "--checkpoint-every=-1.0"} <= set(ranks.command)
     assert f"--run-dir={work}" in ranks.command
-    (fetch,), clean = plan.results
-    assert "merge" in fetch.command
+    _, clean = plan.results
     assert [step.host for step in clean] == ["node1", "node2", "node0"]
     assert plan.command_prefixes["node0"][0] == "ssh"
     assert [[step.host for step in stage] for stage in plan.partial_cleanup] == [["node1", "node2"]]
@@ -411,8 +434,8 @@ def test_logs_that_are_here_are_not_fetched_again(tmp_path: Path, fetched: str, 
     assert (work / "data.npz").exists()
 
 
-def fetch(work: Path, run: Path, resumed: bool) -> int:
-    (step,), _ = plan_results(HERE, str(work), str(run), resumed)
+def fetch(work: Path, run: Path) -> int:
+    (step,), _ = plan_results(HERE, str(work), str(run))
     return subprocess.run(Plan().as_local(step).command, check=False).returncode
 
 
@@ -429,13 +452,13 @@ def test_a_resumed_run_is_merged_into_the_local_run(tmp_path: Path) -> None:
     (work / "mine").mkdir()
     (work / "mine/new").touch()
     (work / "logs/second").touch()
-    assert fetch(work, run, resumed=True) == 0
+    assert fetch(work, run) == 0
     assert names(run) == [".hidden", "data.npz", "logs", "logs-1", "mine", "record.jsonl", "report.html"]
     assert [names(run / part) for part in ("logs", "logs-1", "mine")] == [["second"], ["first"], ["new", "old"]]
     assert (run / "record.jsonl").read_text() == (work / "record.jsonl").read_text()
     (work / "logs").rename(work / "logs-1")
     (work / "logs").mkdir()
-    assert fetch(work, run, resumed=True) == 0
+    assert fetch(work, run) == 0
     assert names(run)[2:6] == ["logs", "logs-1", "logs-2", "logs-3"]
     assert sorted(names(run / "logs-2") + names(run / "logs-3")) == ["second", "second"]
     assert names(run.parent) == ["a 0"]
@@ -444,12 +467,80 @@ def test_a_resumed_run_is_merged_into_the_local_run(tmp_path: Path) -> None:
 def test_a_rejected_resume_leaves_the_local_run_unchanged(tmp_path: Path) -> None:
     work, run = write_work(tmp_path / "there", "000000010.0"), write_run(tmp_path / "runs/run", HEADER)
     keep(tmp_path / "there", work)
-    assert fetch(work, run, resumed=True) == 0
+    assert fetch(work, run) == 0
     assert names(run) == ["logs", "record.jsonl"]
     assert names(run.parent) == ["run"]
 
 
-def test_a_new_run_is_not_merged_into_an_existing_one(tmp_path: Path) -> None:
+def claim(plan: RunPlan) -> int:
+    """Make the run folder on this machine as the plan says; the exit code."""
+    ((step,),) = plan.claim
+    return subprocess.run(Plan().as_local(step).command, check=False).returncode
+
+
+def test_the_folder_on_hosts_is_found_from_whichever_machine_has_the_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container has another host name than the one before it, and may have the run folder under another path."""
+    run, asked = tmp_path / "runs/a 0", list[str]()
+    away = replace(make_cluster((1,)), works_remotely=True, command_prefixes={"node1": ("sh", "-c")})
+    job = Job(LaunchConfig(), TRAIN, ("true",))
+    plan = plan_run(job, away, str(run), {})
+    ((make,),) = plan.make
+    assert claim(plan) == 0
+
+    class Transport(SshTransport):
+        def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
+            asked.append(argv[-1])
+            return Answer(0, "exists\n")
+
+    monkeypatch.setattr("socket.gethostname", lambda: "next")
+    moved = (tmp_path / "runs").rename(tmp_path / "mounted") / "a 0"
+    gather_host_copies([Host("node1")], Access(Transport()), str(moved))
+    work = make.command[-1]
+    assert (f"{away.folder}/{asked[0]}", work.endswith("/a 0")) == (work, True)
+    later = replace(away, token="another")
+    resumed = plan_run(job, later, str(moved), {}, ResumedRun(str(moved)))
+    assert claim(resumed) == 0
+    assert (resumed.make[0][0].command[-1], later.work_dir(str(moved))) == (work, work)
+
+
+def test_two_launchers_with_the_same_paths_do_not_share_a_folder_on_hosts() -> None:
+    """Containers may have the same host name, too."""
+    first, second = (replace(gather_cluster(LaunchConfig()), works_remotely=True) for _ in range(2))
+    assert first.work_dir("/runs/one") == first.work_dir("/runs/one") != second.work_dir("/runs/one")
+    assert first.work_dir("/runs/one") != first.work_dir("/runs/two/one")
+
+
+def test_a_new_run_does_not_take_an_existing_folder(tmp_path: Path) -> None:
+    """Another launch may have made it since the plan was made."""
+    away = replace(make_cluster((1,)), works_remotely=True)
+    plan = plan_run(Job(LaunchConfig(), TRAIN, ("true",)), away, str(tmp_path / "run"), {})
+    assert (claim(plan), claim(plan)) == (0, 1)
+
+
+@pytest.mark.parametrize("name", ["", "run", "../run", "0123456789ab/..", "0123456789ab/a/b", "/0123456789ab/run"])
+def test_a_note_that_names_no_folder_of_a_run_is_ignored(name: str, tmp_path: Path) -> None:
+    (tmp_path / HOST_FOLDER).write_text(f"{name}\n")
+    assert read_host_folder(str(tmp_path)) == ""
+
+
+def test_no_host_says_where_the_files_of_a_run_are(tmp_path: Path) -> None:
     work, run = write_work(tmp_path / "there"), write_run(tmp_path / "runs/run", HEADER)
-    assert fetch(work, run, resumed=False) != 0
-    assert names(run) == ["logs", "record.jsonl"]
+    (work / HOST_FOLDER).write_text("0123456789ab/theirs\n")
+    (run / HOST_FOLDER).write_text("0123456789ab/ours\n")
+    assert fetch(work, run) == 0
+    assert read_host_folder(str(run)) == "0123456789ab/ours"
+
+
+def test_a_run_folder_with_nothing_but_notes_is_removed(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / HOST_FOLDER).write_text("0123456789ab/run\n")
+    assert not has_begun(str(run))
+    (run / "mine").touch()
+    assert has_begun(str(run))
+    remove_empty_run(str(run))
+    (run / "mine").unlink()
+    remove_empty_run(str(run))
+    assert not run.exists()

@@ -9,26 +9,21 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, Interrupted
-from cpuft.execute import Answer, run_step
+from cpuft.execute import run_step
 from cpuft.hosts import ssh_config
-from cpuft.hosts.cluster import Access
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import supervise
-from cpuft.launch.plan import plan_launch
 from cpuft.launch.resume import read_lost_hosts, remove_empty_run
 from cpuft.launch.stack_dumps import Diagnosis
 from cpuft.launch.supervise import (
-    LeaseRenewal,
     LogTail,
     NotStartedError,
     StopRequest,
@@ -42,7 +37,6 @@ from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.process import ENDED_MARK, STARTED_MARK, WAITS_MARK, format_failure
 from cpuft.rank.world import World
 from tests.launch.test_failures import error_log
-from tests.launch.test_plan import make_cluster
 
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
 
@@ -432,6 +426,22 @@ def test_a_stop_request_is_a_file_beside_the_logs(tmp_path: Path, capsys: pytest
     assert capsys.readouterr().err.count("cpuft: SIGUSR1 could not be passed on to the ranks (") == 1
 
 
+@pytest.mark.parametrize("failures", [2, 3])
+def test_a_stop_request_is_sent_again_if_the_connection_fails(
+    failures: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise the ranks would be ended without a checkpoint."""
+    (tmp_path / "logs").mkdir()
+    tries = tmp_path / "tries"
+    script = f'echo >>{tries}; [ "$(wc -l <{tries})" -gt {failures} ] || exit 255; eval "$1"'
+    request = StopRequest(str(tmp_path), "node1", {"node1": ("sh", "-c", script, "ssh")}, 0.0, 60.0)
+    request.handle_signal(signal.SIGINT)
+    request.check()
+    request.check()
+    assert (tmp_path / "logs/interrupt").exists() == (failures < 3)
+    assert ("could not be passed on" in capsys.readouterr().err) == (failures == 3)
+
+
 def test_a_stop_request_reaches_a_remote_head_host_over_ssh(tmp_path: Path) -> None:
     request = StopRequest("/var/tmp/cpuft-0/x/run", "a", {"a": ("ssh", "a")}, 0.0)
     *way, line = request.plan_request("SIGUSR1").command
@@ -471,91 +481,3 @@ def test_a_signal_counts_more_than_what_is_found_while_the_ranks_are_ended(first
         run_step(Step("ranks", ("sleep", "60")), os.environ, None, watch)
     assert stopped.value.exit_code == 143
     assert list(signals) == []
-
-
-WORDS = ("/usr/local/sbin/cpuft-lease", "renew")
-SOURCE = "http://169.254.169.254/latest/meta-data/spot/instance-action"
-LIMIT = 1_800_000_000
-
-
-def test_the_plan_of_a_run_on_rented_hosts_shows_lease_renewal_and_interruption_notice() -> None:
-    rented = replace(make_cluster((1, 1)), access=Access(python="python", notice=SOURCE, renewal=" ".join(WORDS)))
-    plan = plan_launch(rented, LaunchConfig(np=2), "/runs/one", ("python", "train.py"), "gloo", {})
-    assert plan.renewal == plan.for_head_host().renewal == WORDS
-    assert (
-        "while ranks run, this command renews the lease of each host every 300 s: /usr/local/sbin/cpuft-lease renew"
-        in (plan.notes)
-    )
-    assert (
-        f"  CPUFT_NOTICE={SOURCE}  interruption notice, which the first rank of each host looks for every 5 s"
-        in plan.notes
-    )
-    own = plan_launch(rented, LaunchConfig(np=2, interruption_notice="/run/end"), "/runs/one", ("true",), "gloo", {})
-    assert (
-        "  CPUFT_NOTICE=/run/end  interruption notice, which the first rank of each host looks for every 5 s"
-        in own.notes
-    )
-
-
-def test_own_hosts_have_neither_lease_nor_notice() -> None:
-    plan = plan_launch(make_cluster((1, 1)), LaunchConfig(np=2), "/runs/one", ("true",), "gloo", {})
-    assert plan.renewal == ()
-    assert [note for note in plan.notes if "CPUFT_NOTICE" in note or "lease of" in note] == []
-
-
-def test_leases_are_renewed_every_five_minutes_and_the_limit_is_printed_once() -> None:
-    clock, asked, said = [0.0], list[str](), list[str]()
-    done = threading.Semaphore(0)
-
-    def run(host: str, words: tuple[str, ...], seconds: float) -> Answer:
-        assert (words, seconds) == (WORDS, 20.0)
-        asked.append(host)
-        done.release()
-        return Answer(0, f"{LIMIT - 60} {LIMIT}\n", "Shutdown scheduled\n")
-
-    renewal = LeaseRenewal(WORDS, ("a", "b"), run, said.append, lambda: clock[0])
-    for clock[0] in (0.0, 1.0, 299.0, 301.0):
-        renewal.check()
-    for _ in range(4):
-        assert done.acquire(timeout=60)
-    renewal.renew()
-    assert sorted(asked) == ["a"] * 3 + ["b"] * 3
-    assert said == ["the lease of the hosts is renewed while the run lasts, until 2027-01-15 08:00 UTC at the latest"]
-
-
-def answer_strangely(host: str, words: tuple[str, ...], seconds: float) -> Answer:
-    return Answer(0, "yes\n")
-
-
-def fail(host: str, words: tuple[str, ...], seconds: float) -> Answer:
-    return Answer(127, "", "no such file")
-
-
-def be_off(host: str, words: tuple[str, ...], seconds: float) -> Answer:
-    raise CpuftError("host a is off")
-
-
-@pytest.mark.parametrize(("run", "why"), [(fail, "no such file"), (answer_strangely, "yes"), (be_off, "host a is off")])
-def test_a_failed_renewal_is_reported_and_does_not_end_the_run(
-    run: Callable[[str, tuple[str, ...], float], Answer], why: str
-) -> None:
-    said = f"the lease of host a could not be renewed ({why}): check it with cpuft provision status"
-    told: list[str] = []
-    renewal = LeaseRenewal(WORDS, ("a",), run, told.append)
-    renewal.renew()
-    renewal.renew()
-    assert told == [said]
-
-
-def test_leases_are_renewed_while_ranks_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run_dir = tmp_path / "one"
-    make = Step("make", ("sh", "-c", f"mkdir -p {run_dir}/logs"))
-    # Ranks last until their lease has been renewed.
-    ranks = Step("train", ("sh", "-c", f"until [ -e {tmp_path}/renewed ]; do sleep 0.1; done; sleep 1"))
-    renewal = ("sh", "-c", f"touch {tmp_path}/renewed; echo 1 {LIMIT}")
-    plan = RunPlan(((make,),), ranks=((ranks,),), renewal=renewal)
-    assert run_on_this_machine(plan, str(run_dir), ("localhost",), os.environ, 120.0, SshTransport()) == 0
-    assert (
-        "cpuft: the lease of the hosts is renewed while the run lasts, until 2027-01-15 08:00 UTC"
-        in capfd.readouterr().err
-    )

@@ -51,6 +51,11 @@ class Simulated:
         assert answer.exit_code == 0, answer.errors
         return answer.output.strip()
 
+    def accept_own_keys(self, index: int, files: str = ".ssh/authorized_keys") -> None:
+        """Let a host's sshd read these files of keys beside the cluster's own; by default that of a real server."""
+        edit = f"sed -i 's#^AuthorizedKeysFile.*#AuthorizedKeysFile /run/cpuft/authorized_keys {files}#'"
+        self.on(index, f"{edit} /run/cpuft/sshd_config; kill -HUP 1; sleep 0.5")
+
 
 @contextmanager
 def simulate(folder: Path, *options: str) -> Iterator[Simulated]:

@@ -12,6 +12,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.hosts.ssh_config import Login, Member, format_inside, format_ssh_config
+from cpuft.hosts.transport import fingerprint
 from cpuft.plan import Plan
 from cpuft.provision import servers
 from cpuft.provision.options import HostsConfig
@@ -273,9 +274,12 @@ def test_a_key_path_that_is_not_utf_8_is_refused() -> None:
     [
         (
             {"hosts": "a, c"},
-            "lab is a cluster with b, which --hosts leaves out: remove it first with `cpuft provision ",
+            "cluster lab has b, which --hosts leaves out: add b to --hosts, or remove the cluster first with `cpuft ",
         ),
-        ({"prefix": "/srv/cpuft"}, "lab is a cluster with --prefix /opt/cpuft: remove it first with `cpuft provision "),
+        (
+            {"prefix": "/srv/cpuft"},
+            "cluster lab was made with --prefix /opt/cpuft: give --prefix /opt/cpuft again, or remove the cluster ",
+        ),
         ({"hosts": "c,b,a", "user": "root"}, ""),
     ],
 )
@@ -287,3 +291,118 @@ def test_hosts_are_not_forgotten(change: dict[str, Any], said: str, tmp_path: Pa
     cluster = Servers(replace(CONFIG, **change), environ)
     with pytest.raises(CpuftError, match=f"^{said}") if said else nullcontext():
         cluster.check()
+
+
+def test_hosts_need_ipv4(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match=r"^--hosts: fe80::1 is an IPv6 address, and ranks connect over IPv4: write"):
+        Servers(replace(CONFIG, hosts="a,fe80::1"), {"CPUFT_STATE": str(tmp_path / "state")})
+
+
+@pytest.mark.parametrize(
+    "message, advice",
+    [
+        (
+            "root@b: Permission denied (publickey).",
+            "its key is in ~/.ssh/authorized_keys there, but sshd reads",
+        ),
+        (
+            "ssh: connect to host b port 22: No route to host",
+            "see the reason on a with `ssh -v -F /opt/cpuft",
+        ),
+    ],
+)
+def test_a_cluster_whose_head_host_cannot_log_in_is_not_made(message: str, advice: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        plan_servers(CONFIG, make_facts((DONE, DONE), refused={"b": message}))
+    said = f"no rank can start on b, because the head host a cannot log in there ({message}): {advice}"
+    assert str(error.value).startswith(said)
+
+
+MINE = b'from="10.*" ssh-rsa AAAA m\xfcller@home'
+"""A user's line in authorized_keys, which is not UTF-8."""
+
+
+def run_script(home: Path, step: str) -> "subprocess.Popen[str]":
+    """Begin to do what a plan would: `authorize` or `down`, with the cluster's key and a home."""
+    config = replace(CONFIG, prefix=str(home.parent / "cpuft"))
+    server = DONE if step == "down" else replace(DONE, authorized=())
+    facts = make_facts((server,))
+    plan = plan_servers_down(config, facts) if step == "down" else plan_servers(config, facts)
+    (found,) = (s for stage in plan.stages for s in stage if s.host and ("let" in s.why or step == "down"))
+    environ = os.environ | {"HOME": str(home), "LC_ALL": "C.UTF-8"}
+    process = subprocess.Popen(found.command, env=environ, text=True, stdin=subprocess.PIPE)
+    assert process.stdin
+    process.stdin.write(found.stdin)
+    process.stdin.close()
+    return process
+
+
+def run_scripts(home: Path, *steps: str) -> None:
+    """Do the same from two hosts at once, one step after the other."""
+    for step in steps:
+        assert [process.wait(30) for process in [run_script(home, step) for _ in range(2)]] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "before", [MINE, MINE + b"\n", b"", b"ssh-ed25519 KEY of cpuft-lab\nssh-ed25519 K cpuft-labs\n# \x00\n"]
+)
+@pytest.mark.parametrize("form", ["file", "link", "names"])
+def test_down_leaves_the_users_own_keys_as_they_were(tmp_path: Path, before: bytes, form: str) -> None:
+    """Two hosts share the home. A file without a newline at its end gets one."""
+    file, other = tmp_path / "home" / ".ssh" / "authorized_keys", tmp_path / "other"
+    file.parent.mkdir(parents=True)
+    place = other if form == "link" else file
+    place.write_bytes(before)
+    place.chmod(0o640)
+    if form != "file":
+        file.symlink_to(other) if form == "link" else other.hardlink_to(file)
+    whole = before + b"\n" * (before == MINE)
+    run_scripts(tmp_path / "home", "authorize")
+    assert file.read_bytes() == whole + f"{KEY}\n".encode()
+    run_scripts(tmp_path / "home", "down")
+    assert file.read_bytes() == whole
+    assert sorted(path.name for path in file.parent.iterdir()) == ["authorized_keys"]
+    assert (place.stat().st_mode & 0o777, file.is_symlink()) == (0o640, form == "link")
+    assert form == "file" or other.samefile(file)
+
+
+def test_down_removes_a_file_of_keys_that_cpuft_made(tmp_path: Path) -> None:
+    home, file = tmp_path / "home", tmp_path / "home" / ".ssh" / "authorized_keys"
+    home.mkdir()
+    run_scripts(home, "authorize")
+    assert (file.stat().st_mode & 0o777, file.read_text().splitlines()[1:]) == (0o600, [KEY])
+    run_scripts(home, "down")
+    assert list(home.iterdir()) == []
+    run_scripts(home, "authorize")
+    with file.open("ab") as text:
+        text.write(MINE)
+    run_scripts(home, "down")
+    assert file.read_bytes() == MINE
+
+
+def test_a_lock_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "home" / ".ssh" / "authorized_keys.lock").mkdir(parents=True)
+    run_scripts(tmp_path / "home", "authorize", "down")
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_refused_host_keys_are_named_with_their_fingerprints_and_the_option(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {"a": "ssh-ed25519 AAAA", "b": "ssh-ed25519 BBBB"}
+    monkeypatch.setattr("cpuft.provision.servers.scan_host_key", lambda host, config: keys[host.name])
+    cluster, asked = Servers(CONFIG, {"CPUFT_STATE": str(tmp_path / "state")}), list[str]()
+
+    def refuse(question: str) -> bool:
+        asked.append(question)
+        return False
+
+    with pytest.raises(CpuftError) as failure:
+        cluster.confirm(refuse)
+    shown = [f"{name} (ssh-ed25519 {fingerprint(key)})" for name, key in keys.items()]
+    told = str(failure.value)
+    assert told.startswith(f"the host key of {', '.join(shown)} is unknown and was not accepted: compare it with what ")
+    assert told.endswith(" on the host, then answer yes, or give --accept-host-keys")
+    assert asked[0] == f"a shows the host key ssh-ed25519 {fingerprint(keys['a'])}. Is that right?"
+    replacing = Servers(replace(CONFIG, accept_host_keys=True), {"CPUFT_STATE": str(tmp_path / "state")})
+    replacing.confirm(lambda question: False)

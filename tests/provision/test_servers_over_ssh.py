@@ -25,7 +25,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
     with simulate(folder, "--nodes", "2") as made:
         for index in (1, 2):
             # A home and a place for the environment that neither this machine nor the other host sees.
-            made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs tmpfs "$HOME"')
+            made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs -o mode=700 tmpfs "$HOME"')
+            made.accept_own_keys(index)
         yield made
 
 
@@ -60,7 +61,7 @@ def test_a_dry_run_changes_nothing_anywhere(cluster: Simulated) -> None:
     assert states(cluster) == before
     key = read_fingerprint(cluster, 1)
     for plan in (given, fetched):
-        assert f"# {cluster.hosts[0].name} shows the key ssh-ed25519 {key}: cpuft asks" in plan.stdout
+        assert f"# {cluster.hosts[0].name} shows the host key ssh-ed25519 {key}: cpuft asks" in plan.stdout
         assert f"{cluster.folder}/state/{NAME}/known_hosts" in plan.stdout
     assert f"download wheels for Python {'.'.join(platform.python_version_tuple()[:2])}" in fetched.stdout
     assert "push click" in given.stdout
@@ -89,7 +90,7 @@ def test_printed_plans_make_the_cluster_when_run_by_hand(cluster: Simulated) -> 
     assert states(cluster) == before
     assert cluster.on(1, "test -x /mnt/cpuft/env/bin/cpuft; echo $?") == "0"
     subprocess.run(["bash"], input=down.stdout, env=environ, capture_output=True, text=True, timeout=60, check=True)
-    assert cluster.on(2, 'ls /mnt; cat "$HOME/.ssh/authorized_keys"') == ""
+    assert cluster.on(2, 'ls /mnt; ls "$HOME/.ssh" 2>/dev/null || true') == ""
     assert not (cluster.folder / "state" / NAME).exists()
 
 
@@ -113,6 +114,27 @@ def test_the_next_run_completes_what_a_killed_run_began(cluster: Simulated, seco
     assert done.returncode == 0, done.stderr
     for index in (1, 2):
         assert cluster.on(index, "test -x /mnt/cpuft/env/bin/cpuft; echo $?") == "0"
+
+
+def test_a_head_host_that_cannot_log_in_to_the_others_is_named(cluster: Simulated) -> None:
+    cluster.accept_own_keys(2, "/etc/ssh/keys/%u")
+    head, other = (host.name for host in cluster.hosts)
+    said = (
+        f"no rank can start on {other}, because the head host {head} cannot log in there (root@{other}: Permission "
+        "denied (publickey).): its key is in ~/.ssh/authorized_keys there, but sshd reads another file if "
+        f"AuthorizedKeysFile in /etc/ssh/sshd_config says so (append /mnt/cpuft/clusters/{NAME}/id_ed25519.pub of "
+        f"{head} to that file), and refuses the key if other users can write to the home folder or AllowUsers leaves "
+        "this user out; then run the same command again"
+    )
+    for command in (words(cluster, "--accept-host-keys"), ["provision", "diff", NAME]):
+        done = cluster.cpuft(*command)
+        assert done.returncode == 2
+        assert said in done.stderr
+    checked = cluster.cpuft("doctor", "--cluster", NAME)
+    assert "CPUFT-005" in checked.stdout
+    assert "AuthorizedKeysFile" in checked.stdout
+    cluster.accept_own_keys(2)
+    assert cluster.cpuft(*words(cluster)).returncode == 0
 
 
 def test_the_second_run_does_nothing_and_is_quick(cluster: Simulated) -> None:
@@ -201,6 +223,6 @@ def test_a_changed_host_key_is_refused(cluster: Simulated) -> None:
 def test_down_removes_what_was_installed(cluster: Simulated) -> None:
     assert cluster.cpuft("provision", "down", NAME).returncode == 0
     for index in (1, 2):
-        assert cluster.on(index, 'ls /mnt; cat "$HOME/.ssh/authorized_keys"') == ""
+        assert cluster.on(index, 'ls /mnt; ls "$HOME/.ssh" 2>/dev/null || true') == ""
     assert not (cluster.folder / "state" / NAME).exists()
     assert not (cluster.folder / "hostfiles" / NAME).exists()

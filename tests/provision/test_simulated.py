@@ -123,18 +123,43 @@ def test_a_changed_file_is_written_again() -> None:
     "cores, cpus, expected",
     (
         (0.0, (0, 1), ["0", "1"]),
-        (0.5, (0, 1), ["0", "0"]),
+        (0.5, (0, 1), ["0", "1"]),
+        (0.4, (0, 1), ["0", "1"]),
         (1.0, (0, 1), ["0", "1"]),
-        (1.5, (0, 1, 2, 3), ["0,1", "1,2"]),
+        (1.5, (0, 1, 2, 3), ["0,1", "2,3"]),
         (8.0, (0, 1), ["0,1", "0,1"]),
         (0.0, (5,), ["5", "5"]),
     ),
-    ids=("an even share", "half a core", "a core", "one and a half", "more than there are", "one for both"),
+    ids=(
+        "an even share",
+        "half a core",
+        "less than half",
+        "a core",
+        "one and a half",
+        "more than there are",
+        "one for both",
+    ),
 )
 def test_hosts_share_the_cores_of_the_machine(cores: float, cpus: tuple[int, ...], expected: list[str]) -> None:
     facts = replace(EMPTY, cpus=cpus)
     found = [",".join(map(str, plan_cpus(replace(CONFIG, cores_per_node=cores), facts, index))) for index in (1, 2)]
     assert found == expected
+
+
+def test_hosts_are_spread_over_cores_before_they_share_one() -> None:
+    """Four cores have two hardware threads each: 0 and 4, 1 and 5, and so on."""
+    facts = replace(EMPTY, cpus=(0, 4, 1, 5, 2, 6, 3, 7), cores=(0, 1, 2, 3))
+
+    def plan(nodes: int, cores: float) -> list[tuple[int, ...]]:
+        config = replace(CONFIG, nodes=nodes, cores_per_node=cores)
+        return [plan_cpus(config, facts, index) for index in range(1, nodes + 1)]
+
+    assert plan(2, 0.4) == [(0,), (2,)]
+    assert plan(2, 2.0) == [(0, 1), (2, 3)]
+    assert plan(4, 0.5) == [(0,), (1,), (2,), (3,)]
+    assert plan(8, 1.0) == [(0,), (4,), (1,), (5,), (2,), (6,), (3,), (7,)]
+    assert plan(2, 0.0) == [(0, 1, 4, 5), (2, 3, 6, 7)]
+    assert plan(3, 0.0) == [(0, 1, 4), (1, 2, 5), (3, 6, 7)]
 
 
 def test_a_hostfile_of_the_users_is_kept() -> None:

@@ -2,12 +2,14 @@
 
 import importlib.metadata
 import json
+import multiprocessing
 import os
 import platform
 import re
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -141,6 +143,47 @@ def test_downloads_are_checked_by_hash_and_torch_comes_from_one_index(
     assert torch[-len(source) - 1 :] == ((f"{TORCH_PIN}+cpu" if source else TORCH_PIN), *source)
     assert [words[0] for words in calls if "--require-hashes" in words] == ["wheel", "download"]
     assert not [words for words in calls if "--extra-index-url" in words]
+
+
+def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does one whose process was killed, after the next one."""
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    folder = wheels.downloads_folder("3.11", environ)
+    killed = folder.with_name(f"{folder.name}.123.new")
+    killed.mkdir(parents=True)
+    (killed / "torch.whl").write_text("half")
+
+    def fail(*words: str) -> str:
+        (beside,) = folder.parent.glob("*.new")
+        (beside / "numpy.whl").write_text("downloaded")
+        raise CpuftError("pip download failed")
+
+    monkeypatch.setattr(wheels, "_pip", fail)
+    with pytest.raises(CpuftError, match="pip download failed"):
+        wheels.download_wheels("3.11", environ)
+    assert list(folder.parent.glob("*/*.whl")) == []
+
+
+def test_two_first_downloads_at_once_download_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+
+    def answer(*words: str) -> str:
+        time.sleep(0.2)
+        if "--dest" in words:
+            Path(words[words.index("--dest") + 1], f"{os.getpid()}.whl").write_text("whole")
+        return ""
+
+    for name, value in (("_pip", answer), ("_choose_torch", lambda: ("torch",)), ("_add_kernels", lambda *_: None)):
+        monkeypatch.setattr(wheels, name, value)
+    process = multiprocessing.get_context("fork").Process
+    both = [process(target=wheels.download_wheels, args=("3.11", environ)) for _ in range(2)]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+    assert [one.exitcode for one in both] == [0, 0]
+    (folder,) = (path for path in (tmp_path / "cpuft" / "wheels").iterdir() if path.is_dir())
+    assert len(list(folder.iterdir())) == 1
 
 
 @pytest.mark.parametrize(

@@ -19,9 +19,9 @@ from cpuft.cli import cli
 from cpuft.errors import CpuftError
 from cpuft.record import EvaluationLine, Line, Record, ResumedLine, StepLine, format_line
 from cpuft.report.comparison import MISSING_TIME, compare, compare_with_ideal, count_common
-from cpuft.report.page import find_runs, format_verdict, write_page, write_report
+from cpuft.report.page import find_runs, format_verdict, host_row, write_page, write_report
 from cpuft.report.significance import half_width
-from cpuft.report.tables import format_markdown, format_text, to_json
+from cpuft.report.tables import format_markdown, format_text, format_title, table_rows, to_json
 from tests.conftest import Golden
 from tests.records import make_record, make_steps, with_rate
 
@@ -462,6 +462,24 @@ def test_what_is_no_run_is_skipped_and_named(tmp_path: Path, monkeypatch: pytest
     )
 
 
+def test_a_folder_of_many_runs_is_a_table_for_each_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_record(make_record(1), Path("runs/a"))
+    write_record(make_record(2), Path("runs/b"))
+    write_record(make_record(1, task="cola"), Path("runs/c"))
+    write_record(dataclasses.replace(make_record(1), footer=None), Path("runs/unfinished"))
+    done = CliRunner().invoke(cli, ["report", "runs"])
+    assert done.exit_code == 0, done.output
+    first, second = done.stdout.split("\ncola with")
+    assert first == format_text(compare([make_record(1), make_record(2)]))
+    assert len(re.findall("^ +1 ", second, re.MULTILINE)) == 1
+    assert done.stderr == "skipped, because these runs are not finished: runs/unfinished\n"
+    page = CliRunner().invoke(cli, ["report", "runs", "--html"])
+    assert "runs/a/record.jsonl and runs/c/record.jsonl are not the same job" in str(page.exception)
+    named = CliRunner().invoke(cli, ["report", "runs/a", "runs/unfinished"])
+    assert "runs/unfinished/record.jsonl is not complete" in str(named.exception)
+
+
 def test_files(tmp_path: Path) -> None:
     write_record(make_record(1), tmp_path / "np-1")
     write_record(make_record(2, 2), tmp_path / "np-2")
@@ -471,3 +489,17 @@ def test_files(tmp_path: Path) -> None:
     assert find_runs([str(tmp_path / "none")]) == ([str(tmp_path / "none")], [])
     assert write_report(compare(RECIPE), str(tmp_path)) == tmp_path / "report.md"
     assert sorted(path.name for path in tmp_path.glob("report.*")) == ["report.json", "report.md", "report.txt"]
+
+
+def test_simulated_hosts_are_called_so_everywhere() -> None:
+    """Their cores are those of one machine, and each is counted once."""
+    runs = [make_record(hosts, hosts, simulated=True) for hosts in (1, 2)]
+    comparison = compare(runs)
+    assert [(row.simulated, row.cores) for row in comparison.rows] == [(True, 16), (True, 16)]
+    assert [cells[1:3] for cells in table_rows(comparison)] == [["1 simulated", "16"], ["2 simulated", "16"]]
+    assert format_title(comparison).endswith(", simulated hosts")
+    assert "2 ranks on 2 simulated hosts" in format_verdict(comparison)
+    assert [note for note in comparison.notes if note.startswith("simulated hosts are parts of one machine")]
+    assert "node1: 1, node2: 1 (simulated)" in host_row(runs[1])
+    real = compare([make_record(hosts, hosts) for hosts in (1, 2)])
+    assert "simulated hosts" not in format_text(real) + format_verdict(real)

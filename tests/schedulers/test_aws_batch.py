@@ -203,3 +203,18 @@ def test_a_region_takes_them(queue: str, capsys: pytest.CaptureFixture[str]) -> 
     )
     gone = "cpuft: error: AWS Batch has no job 0 any more: CloudWatch may still have its log\n"
     assert run(capsys, "cancel", "batch:us-east-1/0") == (2, gone)
+
+
+def test_an_empty_page_in_the_middle_does_not_end_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CloudWatch ends a log by the token of the page before, and may return empty pages until then."""
+    pages = {None: (["one"], "f/1"), "f/1": ([], "f/2"), "f/2": (["two", "three"], "f/3"), "f/3": ([], "f/3")}
+
+    def call(self: AwsBatch, service: str, method: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        if method == "describe_jobs":
+            main_node = {"jobId": "7#0", "container": {"logStreamName": "stream"}}
+            return {"jobs": [{"jobId": "7", "status": "RUNNING"}, main_node]}
+        messages, token = pages[parameters.get("nextToken")]
+        return {"events": [{"message": message} for message in messages], "nextForwardToken": token}
+
+    monkeypatch.setattr(AwsBatch, "_call", call)
+    assert AwsBatch().status("7").log == "one\ntwo\nthree\n"

@@ -12,8 +12,9 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,7 +23,9 @@ import pytest
 from cpuft import execute
 from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, Interrupted
+from cpuft.execute import Answer
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import LOGIN_REFUSED, TIMED_OUT, HostError, SshTransport
 from cpuft.record import Line, format_line
 from cpuft.report.sweep import (
     DONE,
@@ -59,6 +62,7 @@ from cpuft.sweep.study import OptunaSearch
 from cpuft.train.checkpoint.files import write_checkpoint
 from tests.records import make_record
 
+LOST_NODE1 = {"node1": "does not answer"}
 PLACES = [Place("node1", ("--only-hosts=node1",)), Place("node2", ("--only-hosts=node2",))]
 PROGRAM = """
 import math, os, pathlib, signal, sys, time
@@ -248,7 +252,7 @@ def test_a_run_that_ended_while_its_sweep_was_killed_is_not_repeated(launches: L
 
 
 def test_the_run_of_a_lost_host_starts_again_elsewhere(launches: Launches, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: "node1" * (place.name == "node1"))
+    monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: LOST_NODE1 if place.name == "node1" else {})
     monkeypatch.setattr(queue, "_RETURN_SECONDS", 0.5)
     header = launches.header(2, 1)
     with pytest.raises(CpuftError, match="no host of the sweep can be used any more: repair them") as told:
@@ -268,7 +272,7 @@ def test_the_run_of_a_lost_host_starts_again_elsewhere(launches: Launches, monke
 
 def lose_first_host(monkeypatch: pytest.MonkeyPatch) -> list[Place]:
     """Let node1 be lost when a run on it fails; return two places with hosts of their own."""
-    monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: "node1" * (place.name == "node1"))
+    monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: LOST_NODE1 if place.name == "node1" else {})
     return [replace(place, hosts=(Host(place.name),)) for place in PLACES]
 
 
@@ -337,8 +341,8 @@ def test_copies_can_be_turned_off(launches: Launches) -> None:
 def test_hosts_that_were_all_lost_are_used_when_they_answer_again(
     launches: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    answers = iter(["node1", "node1", ""])
-    monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: next(answers, ""))
+    answers = iter([LOST_NODE1, LOST_NODE1, {}])
+    monkeypatch.setattr(queue, "find_lost_hosts", lambda place, options: next(answers, {}))
     assert launches.run(launches.header(2, 1), PLACES[:1]) == 1
     sweep = read_sweep(str(launches.folder))
     assert (sweep.list_with_status(FAILED), sweep.list_with_status(DONE)) == ([1], [2])
@@ -443,8 +447,36 @@ def test_the_longest_runs_start_first(launches: Launches) -> None:
 
 
 def test_a_host_that_answers_is_not_lost() -> None:
-    assert find_lost_hosts(Place("this machine"), ()) == ""
-    assert find_lost_hosts(Place("localhost", hosts=(Host("localhost"),)), ("--no-check",)) == ""
+    assert find_lost_hosts(Place("this machine"), ()) == {}
+    assert find_lost_hosts(Place("localhost", hosts=(Host("localhost"),)), ("--no-check",)) == {}
+
+
+def test_lost_hosts_are_asked_again_after_growing_pauses_and_refused_logins_hardly(
+    launches: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five refused logins in ten minutes lead to a lock by fail2ban's usual rule."""
+    now, kinds = [0.0], {"node1": LOGIN_REFUSED, "node2": TIMED_OUT}
+    logins: dict[str, list[float]] = {"node1": [], "node2": []}
+
+    def run(self: SshTransport, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
+        logins[host.name].append(now[0])
+        raise HostError(host.name, kinds[host.name], "no")
+
+    monkeypatch.setattr(SshTransport, "run", run)
+    monkeypatch.setattr("cpuft.sweep.queue.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("cpuft.sweep.queue.time.sleep", lambda seconds: now.__setitem__(0, now[0] + seconds))
+    places = [Place(name, hosts=(Host(name),)) for name in logins]
+    with open_journal(str(launches.folder), launches.header(1)) as journal:
+        waiting = SweepQueue(journal, (), [], 0, launches.said.append)
+        waiting._lost = places
+        assert not waiting._wait_for_hosts()
+    assert 1 < len(logins["node1"]) < 4
+    assert [find_lost_hosts(place, ()) for place in places] == [
+        {"node1": "refuses the login"},
+        {"node2": "does not answer"},
+    ]
+    pauses = [round(after - before) for before, after in pairwise(logins["node2"])]
+    assert (pauses[:6], max(pauses), len(pauses) > 8) == ([1, 2, 4, 8, 16, 32], 60, True)
 
 
 def write_hosts(folder: Path, *names: str) -> LaunchConfig:

@@ -160,6 +160,10 @@ def test_conversations_are_read_up_to_the_last_question() -> None:
     rows = [chat, [*chat, {"role": "assistant", "content": "d"}]]
     Path("p.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
     assert [prompt.messages for prompt in read_prompts(PredictConfig(file="p.jsonl"), True)] == [chat, chat]
+    Path("p.jsonl").write_text('{"instruction": "a", "input": "b", "prompt": "c"}\n')
+    assert read_prompts(PredictConfig(file="p.jsonl"), True)[0].messages == [{"role": "user", "content": "a\n\nb"}]
+    Path("p.jsonl").write_text('{"instruction": "a", "prompt": "c"}\n')
+    assert read_prompts(PredictConfig(file="p.jsonl"), True)[0].text == "c"
 
 
 @pytest.mark.parametrize(

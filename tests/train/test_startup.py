@@ -14,7 +14,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.train.data.tokenizer import load_tokenizer
-from cpuft.train.model import find_model
+from cpuft.train.model import describe_load_failure, find_model
 from cpuft.train.startup import find_hub_problem
 
 _REPORT = """
@@ -50,7 +50,8 @@ def _hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
     find_hub_problem.cache_clear()
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
     for name in ("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -90,6 +91,22 @@ def test_a_name_server_that_does_not_answer_costs_three_seconds(monkeypatch: pyt
         "model someone/some-encoder is neither a folder here nor in the cache of models, and the Hugging Face hub does "
         "not answer within 3 s: check the network and the proxy settings, name a folder with --model, or use "
         "--model minilm, which needs no hub"
+    )
+
+
+@pytest.mark.usefixtures("_hub")
+@pytest.mark.parametrize("variable", ["HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"])
+def test_a_hub_that_the_user_has_forbidden(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with monkeypatch.context() as patch:
+        patch.setenv(variable, "1")
+        said = describe_load_failure("someone/some-encoder", OSError("x"))
+    assert said == (
+        f"model someone/some-encoder is neither a folder here nor in the cache of models, and {variable} forbids "
+        f"asking the Hugging Face hub: unset {variable} to download it once, name a folder with --model, or use "
+        f"--model minilm, which needs no hub"
     )
 
 

@@ -37,10 +37,11 @@ class Backend(abc.ABC):
     constructor together.
 
     Addresses are memory addresses of contiguous buffers, sizes are in bytes, counts are in elements, and ranks are
-    ranks of the group. Every call releases the GIL, blocks until this rank's part is done, and raises RuntimeError (or
-    the library's own exception) on failure. Calls on different groups come from several threads at once, and so do
-    `send` and `recv` of one group. All other calls of one group come one after another, in the same order on every
-    rank.
+    ranks of the group. Nothing is checked here: `arguments` has checked the types and sizes of the caller's tensors,
+    and the ranks have compared theirs (`tensors.check_ranks_agree`). Every call releases the GIL, blocks until this
+    rank's part is done, and raises RuntimeError (or the library's own exception) on failure. Calls on different groups
+    come from several threads at once, and so do `send` and `recv` of one group. All other calls of one group come one
+    after another, in the same order on every rank.
     """
 
     name: ClassVar[str]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from importlib import metadata
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.comm.backends.base import Backend
 from cpuft.errors import CpuftError, install_command
+from cpuft.rank.process import find_shared_memory
 from cpuft.rank.world import is_started_by_srun, parse_world
 
 # Values of the enums `datatype` and `reduction` of oneCCL 2021's oneapi/ccl/types.hpp.
@@ -155,6 +157,7 @@ class CclBackend(Backend):
         world = parse_world(os.environ)
         # In one host's shared memory a message takes less time than the slack.
         slack = ctypes.c_ulong(_SLACK_MICROSECONDS if world.local_size < world.size else 0)
+        others = find_shared_memory(os.getpid())
         address = ctypes.create_string_buffer(self._library.cpuft_ccl_address_size())
         if rank != 0:
             address.raw = bytes.fromhex(store.get("ccl/address").decode())
@@ -166,6 +169,7 @@ class CclBackend(Backend):
         self._receiving = [threading.Lock() for _ in range(size)]
         self._unclaimed: list[dict[int, list[bytes]]] = [{} for _ in range(size)]
         """For each peer, messages that arrived under a tag that nobody has received yet."""
+        self._remove_names(find_shared_memory(os.getpid()) - others)
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
         """Return true for sum, product, min and max of int8, int16, int32, int64, uint8, fp16, bf16, fp32 and fp64.
@@ -244,6 +248,19 @@ class CclBackend(Backend):
             raise ValueError(f"rank {peer} sent {len(data)} bytes with tag {tag}, but {nbytes} were expected")
         ctypes.memmove(address, data, nbytes)
         return peer
+
+    def _remove_names(self, paths: Set[str]) -> None:
+        """Remove the names of this rank's shared memory, 64 MB, so that nothing is left of a rank that is killed.
+
+        The other ranks map it when they first exchange a message with this one, and need no name afterwards.
+        """
+        token = ctypes.create_string_buffer(2 * self._size)
+        sizes = [1] * self._size
+        for _ in range(2):  # when the second exchange is done, all ranks are done with the first one
+            self.all_to_all(ctypes.addressof(token), sizes, ctypes.addressof(token) + self._size, sizes)
+        for path in paths:
+            with contextlib.suppress(OSError):
+                os.unlink(path)
 
     # close() releases nothing, because destroying a communicator blocks if a rank is gone.
 

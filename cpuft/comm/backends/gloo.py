@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import ProcessGroup, ProcessGroupGloo, Store
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ProcessGroup,
+    ProcessGroupGloo,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+    Store,
+)
 
+from cpuft.comm import arguments
+from cpuft.comm.arguments import accept_forms, count_bytes
 from cpuft.comm.backends.base import GroupMembership
 from cpuft.comm.watchdog import CollectiveWatchdog, Operation, OperationRegister, stop_watchdog
 
@@ -124,10 +141,12 @@ class WatchedGlooGroup(dist.ProcessGroup):
                 group._set_default_backend(ProcessGroup.BackendType.GLOO)
 
     def name(self) -> str:
-        """Return the backend's name, "gloo"."""
+        """Return the library's name, "gloo"."""
         return "gloo"
 
-    getBackendName = name
+    def getBackendName(self) -> str:
+        """Return the name under which torch knows the backend, so that it equals `get_backend()`."""
+        return "cpuft_gloo"
 
     @property
     def timeout(self) -> timedelta:
@@ -149,15 +168,17 @@ class WatchedGlooGroup(dist.ProcessGroup):
             stop_watchdog()
 
     def send(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Start to send tensors to rank `peer` of the group. Errors come from the Work's wait(), as RuntimeError."""
+        """Start to send a tensor to rank `peer` of the group. The Work's wait() raises gloo's RuntimeErrors."""
+        arguments.check_message("send", self._membership, tensors, peer, tag)
         work = self._gloo.send(tensors, peer, tag)
         return self._watch_point_to_point("send", tensors, self._membership.rank, peer, tag, work)
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int = 0) -> GlooWork:
-        """Start to receive tensors from rank `peer` of the group, sent with the same tag; they are there after wait().
+        """Start to receive a tensor from rank `peer` of the group, sent with the same tag; it is there after wait().
 
-        Errors come from the Work's wait(), as RuntimeError.
+        The Work's wait() raises gloo's errors as RuntimeError.
         """
+        arguments.check_message("recv", self._membership, tensors, peer, tag)
         work = self._gloo.recv(tensors, peer, tag)
         return self._watch_point_to_point("recv", tensors, peer, self._membership.rank, tag, work)
 
@@ -166,21 +187,20 @@ class WatchedGlooGroup(dist.ProcessGroup):
     ) -> GlooWork:
         ranks = (self._membership.ranks[source], self._membership.ranks[target])
         channel = f"{self._membership.label} from {ranks[0]} to {ranks[1]} (tag {tag})"
-        nbytes = _count_bytes(tensors)
+        nbytes = count_bytes(tensors)
 
         def begin() -> Operation:
             return self._register.begin(channel, name, nbytes, ranks, self._timeout)
 
         return GlooWork([work], begin, self._register.end, fail=self._watchdog.exit_if_rank_lost)
 
-    def _reduce_scatter(self, method: str, output: Any, source: Any, opts: Any = None) -> GlooWork:
+    def _reduce_scatter(self, method: str, output: Any, source: Any, opts: Any) -> GlooWork:
         """Reduce and scatter. A mean is a sum that wait() divides.
 
         torch 2.8's gloo returns the sum of a tensor where the mean was requested, without an error.
         """
-        membership, nbytes = self._membership, _count_bytes(source)
+        membership, nbytes = self._membership, count_bytes(source)
         dense = _to_contiguous(output)
-        opts = opts or dist.ReduceScatterOptions()
         is_mean = opts.reduceOp == dist.ReduceOp.AVG
         if is_mean:
             opts.reduceOp = dist.ReduceOp.SUM
@@ -197,17 +217,17 @@ class WatchedGlooGroup(dist.ProcessGroup):
         work = getattr(self._gloo, method)(dense, _to_contiguous(source), opts)
         return GlooWork([work], begin, self._register.end, finish, self._watchdog.exit_if_rank_lost)
 
-    def _run_on_copies(self, method: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> GlooWork:
+    def _run_on_copies(self, method: str, name: str, given: tuple[Any, ...]) -> GlooWork:
         """Run an operation on contiguous copies of its tensors, and copy the outputs, its first argument, back."""
-        membership, nbytes = self._membership, _count_bytes(arguments[0])
-        copies = [_to_contiguous(argument) for argument in arguments]
+        membership, nbytes = self._membership, count_bytes(given[0])
+        copies = [_to_contiguous(value) for value in given]
 
         def begin() -> Operation:
             return self._register.begin(membership.label, name, nbytes, membership.ranks, self._timeout)
 
-        work = getattr(self._gloo, method)(*copies, **options)
-        finish, fail = lambda: _copy_back(copies[0], arguments[0]), self._watchdog.exit_if_rank_lost
-        return GlooWork([work], begin, self._register.end, finish, fail, outputs=arguments[0])
+        work = getattr(self._gloo, method)(*copies)
+        finish, fail = lambda: _copy_back(copies[0], given[0]), self._watchdog.exit_if_rank_lost
+        return GlooWork([work], begin, self._register.end, finish, fail, outputs=given[0])
 
     def _can_gather_in_pairs(self, output: torch.Tensor, source: torch.Tensor) -> bool:
         size = self._membership.size
@@ -264,13 +284,6 @@ def _make_plain_group(store: Store, membership: GroupMembership) -> ProcessGroup
     return group
 
 
-def _count_bytes(value: Any) -> int:
-    """Return the bytes of a tensor or of nested lists of tensors."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes
-    return sum(_count_bytes(part) for part in value) if isinstance(value, list) else 0
-
-
 def _to_contiguous(value: Any) -> Any:
     """Return a tensor, or nested lists of tensors, with contiguous copies of those that are not contiguous."""
     if isinstance(value, torch.Tensor):
@@ -290,57 +303,92 @@ def _copy_back(copies: Any, tensors: Any) -> None:
 _UNSAFE_IF_STRIDED = ("allreduce", "broadcast", "reduce", "scatter")
 """Methods of gloo that silently return wrong values for tensors that are not contiguous, as reduce_scatter does."""
 
-_OPERATIONS = {
-    # method of ProcessGroup -> (operation in messages, index of the argument that is this rank's contribution)
-    "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
-    "broadcast": ("broadcast", 0),
-    "reduce": ("reduce", 0),
-    "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "all_gather_single": ("all_gather", 1),
-    "_allgather_base": ("all_gather", 1),
-    "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_single": ("reduce_scatter", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
-    "alltoall": ("all_to_all", 1),
-    "all_to_all_single": ("all_to_all", 1),
-    "alltoall_base": ("all_to_all", 1),
-    "gather": ("gather", 1),
-    "scatter": ("scatter", 0),
-    "barrier": ("barrier", -1),
+
+@dataclass(frozen=True)
+class _Method:
+    """What WatchedGlooGroup must know of a method of ProcessGroup."""
+
+    operation: str
+    """Its name in messages."""
+    check: Callable[..., str]
+    """The check of its arguments. gloo itself checks only a part of them, and a wrong one may end the process."""
+    options: Callable[[], Any]
+    tensors: int = 1
+    """Number of its arguments before the options."""
+    lists: bool = True
+    """Whether the arguments are lists of tensors."""
+    contribution: int = 0
+    """Index of the argument that is this rank's contribution."""
+
+
+_GATHER_SINGLE = _Method(
+    "all_gather",
+    lambda group, output, source, opts: arguments.check_all_gather_single(group, [output], [source], opts),
+    AllgatherOptions,
+    2,
+    lists=False,
+    contribution=1,
+)
+_GATHER_COALESCED = _Method("all_gather", arguments.check_all_gather_single, AllgatherOptions, 2, contribution=1)
+_SCATTER_SINGLE = _Method(
+    "reduce_scatter",
+    lambda group, output, source, opts: arguments.check_reduce_scatter_single(group, [output], [source], opts),
+    ReduceScatterOptions,
+    2,
+    lists=False,
+    contribution=1,
+)
+_SCATTER_COALESCED = _Method(
+    "reduce_scatter", arguments.check_reduce_scatter_single, ReduceScatterOptions, 2, contribution=1
+)
+_ALL_TO_ALL_SINGLE = _Method(
+    "all_to_all", arguments.check_all_to_all_single, AllToAllOptions, 4, lists=False, contribution=1
+)
+_METHODS = {
+    "allreduce": _Method("all_reduce", arguments.check_all_reduce, AllreduceOptions),
+    "allreduce_coalesced": _Method("all_reduce", arguments.check_coalesced, AllreduceCoalescedOptions),
+    "broadcast": _Method("broadcast", arguments.check_broadcast, BroadcastOptions),
+    "reduce": _Method("reduce", arguments.check_reduce, ReduceOptions),
+    "allgather": _Method("all_gather", arguments.check_all_gather, AllgatherOptions, 2, contribution=1),
+    "allgather_coalesced": _Method("all_gather", lambda *_: "", AllgatherOptions, 2, contribution=1),
+    "all_gather_single": _GATHER_SINGLE,
+    "all_gather_single_coalesced": _GATHER_COALESCED,
+    "reduce_scatter": _Method(
+        "reduce_scatter", arguments.check_reduce_scatter, ReduceScatterOptions, 2, contribution=1
+    ),
+    "reduce_scatter_single": _SCATTER_SINGLE,
+    "reduce_scatter_single_coalesced": _SCATTER_COALESCED,
+    "alltoall": _Method("all_to_all", arguments.check_all_to_all, AllToAllOptions, 2, contribution=1),
+    "all_to_all_single": _ALL_TO_ALL_SINGLE,
+    "gather": _Method("gather", arguments.check_gather, GatherOptions, 2, contribution=1),
+    "scatter": _Method("scatter", arguments.check_scatter, ScatterOptions, 2),
+    "barrier": _Method("barrier", arguments.check_barrier, BarrierOptions, 0),
+    # The names of these methods in torch before 2.13.
+    "_allgather_base": _GATHER_SINGLE,
+    "allgather_into_tensor_coalesced": _GATHER_COALESCED,
+    "_reduce_scatter_base": _SCATTER_SINGLE,
+    "reduce_scatter_tensor_coalesced": _SCATTER_COALESCED,
+    "alltoall_base": _ALL_TO_ALL_SINGLE,
 }
 
 
-def _make_watched_method(method: str, name: str, contribution: int) -> Callable[..., dist.Work]:
-    """Return a method of WatchedGlooGroup, see _OPERATIONS."""
+def _make_watched_method(name: str, method: _Method) -> Callable[..., dist.Work]:
+    """Return a method of WatchedGlooGroup."""
 
-    def watch(self: WatchedGlooGroup, *arguments: Any, **options: Any) -> dist.Work:
-        nbytes = _count_bytes(arguments[contribution]) if contribution >= 0 else 0
-        return self._watch(name, lambda: getattr(self._gloo, method)(*arguments, **options), nbytes)
+    def start(self: WatchedGlooGroup, *given: Any) -> dist.Work:
+        method.check(self._membership, *given)
+        if method.operation == "reduce_scatter":
+            return self._reduce_scatter(name, *given)
+        if method is _GATHER_SINGLE and self._can_gather_in_pairs(*given[:2]):
+            return self._gather_in_pairs(*given[:2])
+        if name in _UNSAFE_IF_STRIDED and not all(one.is_sparse or one.is_contiguous() for one in given[0]):
+            return self._run_on_copies(name, method.operation, given)
+        nbytes = count_bytes(given[method.contribution]) if method.tensors else 0
+        return self._watch(method.operation, lambda: getattr(self._gloo, name)(*given), nbytes)
 
-    def reduce_scatter(self: WatchedGlooGroup, *arguments: Any, **options: Any) -> dist.Work:
-        return self._reduce_scatter(method, *arguments, **options)
-
-    def gather(self: WatchedGlooGroup, output: Any, source: Any, *rest: Any, **options: Any) -> dist.Work:
-        if self._can_gather_in_pairs(output, source):
-            return self._gather_in_pairs(output, source)
-        return watch(self, output, source, *rest, **options)
-
-    def copy_strided(self: WatchedGlooGroup, tensors: Any, *rest: Any, **options: Any) -> dist.Work:
-        if isinstance(tensors, list) and not all(map(torch.Tensor.is_contiguous, tensors)):
-            return self._run_on_copies(method, name, (tensors, *rest), options)
-        return watch(self, tensors, *rest, **options)
-
-    if name == "reduce_scatter":
-        return reduce_scatter
-    if method in ("all_gather_single", "_allgather_base"):
-        return gather
-    return copy_strided if method in _UNSAFE_IF_STRIDED else watch
+    return accept_forms(method.options, method.tensors, method.lists)(start)
 
 
-for _method, (_name, _contribution) in _OPERATIONS.items():
-    if hasattr(dist.ProcessGroup, _method):
-        setattr(WatchedGlooGroup, _method, _make_watched_method(_method, _name, _contribution))
+for _name, _method in _METHODS.items():
+    if hasattr(dist.ProcessGroup, _name):
+        setattr(WatchedGlooGroup, _name, _make_watched_method(_name, _method))

@@ -1,6 +1,5 @@
 // Gradients as blocks of 256 numbers with codes of 8 or 4 bits, in one pass over memory each way.
-// `cpuft/comm/compression/int8.py` has the same in plain torch, with the same results to the bit: ranks with and without
-// kernels may train together.
+// `cpuft/comm/compression/int8.py` has the same in plain torch, with the same results to the bit.
 //
 // Kernels for communication use one thread, because they run while the other threads compute the backward pass.
 

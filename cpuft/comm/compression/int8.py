@@ -20,13 +20,11 @@ from torch._C._distributed_c10d import GradBucket
 
 from cpuft.comm.backends.gloo import MAX_PAIRWISE_RANKS
 from cpuft.comm.process_group import ProgressThread, QueuedWork
+from cpuft.comm.tensors import gather_single
 from cpuft.kernels import kernels_for
 
 BLOCK = 256
 """Numbers that share a scale, whose four bytes are 1.6 % of the message."""
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""torch's all-gather of equally large tensors: `all_gather(output, input, group=None, async_op=False)`. torch 2.13
-warns about the second name, and torch 2.8 has only that one."""
 _DIRECT_BYTES = 2**15
 """Size of a rank's tensor up to which it is sent directly to each other rank of a large group."""
 
@@ -51,7 +49,7 @@ def all_gather(
     """
     ranks = dist.get_world_size(group)
     if ranks <= MAX_PAIRWISE_RANKS or own.nbytes > _DIRECT_BYTES:
-        return _all_gather(output, own, group=group, async_op=async_op)
+        return gather_single(output, own, group=group, async_op=async_op)
     return dist.all_to_all_single(output.view(-1), own.view(-1).repeat(ranks), group=group, async_op=async_op)
 
 

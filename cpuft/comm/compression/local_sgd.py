@@ -175,7 +175,8 @@ class LocalSGD:
         if self._momentum:
             velocity = self._pick(self._velocity, rows).mul_(self._momentum).add_(mean)
             self._put(self._velocity, rows, velocity)
-            mean = mean.add_(velocity, alpha=self._momentum).mul_(OUTER_LEARNING_RATE)
+            # Not by `alpha`: on some CPUs torch joins its product and sum, and all ranks need the same bits.
+            mean = mean.add_(velocity * self._momentum).mul_(OUTER_LEARNING_RATE)
         self._put(self._common, rows, self._pick(self._common, rows).add_(mean))
 
     def _read_parameters(self, rows: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,8 @@ class Matrix:
         self.rows, self.columns = unsent.shape
         self.factor_rows = min(*unsent.shape, RANK)
         # From the second update on, the last update's factor, to which the next one is close (the paper's warm start).
-        self._q = torch.randn(self.factor_rows, self.columns, generator=generator)
+        # torch draws normal numbers in fp32 differently with AVX2 and AVX-512.
+        self._q = torch.randn(self.factor_rows, self.columns, generator=generator, dtype=torch.float64).float()
         self._p = torch.empty(self.factor_rows, self.rows)
         """Orthonormal rows that span the mean of P."""
         self._sent: torch.Tensor | None = None

@@ -1,9 +1,9 @@
 """Conversations of the user's own, as a tokenizer's chat template renders them, with a mask of the assistant's tokens.
 
-A conversation is a line of JSON lines with `messages`, a list of {role, content}. The loss is computed on the tokens of
-the assistant only. If the template marks them ({% generation %}), they are these. Otherwise they are found by comparing
-what the template makes of the messages before an answer, where the assistant would begin, with what it makes of the
-messages up to that answer.
+A conversation is a line of JSON lines with `messages`, a list of {role, content}, or in the form of ShareGPT, of
+Alpaca, or of prompt and completion. The loss is computed on the tokens of the assistant only. If the template marks
+them ({% generation %}), they are these. Otherwise they are found by comparing what the template makes of the messages
+before an answer, where the assistant would begin, with what it makes of the messages up to that answer.
 """
 
 from __future__ import annotations
@@ -29,6 +29,16 @@ from cpuft.train.data.tables import list_json_lines, read_text
 ROLES = ("system", "user", "assistant", "tool")
 """Roles that messages may have."""
 _ASSISTANT = "assistant"
+_SPEAKERS = {
+    "human": "user",
+    "gpt": _ASSISTANT,
+    "chatgpt": _ASSISTANT,
+    "model": _ASSISTANT,
+    "bot": _ASSISTANT,
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles by the names that ShareGPT and its descendants have for them in `from`."""
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """How a template marks what the assistant says."""
 _FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
@@ -111,10 +121,10 @@ def parse_messages(line: str, where: str) -> list[Message]:
     Raises CpuftError: the line is no JSON object with such messages.
     """
     try:
-        messages = load(list[dict[str, Any]], load(dict[str, Any], parse_json(line)).get("messages"), "messages")
+        messages = load(list[dict[str, Any]], _list_messages(load(dict[str, Any], parse_json(line))), "messages")
         for message in messages:
             load(str, message.get("role"), "a role")
-            load(str, message.get("content"), "a content")
+            message["content"] = load(str, _join_parts(message), "a content")
     except ValueError as error:
         raise CpuftError(f"{where} is no conversation ({error}): write {_FORM}") from None
     for message in messages:
@@ -123,6 +133,56 @@ def parse_messages(line: str, where: str) -> list[Message]:
                 f"{where} has a message with the unknown role {message['role']!r:.60}: write one of {', '.join(ROLES)}"
             )
     return messages
+
+
+def is_conversation(line: str) -> bool:
+    """Return whether a line of JSON is a conversation, and not a row of a table with a column of prompts."""
+    try:
+        names = load(dict[str, Any], parse_json(line)).keys()
+    except ValueError:
+        return False
+    return not names.isdisjoint(("messages", "conversations")) or names >= {"instruction", "input"}
+
+
+def _list_messages(row: dict[str, Any]) -> Any:
+    """Return the messages of a row of any form, with roles and contents that are not checked yet."""
+    if "messages" in row:
+        return row["messages"]
+    if "conversations" in row:  # ShareGPT
+        messages = load(list[dict[str, Any]], row["conversations"], "conversations")
+        for turn in messages:
+            if "from" in turn:
+                turn["role"], turn["content"] = (
+                    _SPEAKERS.get(str(turn["from"]), turn.pop("from")),
+                    turn.pop("value", None),
+                )
+    elif "instruction" in row:  # Alpaca
+        texts = [load(str, row.get(name) or "", name) for name in ("instruction", "input")]
+        messages = _as_messages("user", "\n\n".join(filter(None, texts)))
+        messages += _as_messages(_ASSISTANT, row["output"]) if "output" in row else []
+    elif "prompt" in row and "completion" in row:
+        messages = [*_as_messages("user", row["prompt"]), *_as_messages(_ASSISTANT, row["completion"])]
+    else:
+        return None
+    return [*(_as_messages("system", row["system"]) if row.get("system") else []), *messages]
+
+
+def _as_messages(role: str, content: Any) -> list[Any]:
+    """Return a text as a message of this role, and a list as the messages that it is."""
+    return content if isinstance(content, list) else [{"role": role, "content": content}]
+
+
+def _join_parts(message: dict[str, Any]) -> Any:
+    """Return the content of a message: its parts as one text, and a missing one beside calls of tools as empty."""
+    content = message.get("content")
+    if content is None and message.get("tool_calls"):
+        return ""
+    if isinstance(content, list) and content and all(isinstance(part, dict) for part in content):
+        for part in content:
+            if part.get("type", "text") != "text":
+                raise ValueError(f"a content has a part of the type {part['type']!r:.60}, and only text can be learned")
+        return "\n".join(load(str, part.get("text"), "the text of a part") for part in content)
+    return content
 
 
 def choose_validation(chats: Chats, share: float) -> NDArray[np.bool_]:

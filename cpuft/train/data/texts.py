@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cpuft.errors import CpuftError
-from cpuft.files import split_paths
+from cpuft.files import list_tree, split_paths
 from cpuft.train.data.tables import describe_encoding, parse_json_cells
 
 _JSON_SUFFIXES, _TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md")
@@ -96,7 +96,7 @@ def _find_files(path: Path, option: str) -> list[Path]:
     found = (
         [path]
         if not path.is_dir()
-        else sorted(one for one in path.rglob("*") if one.suffix in (*_JSON_SUFFIXES, *_TEXT_SUFFIXES))
+        else sorted(one for one, _ in list_tree(path) if one.suffix in (*_JSON_SUFFIXES, *_TEXT_SUFFIXES))
     )
     if not found:
         raise CpuftError(

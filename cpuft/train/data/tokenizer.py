@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +15,14 @@ from cpuft.errors import CpuftError
 from cpuft.files import TOKENIZER_FILES, cache_folder, hash_text, write_text
 from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
-from cpuft.train.model import describe_load_failure, find_model, get_model_name, load_config
+from cpuft.train.model import (
+    describe_load_failure,
+    find_base_model,
+    find_config,
+    find_model,
+    get_model_name,
+    load_config,
+)
 from cpuft.train.startup import find_hub_problem
 
 _VOCABULARY_FILES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.codes", "*.tiktoken", "tekken.json")
@@ -25,6 +34,8 @@ _SPECIAL_TOKENS = {
     "sep_token": "[SEP]",
     "mask_token": "[MASK]",
 }
+_PACKAGE = re.compile(r"requires the (\w+) library|to install (\w+) to use|`(\w+)` is required|No module named '(\w+)")
+"""How transformers and its tokenizers name a package that is missing."""
 _ALPHABET_SIZE = 1000
 """Number of different characters in the vocabulary, as in BERT's own; words with other characters are unknown."""
 
@@ -56,14 +67,18 @@ def digest_tokenizer(config: TrainConfig) -> bytes:
     name = get_tokenizer_name(config)
     if not name:
         return repr((config.from_config, config.vocab_size)).encode()
-    folder = Path(find_model(name))
-    files = [(folder / file).read_bytes() if (folder / file).exists() else b"-" for file in TOKENIZER_FILES]
+    folder = Path(source := _find_tokenizer(name))
+    # That of the model's own folder is in the checksum of chats anyway.
+    names = TOKENIZER_FILES if source == find_model(name) else (*TOKENIZER_FILES, "chat_template.jinja")
+    files = [(folder / file).read_bytes() if (folder / file).exists() else b"-" for file in names]
     return b"".join([name.encode() if not folder.is_dir() else b"", *files, _digest_model_config(config)])
 
 
 def _digest_model_config(config: TrainConfig) -> bytes:
     """Return the entries of the model's configuration that the checks of its tokens and positions read."""
-    path = Path(config.from_config) if config.from_config else Path(find_model(config.model), "config.json")
+    path = (
+        Path(config.from_config) if config.from_config else Path(find_config(find_model(config.model)), "config.json")
+    )
     try:
         settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
         names = ("model_type", "pad_token_id", "eos_token_id", "vocab_size")
@@ -167,7 +182,7 @@ def load_tokenizer(name: str, in_words: bool = False) -> Any:
     """
     import transformers
 
-    source = find_model(name)
+    source = _find_tokenizer(name)
     if Path(source).is_dir():
         _check_vocabulary_files(Path(source))
     else:
@@ -176,8 +191,13 @@ def load_tokenizer(name: str, in_words: bool = False) -> Any:
     try:
         # Without this, RoBERTa's would take each word for the first of a text. Others ignore the option.
         options = {"add_prefix_space": True} if in_words else {}
-        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **options)
-    except (OSError, ValueError) as error:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=False, **options)
+    except (ImportError, OSError, ValueError) as error:
+        if package := _find_missing_package(Path(source), str(error)):
+            raise CpuftError(
+                f"the tokenizer of {name} needs the package {package}, which is not installed: install that package "
+                f"where cpuft is installed, here and on the hosts of the run"
+            ) from None
         raise CpuftError(describe_load_failure(name, error)) from None
     if len(tokenizer.get_vocab()) <= len(tokenizer.all_special_ids):
         raise CpuftError(
@@ -185,6 +205,23 @@ def load_tokenizer(name: str, in_words: bool = False) -> Any:
             f"the tokenizer that the model was made with there, or give a folder or hub model with it by --tokenizer"
         )
     return tokenizer
+
+
+def _find_tokenizer(name: str) -> str:
+    """Return where a tokenizer is: for adapters of peft without one, with their base model."""
+    source = find_model(name)
+    has_none = Path(source).is_dir() and not any(any(Path(source).glob(pattern)) for pattern in _VOCABULARY_FILES)
+    return (has_none and find_base_model(source)) or source
+
+
+def _find_missing_package(folder: Path, error: str) -> str:
+    """Return the package without which transformers cannot load a tokenizer, from its error; empty for other errors."""
+    # It takes a SentencePiece file for one of tiktoken if it cannot import sentencepiece.
+    if "`tiktoken` is required" in error and importlib.util.find_spec("sentencepiece") is None:
+        is_tiktoken = any(folder.glob("*.tiktoken")) or (folder / "tekken.json").exists()
+        return "tiktoken" if is_tiktoken else "sentencepiece"
+    found = _PACKAGE.search(error)
+    return next(filter(None, found.groups())).lower() if found else ""
 
 
 def _check_vocabulary_files(folder: Path) -> None:

@@ -96,7 +96,7 @@ def choose_compression(
     hosts = world.size // per_host if per_host else 0
     # Between two hosts with two ranks each, MPI's all-reduce sends its payload once over the link of a host, as one
     # between the first ranks of the hosts does. Those of gloo and oneCCL send it 1.5 times, as a ring of all ranks.
-    ring = hosts if hosts and dist.get_backend() == BACKENDS["mpi"].torch_name else world.size
+    ring = hosts if hosts and dist.get_backend() in ("mpi", BACKENDS["mpi"].torch_name) else world.size
     levels = {level.name: level for level in make_levels(model, tokens, own_tokens, ring, coding, hosts)}
     names = list(levels)[list(levels).index(base) :]
     level, reason = choose_level([levels[name] for name in names if name in allowed], seconds, link)

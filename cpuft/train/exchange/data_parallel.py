@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from cpuft.comm.compression.table import make_reduce, resolve_compression
 from cpuft.compressions import BUCKET_NUMBERS, MIN_BUCKETS, count_buckets
 from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.fast.adamw import set_gradient_rows
+from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
 UNUSED_ATTRIBUTE = "_cpuft_unused"
 """Attribute of a model: names of trained parameters that the first forward pass did not use (XLNet has some)."""
@@ -134,14 +135,20 @@ class DataParallelExchange(Exchange):
             set_gradient_rows(self.bare_model, self._rows.average(find_token_ids()))
         return waited
 
+    def clip_gradients(self) -> None:
+        """Scale gradients down to `--max-grad-norm`, on all ranks by the same factor. Collective without kernels."""
+        if self.config.max_grad_norm:
+            share = partial(dist.broadcast, src=0)
+            clip_gradients(self.optimizer, self.bare_model.parameters(), self.config.max_grad_norm, share_plain=share)
+
     def clear_gradients(self) -> None:
         """Set the gradients to zero in place, because they are views of DistributedDataParallel's buckets.
 
         Only the word embedding's gradient becomes None if it is exchanged by rows.
         """
-        self.optimizer.zero_grad(set_to_none=False)
-        if self._rows:
+        if self._rows:  # first: what is zeroed is written whole, and the next backward pass would clear it whole again
             self._rows.clear()
+        self.optimizer.zero_grad(set_to_none=False)
 
     def finish_messages(self) -> None:
         """Wait until the mean of late embedding rows is there. The next update applies it."""

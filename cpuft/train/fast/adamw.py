@@ -8,6 +8,7 @@ of its step.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -430,6 +431,7 @@ def clip_gradients(
     parameters: Iterable[nn.Parameter],
     max_norm: float,
     sum_over_ranks: Callable[[Tensor], object] | None = None,
+    share_plain: Callable[[Tensor], object] | None = None,
 ) -> float:
     """Clip the gradients of `parameters` to the norm `max_norm` for the optimizer's next step.
 
@@ -446,6 +448,8 @@ def clip_gradients(
     parameters: those without a gradient are skipped.
     sum_over_ranks: where this rank holds only a shard of the gradients, sums the squared norm, an fp64 scalar, over the
         ranks in place.
+    share_plain: where all ranks have the same gradients, gives them one rank's squared norm, in place, if torch
+        computes it: torch's sums depend on the CPU and the number of threads. Those of the kernels do not.
     """
     found = [(p, p.grad) for p in parameters if p.grad is not None]
     parameters = [p for p, _ in found]
@@ -455,15 +459,14 @@ def clip_gradients(
     mine = {id(p) for p in _list_parameters(optimizer)}
     others = any(id(p) not in mine for p in parameters)
     if kernels is None or plain or others or not isinstance(optimizer, FusedStep):
-        if not sum_over_ranks:
-            return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
         total_norm = torch.nn.utils.get_total_norm(grads)
-        sum_over_ranks(squares := total_norm.double().square())
-        total_norm = squares.sqrt().to(total_norm.dtype)
+        if agree := sum_over_ranks or share_plain:
+            agree(squares := total_norm.double().square())
+            total_norm = squares.sqrt().to(total_norm.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
         return float(total_norm)
     total = torch.zeros((), dtype=torch.float64)
-    for dtype in {g.dtype for g in grads}:
+    for dtype in dict.fromkeys(g.dtype for g in grads):  # in one order, as the sum depends on it
         some = [
             g if (embedding := optimizer.find_embedding(p)) is None else embedding.nonzero_part(g)
             for p, g in found
@@ -473,7 +476,7 @@ def clip_gradients(
         kernels.run("square_sum", dtype, address_array(some), sizes, total, len(some))
     if sum_over_ranks:
         sum_over_ranks(total)
-    norm: float = float(total) ** 0.5
+    norm = math.sqrt(float(total))
     # The formula of torch.nn.utils.clip_grads_with_norm_.
     factor = max_norm / (norm + 1e-6)
     optimizer.gradient_factor = 1.0 if factor > 1.0 else factor

@@ -15,6 +15,7 @@
 #include "../../comm/compression/blocks.h"
 #include "../../comm/compression/factors.h"
 #include "../../vectors.h"
+#include <algorithm>
 #include <cmath>
 #include <omp.h>
 #include <vector>
@@ -318,26 +319,37 @@ void sum_table_rows(const T *x, const int64_t *order, const int64_t *starts, T *
         }
 }
 
-// *sum += the sum of the squares of all numbers of `count` gradients.
+// The sum of the squares of at most BLOCK numbers, with the same bits on all CPUs: 16 partial sums, of rounded products.
+template <class G> float square_block(const G *x, int64_t n, uint32_t zero) {
+    vec sums[PARTIAL_SUMS / W]{};
+    auto add = [&](vec &sum, vec v) { sum += rounded(v * v, zero); };
+    int64_t i = 0;
+    for (; i + PARTIAL_SUMS <= n; i += PARTIAL_SUMS)
+        for (int64_t k = 0; k < PARTIAL_SUMS / W; k++) add(sums[k], get(x + i + k * W, W));
+    for (int64_t k = 0; i < n; i += W, k++) add(sums[k], get(x + i, lanes_of(i, n)));
+    float lanes[PARTIAL_SUMS];
+    std::memcpy(lanes, sums, sizeof lanes);
+    for (int64_t half = PARTIAL_SUMS / 2; half; half /= 2)
+        for (int64_t k = 0; k < half; k++) lanes[k] += lanes[k + half];
+    return lanes[0];
+}
+
+// *sum += the sum of the squares of all numbers of `count` gradients. It has the same bits on all CPUs and with any number
+// of threads, because all ranks scale their gradients by it: blocks are added in their order.
 template <class G>
 void square_sum(const G *const *grads, const int64_t *sizes, double *sum, int64_t count, int threads) {
-    double all_squares = 0;
-#pragma omp parallel num_threads(threads) reduction(+ : all_squares)
+    std::vector<int64_t> first(size_t(count) + 1);
+    for (int64_t k = 0; k < count; k++) first[size_t(k) + 1] = first[size_t(k)] + (sizes[k] + BLOCK - 1) / BLOCK;
+    std::vector<float> squares(static_cast<size_t>(first.back()));
+    uint32_t zero = hidden_zero();
+#pragma omp parallel num_threads(threads)
     for (int64_t k = 0; k < count; k++) {
-        const G *grad = grads[k];
-        int64_t n = sizes[k];
+        float *of_blocks = squares.data() + first[size_t(k)];
 #pragma omp for schedule(static) nowait
-        for (int64_t start = 0; start < n; start += BLOCK) {
-            int64_t end = start + BLOCK < n ? start + BLOCK : n;
-            vec squares{};
-            for (int64_t i = start; i < end; i += W) {
-                vec g = get(grad + i, lanes_of(i, end));
-                squares += g * g;
-            }
-            all_squares += double(sum_of(squares));
-        }
+        for (int64_t start = 0; start < sizes[k]; start += BLOCK)
+            of_blocks[start / BLOCK] = square_block(grads[k] + start, std::min(BLOCK, sizes[k] - start), zero);
     }
-    *sum += all_squares;
+    for (float one : squares) *sum += double(one);
 }
 
 struct Adam {
@@ -345,16 +357,17 @@ struct Adam {
     float rest1, rest2, eps, shrink, pull, step, root, gain;
 };
 
+// With explicit fma, the result does not depend on which products and sums a compiler joins: ranks need the same weights.
 template <class G>
 void adamw_block(float *master, bf16 *compute, const G *grad, float *first, float *second, int64_t n, Adam a) {
     for (int64_t i = 0; i < n; i++) {
         float p = master[i];
-        float g = load(grad[i]) * a.gain + a.pull * p;
-        float m = first[i] + (g - first[i]) * a.rest1;
-        float v = second[i] + (g * g - second[i]) * a.rest2;
+        float g = std::fma(load(grad[i]), a.gain, a.pull * p);
+        float m = std::fma(g - first[i], a.rest1, first[i]);
+        float v = std::fma(std::fma(g, g, -second[i]), a.rest2, second[i]);
         first[i] = m;
         second[i] = v;
-        master[i] = p * a.shrink - a.step * m / (std::sqrt(v) * a.root + a.eps);
+        master[i] = std::fma(p, a.shrink, -(a.step * m / std::fma(std::sqrt(v), a.root, a.eps)));
     }
     if (compute)
         for (int64_t i = 0; i < n; i++) store(compute[i], master[i]);

@@ -175,13 +175,13 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
     chunk = ceil_div(panels, chunks);
     int64_t parts = std::clamp(ceil_div(16 * int64_t(threads), chunks), int64_t(1), blocks);
     int64_t split = inner > MOST_INNER ? SPLIT_INNER / 2 : words;
-    // Sums of the blocks that wait for more steps, or of this block and the one before; the last rows of A; and sums of
-    // columns.
+    // Sums of the blocks that wait for more steps, or of this block and the one before; and the last rows of A.
     int64_t most_sums = std::max<int64_t>(chunk, 2) * BLOCK_SUMS;
+    int64_t of_thread = most_sums + BLOCK_ROWS * split, of_panels = panels * words * BLOCK_COLS;
+    // Sums of columns by part, not by thread: which thread takes a task differs from run to run.
     int64_t of_columns = epilogue.column_sums ? panels * BLOCK_COLS : 0;
-    int64_t of_thread = most_sums + BLOCK_ROWS * split + of_columns, of_panels = panels * words * BLOCK_COLS;
     static thread_local Scratch scratch;
-    word *packed = scratch.get(of_panels + threads * of_thread);
+    word *packed = scratch.get(of_panels + threads * of_thread + parts * of_columns);
     if (!packed) return false;
 #pragma omp parallel num_threads(threads)
     {
@@ -198,17 +198,19 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
         }
         word *own = packed + of_panels + omp_get_thread_num() * of_thread, *last_rows = own + most_sums;
         float *sums = reinterpret_cast<float *>(own);
+        float *column_sums = reinterpret_cast<float *>(packed + of_panels + threads * of_thread);
         Epilogue own_epilogue = epilogue;
-        if (of_columns) {
-            own_epilogue.column_sums = sums + most_sums + BLOCK_ROWS * split;
-            std::memset(own_epilogue.column_sums, 0, size_t(of_columns) * sizeof(float));
-        }
         Tiles<bf16> tiles;
         Rounding before;
         int64_t turn = 0;
 #pragma omp for schedule(dynamic, 1) nowait
         for (int64_t task = 0; task < chunks * parts; task++) {
             int64_t first = task / parts * chunk, end = std::min(panels, first + chunk), part = task % parts;
+            if (of_columns) {
+                own_epilogue.column_sums = column_sums + part * of_columns;
+                std::fill(own_epilogue.column_sums + first * BLOCK_COLS, own_epilogue.column_sums + end * BLOCK_COLS,
+                          0.0f);
+            }
             for (int64_t i = part * blocks / parts; i < (part + 1) * blocks / parts; i++) {
                 for (int64_t k = 0; k < words; k += split) {
                     int64_t count = std::min(split, words - k), begin = i * BLOCK_ROWS, row = words;
@@ -232,8 +234,12 @@ bool multiply_with_tiles(const bf16 *a, const bf16 *b, const Epilogue &epilogue,
         before.finish();
         _mm_sfence();  // what was written past the caches is visible to the other threads from here on
         if (of_columns) {
-#pragma omp critical
-            for (int64_t j = 0; j < cols; j++) epilogue.column_sums[j] += own_epilogue.column_sums[j];
+#pragma omp barrier
+#pragma omp for schedule(static)
+            for (int64_t p = 0; p < panels; p++)
+                for (int64_t part = 0; part < parts; part++)
+                    for (int64_t j = p * BLOCK_COLS; j < std::min(cols, (p + 1) * BLOCK_COLS); j++)
+                        epilogue.column_sums[j] += column_sums[part * of_columns + j];
         }
     }
     return true;

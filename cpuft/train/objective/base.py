@@ -72,6 +72,11 @@ class Objective:
     label_type: ClassVar[torch.dtype]
     """Type of the labels in a batch."""
 
+    @property
+    def counts_by_drawing(self) -> bool:
+        """Whether `count_terms` draws random numbers, which takes long: then ranks count only their own examples."""
+        return False
+
     def head_settings(self) -> dict[str, Any]:
         """Return the settings of the head, by their names in a model's configuration."""
         raise NotImplementedError

@@ -80,8 +80,25 @@ class MaskedLanguageModelling(TokenClassification):
         return batch
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
-        """Return the number of masked places of these examples in this epoch (-1: in evaluation)."""
-        return float(sum((self.mask_example(tokens, int(one), epoch)[1] != UNTAGGED).sum() for one in examples))
+        """Return the number of masked places of these examples in this epoch (-1: in evaluation).
+
+        Only --whole-word-mask draws the masks for it.
+        """
+        if self.counts_by_drawing:
+            return float(sum((self.mask_example(tokens, int(one), epoch)[1] != UNTAGGED).sum() for one in examples))
+        example = np.repeat(np.arange(len(examples)), tokens.lengths[examples])
+        may_be_masked = self.kinds[tokens.ids[tokens.positions(examples)]] != NEVER_MASKED
+        places = np.bincount(example, may_be_masked, len(examples))
+        return float(np.minimum(self._count_masks(places), places).sum())
+
+    def _count_masks(self, places: Any) -> Any:
+        """Return how many of the places that may be masked are drawn, if there are any."""
+        return np.maximum(1, np.rint(self.config.mlm_probability * places)).astype(np.int64)
+
+    @property
+    def counts_by_drawing(self) -> bool:
+        """Whether the number of masked places depends on the words that are drawn."""
+        return self.config.whole_word_mask
 
     def mask_example(self, tokens: Tokens, example: int, epoch: int) -> tuple[Indices, Indices]:
         """Return an example's tokens with the masks of an epoch, and its labels: the true tokens at masked places.
@@ -106,7 +123,7 @@ class MaskedLanguageModelling(TokenClassification):
         """
         kinds = self.kinds[ids]
         places = np.flatnonzero(kinds != NEVER_MASKED)
-        count = max(1, round(self.config.mlm_probability * len(places)))
+        count = self._count_masks(len(places))
         if self.config.whole_word_mask and len(places):
             words = np.cumsum(kinds[places] == WORD_START)  # the number of the word at each place
             order = generator.permutation(np.unique(words))

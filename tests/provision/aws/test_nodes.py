@@ -30,7 +30,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
     write_wheels(folder / "wheels")
     with simulate(folder, "--nodes", "2") as made:
         for index in (1, 2):
-            made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs tmpfs "$HOME"')
+            made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs -o mode=700 tmpfs "$HOME"')
+            made.accept_own_keys(index)
         key = (folder / "state" / made.name / "nodes/1/host_key").read_text(encoding="utf-8")
         made.on(2, f"printf %s {shlex.quote(key)} >/run/cpuft/host_key")  # sshd reads it for each connection
         yield made

@@ -183,6 +183,63 @@ def test_what_is_no_conversation_is_named(line: str, message: str) -> None:
     assert str(error.value).startswith(message)
 
 
+@pytest.mark.parametrize(
+    "row, messages",
+    [
+        (
+            {"conversations": [{"from": "human", "value": "Who barks?"}, {"from": "gpt", "value": "Dogs bark."}]},
+            [USER, ANSWER],
+        ),
+        ({"conversations": [USER, ANSWER], "system": "Be brief."}, [SYSTEM, USER, ANSWER]),
+        (
+            {"conversations": [{"from": "system", "value": "Be brief."}, USER, ANSWER], "id": 1},
+            [SYSTEM, USER, ANSWER],
+        ),
+        ({"instruction": "Who barks?", "input": "", "output": "Dogs bark."}, [USER, ANSWER]),
+        ({"instruction": "Who barks?", "output": "Dogs bark.", "system": "Be brief."}, [SYSTEM, USER, ANSWER]),
+        (
+            {"instruction": "Translate.", "input": "Hund", "output": "Dogs bark."},
+            [{"role": "user", "content": "Translate.\n\nHund"}, ANSWER],
+        ),
+        ({"prompt": "Who barks?", "completion": "Dogs bark."}, [USER, ANSWER]),
+        ({"prompt": [SYSTEM, USER], "completion": [ANSWER]}, [SYSTEM, USER, ANSWER]),
+        (
+            {"messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}, ANSWER]},
+            [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, ANSWER],
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": "Who"}, {"text": "barks?"}]}, ANSWER]},
+            [{"role": "user", "content": "Who\nbarks?"}, ANSWER],
+        ),
+        ({"messages": [USER, ANSWER], "prompt": "Who?", "completion": "x"}, [USER, ANSWER]),
+    ],
+)
+def test_conversations_of_other_forms_are_read(row: dict[str, Any], messages: list[Message]) -> None:
+    assert parse_conversation(json.dumps(row), "a.jsonl, line 1") == messages
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"conversations": [{"from": "narrator", "value": "a"}, ANSWER]}, "has a message with the unknown role 'narr"),
+        ({"conversations": [{"from": "human"}]}, "is no conversation (a content is None, and must be a text)"),
+        ({"instruction": "a", "input": 3, "output": "b"}, "is no conversation (input is 3, and must be a text)"),
+        ({"instruction": "a", "output": None}, "is no conversation (a content is None, and must be a text)"),
+        ({"instruction": "a"}, "has no message with the role assistant"),
+        ({"prompt": "a"}, "is no conversation (messages is None, and must be a list)"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, ANSWER]},
+            "is no conversation (a content has a part of the type 'image_url', and only text can be learned)",
+        ),
+        ({"messages": [USER, {"role": "assistant", "content": None}]}, "is no conversation (a content is None, and"),
+    ],
+)
+def test_what_is_wrong_in_other_forms_is_named(row: dict[str, Any], message: str) -> None:
+    with pytest.raises(CpuftError) as error:
+        parse_conversation(json.dumps(row), "a.jsonl, line 1")
+    assert str(error.value).startswith(f"a.jsonl, line 1 {message}")
+
+
 def test_files_of_conversations(tmp_path: Path) -> None:
     for name, content, message in (
         ("none.jsonl", None, "there is no file"),

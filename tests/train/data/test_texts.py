@@ -60,6 +60,15 @@ def test_a_folder_stands_for_its_texts_in_their_order() -> None:
     assert [text for text, _ in pieces_of("c")] == ["a", "b", "d"]
 
 
+def test_texts_in_a_folder_behind_a_link_are_read() -> None:
+    """On hosts with disks of their own the link is a folder, and ranks there must train on the same texts."""
+    Path("far").mkdir()
+    Path("near").mkdir()
+    write(**{"far/a_txt": "far", "near/b_txt": "near"})
+    Path("near/linked").symlink_to(Path("far").absolute())
+    assert [text for text, _ in pieces_of("near")] == ["near", "far"]
+
+
 def test_a_file_may_have_a_comma_in_its_name() -> None:
     write(**{"a,b_txt": "One."})
     assert pieces_of("a,b.txt") == [("One.", True)]

@@ -14,7 +14,10 @@ from cpuft.config import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.compression import make_levels
 from cpuft.train.exchange.table import choose_exchange
+from cpuft.train.fast.acceleration import accelerate
+from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
 from tests.comm.ranks import mpirun
+from tests.train.fast.encoders import make_batch, make_model, make_optimizer
 
 
 def _alone(model: torch.nn.Module, max_grad_norm: float) -> Exchange:
@@ -50,6 +53,25 @@ def test_a_few_small_gradients_are_those_of_a_compiled_model() -> None:
         dist.destroy_process_group()
     assert model.weight.grad is not None
     assert model.weight.grad.tolist() == [[3.0, 4.0]]
+
+
+def test_the_gradient_of_the_word_embedding_is_not_written_whole_between_updates() -> None:
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
+    try:
+        model = make_model("bert")
+        _, optimizer = accelerate(model, make_optimizer(model), precision="fp32")
+        exchange = choose_exchange(TrainConfig(), 2)(model, optimizer, TrainConfig(), "fp32")
+        batch, masters = make_batch(), getattr(model, MASTERS_ATTRIBUTE)
+        for _ in range(2):
+            with exchange.micro_batch(last=True):
+                exchange.forward_model(**batch).loss.backward()
+            exchange.average_gradients(lambda: [batch["input_ids"].flatten()])
+            gradient = masters.embedding.weight.grad
+            written = gradient._version
+            exchange.clear_gradients()
+            assert gradient._version == written
+    finally:
+        dist.destroy_process_group()
 
 
 def test_two_ranks(tmp_path: Path) -> None:

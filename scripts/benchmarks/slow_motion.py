@@ -1,20 +1,22 @@
 """A cluster in slow motion: ranks replay the times of a recorded step by waiting, and send its real messages.
 
-`python -m cpuft.train.slow_motion RECORD OPTIONS` measures one case of `cpuft bench scaling`, and prints its line of
-the record. A rank that only waits needs almost no CPU time, so that a machine with two cores carries dozens of ranks.
-All times are multiplied by one factor, and the rates of the links are divided by it, so that the CPU time of the
-messages becomes small beside the step. That CPU time is measured apart.
+`slow_motion.py RECORD CASE` measures one case of scripts/bench-slow-motion, a `Case` as JSON, and prints a `Result` as
+JSON. A rank that only waits needs almost no CPU time, so that a machine with two cores carries dozens of ranks. All
+times are multiplied by one factor, and the rates of the links are divided by it, so that the CPU time of the messages
+becomes small beside the step. That CPU time is measured apart.
 
-The command must be started in network and process namespaces of its own (`cpuft.cli.bench` does that with unshare):
-each rank gets a network namespace, and a link to a router in the namespace of the command. All of them end with their
+The program must be started in network and process namespaces of its own, as `plan_command` does with unshare: each
+rank gets a network namespace, and a link to a router in the namespace of the program. All of them end with their
 processes, so that nothing remains on the machine.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import gc
 import importlib
+import json
 import math
 import mmap
 import multiprocessing
@@ -45,10 +47,11 @@ from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compress
 from cpuft.comm.liveness import PEER_SECONDS_VARIABLE
 from cpuft.comm.watchdog import register
 from cpuft.compressions import AUTO_COMPRESSIONS, COMPRESSION_FACTS, count_coding_seconds, count_ring_passes
-from cpuft.config import ReplayConfig, TrainConfig, parse_arguments
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hardware import CPU_SECONDS_PER_BYTE, ETHERNET
-from cpuft.record import GradientTime, Interval, LayerTimesLine, Record, ScalingLine, format_line, read_record
+from cpuft.record import GradientTime, LayerTimesLine, Record, read_record
+from cpuft.serialization import load, parse_json
 from cpuft.terminal import DEAD_PEER_SECONDS
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
@@ -102,6 +105,82 @@ _CLONE_NEWNET = 0x40000000
 _PR_SET_PDEATHSIG, _SIGKILL = 1, 9
 _NETWORK = "10.64"
 _ROUTER = "169.254.1.1"
+
+
+@dataclass(frozen=True)
+class Case:
+    """How many ranks replay a recorded step, over which links, and what is sent."""
+
+    ranks: int = 4
+    """Each is on a simulated host of its own."""
+    bits_per_second: int = 10**9
+    """Rate of the link of each host, before it is slowed down."""
+    grad_compression: str = "none"
+    sync_every: int = 1
+    updates: int = 6
+    """Number of updates that are measured."""
+    slowdown: float = 0.0
+    """Factor by which times are multiplied and rates divided; 0 chooses it."""
+    compute_scale: float = 1.0
+    """Factor by which the recorded times are multiplied first."""
+    cores: float = 1.0
+    """Cores of a host, which communication shares with computing."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What the ranks of a case needed for a step.
+
+    All seconds are those of hosts that are not slowed down: measured seconds divided by `slowdown`. They are medians
+    over the updates, of the slowest rank in each.
+    """
+
+    case: Case
+    """With the compression that was chosen."""
+    slowdown: float
+    ideal_seconds: float
+    """Seconds of the step of a rank that does not communicate."""
+    step_seconds: float
+    """Seconds of the step with communication, whose own CPU time is not in it."""
+    taken_seconds: float
+    """Seconds that the CPU time of communication takes from computing, derived from `cpu_seconds`."""
+    cpu_seconds: float
+    """CPU seconds of communication in a step of one rank, not divided by `slowdown`."""
+    bytes_per_step: float
+    """Mean bytes that a rank gave to collectives in a step."""
+    machine_busy: float
+    """Share of the CPU time of this machine that the measurement used."""
+
+    @property
+    def total_seconds(self) -> float:
+        """Seconds of the step with all costs of communication."""
+        return self.step_seconds + self.taken_seconds
+
+    @property
+    def share(self) -> float:
+        """Share of the ideal speed that is left."""
+        return self.ideal_seconds / self.total_seconds
+
+    @property
+    def waiting(self) -> float:
+        """Share of the step in which a rank waits."""
+        return (self.step_seconds - self.ideal_seconds) / self.total_seconds
+
+    @property
+    def slowed(self) -> float:
+        """Share of the step that the CPU time of communication takes from computing."""
+        return self.taken_seconds / self.total_seconds
+
+
+def plan_command(record: str, case: Case) -> tuple[str, ...]:
+    """Return the command that measures a case. If it or this program ends, the kernel ends all its ranks and links.
+
+    A user who is not root makes network namespaces inside a user namespace of their own.
+    """
+    user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    namespaces = (*user, "--net", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc")
+    inside = (sys.executable, __file__, record, json.dumps(dataclasses.asdict(case)))
+    return ("setpriv", "--pdeathsig", "KILL", "unshare", *namespaces, *inside)
 
 
 @dataclass(frozen=True)
@@ -295,8 +374,6 @@ class RankTimes:
     """Mean bytes that the rank gave to collectives in a step."""
     hidden: float
     """Share of the time of messages, between 0 and 1, in which the rank was not waiting."""
-    intervals: list[Interval]
-    """What the rank did in the last step, in slow motion."""
 
 
 def replay(
@@ -322,7 +399,7 @@ def replay(
         _run_update(exchange, replayed, Timer(0.0), update + 1, tokens, sums)
     cpu_seconds = _measure_cpu(exchange, replayed, tokens, sums)
     limit_link()
-    seconds, intervals, messages = list[float](), list[Interval](), list[Interval]()
+    seconds, messages = list[float](), list[tuple[float, float]]()
     take_traffic()
     dist.barrier()
     cpu = time.process_time()
@@ -336,28 +413,18 @@ def replay(
         sent_updates += period  # some of their messages are sent later, so the bytes of all updates are counted
     register.ended = []
     for update in range(count):
-        timer.begin()
-        begun = timer.origin
-        marks = _run_update(exchange, replayed, timer, update + 1, tokens, sums)
+        begun = time.monotonic()
+        _run_update(exchange, replayed, timer, update + 1, tokens, sums)
         seconds.append(time.monotonic() - begun)
-        intervals = [Interval(name, begin - begun, end - begun) for name, begin, end in marks]
         ended, register.ended = register.ended, []
-        sent = [Interval(one.name, one.started, end, one.nbytes) for one, end in ended]
-        intervals += [replace(one, begin=one.begin - begun, end=one.end - begun) for one in sent]
-        messages += sent
+        messages += [(one.started, end) for one, end in ended if one.nbytes]
     total_cpu = time.process_time() - cpu
     _finish_messages(exchange, sums)
     register.ended = None
     nbytes = take_traffic().nbytes / sent_updates
     ideal = replayed.step_seconds * slowdown
-    return RankTimes(
-        seconds,
-        cpu_seconds,
-        total_cpu,
-        nbytes,
-        find_hidden_share(messages, max(0.0, sum(seconds) - ideal * count)),
-        intervals,
-    )
+    hidden = find_hidden_share(messages, max(0.0, sum(seconds) - ideal * count))
+    return RankTimes(seconds, cpu_seconds, total_cpu, nbytes, hidden)
 
 
 def _finish_messages(exchange: Exchange, sums: list[Wait]) -> None:
@@ -386,54 +453,42 @@ def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: Sequence[torch.Te
 
 def _run_update(
     exchange: Exchange, replayed: Replay, timer: Timer, update: int, tokens: Sequence[torch.Tensor], sums: list[Wait]
-) -> list[tuple[str, float, float]]:
-    """Run one update as `cpuft.train.loop.train` does; return what it did, as (name, begin, end) by the clock.
+) -> None:
+    """Run one update as `cpuft.train.loop.train` does.
 
     `sums`: functions that wait for the numbers of earlier updates. That of this update is added, and stays there if
     messages are late.
     """
-    marks: list[tuple[str, float, float]] = []
-
-    def mark(name: str, begin: float) -> None:
-        marks.append((name, begin, time.monotonic()))
-
-    begin = time.monotonic()
     timer.begin()
     timer.wait_until(replayed.before_seconds)
-    mark("forward", begin)
 
     # The timer counts from the begin of the backward pass while gradients become ready.
-    begin = time.monotonic()
     timer.begin()
     with exchange.micro_batch(last=True):
         torch.autograd.backward(exchange.forward_model())
     timer.wait_until(replayed.last)
-    mark("backward", begin)
 
     exchange.average_gradients(lambda: tokens)
 
-    begin = time.monotonic()
     timer.begin()
     timer.wait_until(replayed.update_seconds)
     exchange.clear_gradients()
-    mark("update", begin)
     exchange.synchronize_parameters(update % replayed.config.sync_every == 0, wait=False)
 
     # The numbers for the record, which the ranks of a training exchange at the end of each update.
     sums.append(gather_numbers(SUMS))
     while len(sums) > exchange.has_late_messages:
         sums.pop(0)()
-    return marks
 
 
-def find_hidden_share(intervals: Sequence[Interval], waiting_seconds: float) -> float:
+def find_hidden_share(messages: Sequence[tuple[float, float]], waiting_seconds: float) -> float:
     """Return the share of the time with messages under way in which the rank was not waiting: 0 to 1, 0 for none.
 
-    Only in this time does the CPU time of sending and receiving take something from computing.
+    Only in this time does the CPU time of sending and receiving take something from computing. `messages`: when each
+    began and ended.
     """
-    messages = sorted((one.begin, one.end) for one in intervals if one.nbytes)
     seconds, until = 0.0, -math.inf
-    for begin, end in messages:
+    for begin, end in sorted(messages):
         seconds += max(0.0, end - max(begin, until))
         until = max(until, end)
     return min(1.0, max(0.0, 1.0 - waiting_seconds / seconds)) if seconds else 0.0
@@ -515,7 +570,7 @@ def _run_rank(
     size: int,
     pipe: Connection,
     slowdown: float,
-    config: ReplayConfig,
+    case: Case,
     replayed: Replay,
     numbers: SharedNumbers,
 ) -> None:
@@ -544,7 +599,7 @@ def _run_rank(
 
         # Each rank's gradients begin at another place, so that no two ranks have the same.
         own = replace(numbers, noise={dtype: noise[rank:] for dtype, noise in numbers.noise.items()})
-        found = replay(replayed, slowdown, config.updates, own, limit_link)
+        found = replay(replayed, slowdown, case.updates, own, limit_link)
         dist.barrier()
         pipe.send(found)
         # The store of rank 0 must not end before the others have.
@@ -555,17 +610,17 @@ def _run_rank(
         os._exit(0)
 
 
-def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[RankTimes]:
+def run_ranks(case: Case, replayed: Replay, slowdown: float) -> list[RankTimes]:
     """Start all ranks, each with a simulated link to the others, and return what they have measured, in their order.
 
     Raises CpuftError: a rank failed, or they need more than three times as long as planned.
     """
-    context, size = multiprocessing.get_context("fork"), config.ranks
-    seconds = 120 + 3 * (config.updates + 2 * config.sync_every) * slowdown * (
-        replayed.step_seconds + _message_seconds(config, replayed)
+    context, size = multiprocessing.get_context("fork"), case.ranks
+    seconds = 120 + 3 * (case.updates + 2 * case.sync_every) * slowdown * (
+        replayed.step_seconds + _message_seconds(case, replayed)
     )
     end = time.monotonic() + seconds
-    rate = config.bits_per_second / 8
+    rate = case.bits_per_second / 8
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     numbers = share_numbers(replayed.times.gradients, size)
@@ -576,7 +631,7 @@ def run_ranks(config: ReplayConfig, replayed: Replay, slowdown: float) -> list[R
     gc.freeze()
     for rank in range(size):
         own, other = context.Pipe()
-        given = (rank, size, other, slowdown, config, replayed, numbers)
+        given = (rank, size, other, slowdown, case, replayed, numbers)
         process = context.Process(target=_run_rank, args=given, daemon=True)
         process.start()
         other.close()
@@ -651,9 +706,9 @@ def _explain_end(rank: int, processes: Sequence[BaseProcess]) -> str:
     return f"rank {failed} ended without a result (exit code {code}): try again, or give fewer hosts with --np"
 
 
-def _message_seconds(config: ReplayConfig, replayed: Replay) -> float:
+def _message_seconds(case: Case, replayed: Replay) -> float:
     """Return the seconds in which a rank sends the messages of an update, if nothing else delays them."""
-    return 2 * _count_bytes(replayed, config.ranks) / (config.bits_per_second / 8 * ETHERNET)
+    return 2 * _count_bytes(replayed, case.ranks) / (case.bits_per_second / 8 * ETHERNET)
 
 
 def _count_bytes(replayed: Replay, ranks: int) -> float:
@@ -666,7 +721,7 @@ def _count_bytes(replayed: Replay, ranks: int) -> float:
     return level.layer_bytes + level.row_bytes
 
 
-def choose_slowdown(config: ReplayConfig, replayed: Replay, cores: int) -> float:
+def choose_slowdown(case: Case, replayed: Replay, cores: int) -> float:
     """Return the factor with which the ranks leave this machine mostly idle, and are not woken late, at least 4.
 
     Parameters
@@ -675,16 +730,16 @@ def choose_slowdown(config: ReplayConfig, replayed: Replay, cores: int) -> float
     """
     # Each byte is sent, received and added, and gradients are copied once more into buckets.
     numbers = sum(torch.Size(one.shape).numel() for one in replayed.times.gradients)
-    each = 4 * CPU_SECONDS_PER_BYTE * _count_bytes(replayed, config.ranks) + 4e-9 * numbers
+    each = 4 * CPU_SECONDS_PER_BYTE * _count_bytes(replayed, case.ranks) + 4e-9 * numbers
     coding = 2 * replayed.coding_seconds
-    step = replayed.step_seconds + _message_seconds(config, replayed) / 2
-    busy = config.ranks * (_UPDATE_CPU_SECONDS + each + coding)
-    late = 2 * (config.ranks - 1) * _LAST_MESSAGES * _HOP_SECONDS
+    step = replayed.step_seconds + _message_seconds(case, replayed) / 2
+    busy = case.ranks * (_UPDATE_CPU_SECONDS + each + coding)
+    late = 2 * (case.ranks - 1) * _LAST_MESSAGES * _HOP_SECONDS
     return max(LEAST_SLOWDOWN, busy / (PLANNED_BUSY * cores * step), late / (_MOST_LATE * step))
 
 
 def choose_compression(
-    config: ReplayConfig, times: LayerTimesLine, tokens: int, own_tokens: int, precision: str, coding_seconds: float
+    case: Case, times: LayerTimesLine, tokens: int, own_tokens: int, precision: str, coding_seconds: float
 ) -> str:
     """Return the compression that a launch would choose for these links with --grad-compression auto.
 
@@ -697,25 +752,25 @@ def choose_compression(
     own_tokens: distinct ones in an update of one rank.
     coding_seconds: core seconds to encode and decode one number with int8.
     """
-    if config.grad_compression != "auto":
-        return config.grad_compression
+    if case.grad_compression != "auto":
+        return case.grad_compression
     trained = [torch.empty(one.shape, dtype=getattr(torch, one.dtype), device="meta") for one in times.gradients]
     layers = [one for one, time in zip(trained, times.gradients, strict=True) if not time.by_rows]
     row = next((one.shape[1] for one in times.gradients if one.by_rows), 0)
     rows = RowSizes(row * tokens, row * own_tokens)
-    levels = list_levels(layers, rows, config.ranks, coding_seconds / config.cores)
+    levels = list_levels(layers, rows, case.ranks, coding_seconds / case.cores)
     names = AUTO_COMPRESSIONS[AUTO_COMPRESSIONS.index(resolve_compression("auto", precision)) :]
-    passes = count_ring_passes(config.ranks)
-    rate = config.bits_per_second / 8 * ETHERNET
-    link = LinkModel(passes / rate, 0.0, passes * CPU_SECONDS_PER_BYTE / config.cores)
+    passes = count_ring_passes(case.ranks)
+    rate = case.bits_per_second / 8 * ETHERNET
+    link = LinkModel(passes / rate, 0.0, passes * CPU_SECONDS_PER_BYTE / case.cores)
     compute = times.forward_seconds + times.backward_seconds
     return choose_level([level for level in levels if level.name in names], compute, link)[0].name
 
 
 def make_replay(
-    record: Record, config: ReplayConfig, coding_seconds: float = COMPRESSION_FACTS["int8"].coding_seconds
-) -> tuple[ReplayConfig, Replay]:
-    """Return the configuration with a chosen compression, and what its ranks replay.
+    record: Record, case: Case, coding_seconds: float = COMPRESSION_FACTS["int8"].coding_seconds
+) -> tuple[Case, Replay]:
+    """Return the case with a chosen compression, and what its ranks replay.
 
     Parameters
     ----------
@@ -727,30 +782,30 @@ def make_replay(
         raise CpuftError(
             f"{record.path} does not hold when gradients become ready: train again with --record-layer-times"
         )
-    times = scale_times(record.layer_times, config.compute_scale)
+    times = scale_times(record.layer_times, case.compute_scale)
     rows = next((one.shape[0] for one in times.gradients if one.by_rows), 0)
-    tokens, own = (min(rows, round(record.header.gradient_sizes.count_tokens(ranks))) for ranks in (config.ranks, 1))
+    tokens, own = (min(rows, round(record.header.gradient_sizes.count_tokens(ranks))) for ranks in (case.ranks, 1))
     # Only the rows of an update's tokens are sent, so that others would only take memory.
     gradients = [replace(one, shape=[tokens, *one.shape[1:]]) if one.by_rows else one for one in times.gradients]
     times = replace(times, gradients=gradients)
-    chosen = choose_compression(config, times, tokens, own, record.header.precision, coding_seconds)
-    config = replace(config, grad_compression=chosen)
-    train = TrainConfig(grad_compression=chosen, sync_every=config.sync_every)
+    chosen = choose_compression(case, times, tokens, own, record.header.precision, coding_seconds)
+    case = replace(case, grad_compression=chosen)
+    train = TrainConfig(grad_compression=chosen, sync_every=case.sync_every)
     shapes = [torch.Size(one.shape) for one in times.gradients if not one.by_rows]
     numbers, factors = sum(shape.numel() for shape in shapes), sum(map(count_numbers, shapes))
     row_numbers = sum((tokens + own) // 2 * one.shape[1] for one in times.gradients if one.by_rows)
-    coding = count_coding_seconds(chosen, numbers, factors, row_numbers) / config.sync_every
-    return config, Replay(times, tokens, own, train, coding * coding_seconds / COMPRESSION_FACTS["int8"].coding_seconds)
+    coding = count_coding_seconds(chosen, numbers, factors, row_numbers) / case.sync_every
+    return case, Replay(times, tokens, own, train, coding * coding_seconds / COMPRESSION_FACTS["int8"].coding_seconds)
 
 
-def summarise(config: ReplayConfig, replayed: Replay, slowdown: float, found: Sequence[RankTimes]) -> ScalingLine:
-    """Return the line of the record for what the ranks have measured.
+def summarise(case: Case, replayed: Replay, slowdown: float, found: Sequence[RankTimes]) -> Result:
+    """Return the result of what the ranks have measured.
 
     Raises CpuftError: they used too much CPU time of this machine.
     """
     steps = [max(one) for one in zip(*(rank.step_seconds for rank in found), strict=True)]
     # With --sync-every, one update in N waits for messages: means over whole periods count, not medians.
-    step = statistics.median(steps) if config.sync_every == 1 else statistics.fmean(steps)
+    step = statistics.median(steps) if case.sync_every == 1 else statistics.fmean(steps)
     cpu = statistics.fmean(rank.cpu_seconds for rank in found)
     hidden = statistics.fmean(rank.hidden for rank in found)
     # Encoding and decoding always take time from computing. Their CPU time is not multiplied by the slowdown, so that
@@ -761,46 +816,35 @@ def summarise(config: ReplayConfig, replayed: Replay, slowdown: float, found: Se
     if busy > MOST_BUSY:
         fits = slowdown * busy / PLANNED_BUSY
         raise CpuftError(
-            f"{config.ranks} ranks used {busy:.0%} of the CPU time of this machine, so that they waited for cores and "
+            f"{case.ranks} ranks used {busy:.0%} of the CPU time of this machine, so that they waited for cores and "
             f"not for the network: give --slowdown {fits:.0f}, or fewer ranks with --np"
         )
-    intervals = [replace(one, begin=one.begin / slowdown, end=one.end / slowdown) for one in found[0].intervals]
-    return ScalingLine(
-        ranks=config.ranks,
-        bits_per_second=config.bits_per_second,
-        compression=config.grad_compression,
-        sync_every=config.sync_every,
-        slowdown=slowdown,
-        updates=len(steps),
-        cores=config.cores,
+    return Result(
+        case,
+        slowdown,
         ideal_seconds=replayed.step_seconds,
         step_seconds=step / slowdown,
-        taken_seconds=(coding + hidden * (cpu - coding)) / config.cores,
+        taken_seconds=(coding + hidden * (cpu - coding)) / case.cores,
         cpu_seconds=cpu,
         bytes_per_step=statistics.fmean(rank.nbytes for rank in found),
         machine_busy=busy,
-        intervals=intervals,
     )
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Measure one case and print its line. The arguments are the path of a record and options of ReplayConfig.
-
-    Raises CpuftError: the record has no times of a step, a rank failed, or this machine is too small.
-    """
-    path, *options = arguments
+def main(record: str, text: str) -> None:
+    """Measure one case and print its result. Raises CpuftError: a rank failed, or this machine is too small."""
     torch.set_num_threads(1)
     keep_freed_memory()  # as the ranks of a training do
     coding = min(measure_coding_seconds() for _ in range(_CODING_REPEATS))
-    config, replayed = make_replay(read_record(path), parse_arguments(ReplayConfig, options), coding)
-    slowdown = config.slowdown or choose_slowdown(config, replayed, os.cpu_count() or 1)
-    found = run_ranks(config, replayed, slowdown)
-    print(format_line(summarise(config, replayed, slowdown, found)), flush=True)
+    case, replayed = make_replay(read_record(record), load(Case, parse_json(text)), coding)
+    slowdown = case.slowdown or choose_slowdown(case, replayed, os.cpu_count() or 1)
+    found = run_ranks(case, replayed, slowdown)
+    print(json.dumps(dataclasses.asdict(summarise(case, replayed, slowdown, found))), flush=True)
 
 
 if __name__ == "__main__":
     try:
-        main(sys.argv[1:])
+        main(*sys.argv[1:])
     except CpuftError as error:
-        print(f"cpuft: error: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

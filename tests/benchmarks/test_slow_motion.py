@@ -7,8 +7,6 @@ import multiprocessing
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from multiprocessing.connection import Connection
@@ -18,27 +16,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpuft.config import ReplayConfig, format_arguments, parse_arguments
 from cpuft.errors import CpuftError
-from cpuft.launch.scaling import plan_case
-from cpuft.record import (
-    GradientSizes,
-    GradientTime,
-    Interval,
-    LayerTimesLine,
-    ScalingLine,
-    format_line,
-    parse_lines,
-)
-from cpuft.train.slow_motion import (
+from cpuft.record import GradientSizes, GradientTime, LayerTimesLine, Record, format_line
+from scripts.benchmarks.bench_slow_motion import format_row, list_cases, measure, parse_arguments
+from scripts.benchmarks.slow_motion import (
     LEAST_SLOWDOWN,
     MOST_BUSY,
+    Case,
     RankTimes,
+    Result,
     _gather,
     choose_slowdown,
     deal_tokens,
     find_hidden_share,
     make_replay,
+    plan_command,
     plan_limit,
     plan_link,
     scale_times,
@@ -61,63 +53,54 @@ def make_times(ready: list[float]) -> LayerTimesLine:
     return LayerTimesLine(gradients, 16, 0.0, 0.1, 0.2, 0.2, 0.0)
 
 
-def measure(folder: Path, times: LayerTimesLine, config: ReplayConfig) -> subprocess.CompletedProcess[str]:
+def replay(folder: Path, times: LayerTimesLine, case: Case) -> Result:
     record = make_record(gradient_sizes=GradientSizes(8 * 65536))
     folder.mkdir()
     path = folder / "record.jsonl"
     path.write_text("".join(f"{format_line(line)}\n" for line in (record.header, times)))
-    step = plan_case(str(path), config, as_root=os.geteuid() == 0)
-    return subprocess.run(step.command, capture_output=True, text=True, timeout=120)
-
-
-def read_line(done: subprocess.CompletedProcess[str]) -> ScalingLine:
-    assert done.returncode == 0, done.stderr
-    (line,) = parse_lines(done.stdout, "output")
-    assert isinstance(line, ScalingLine)
-    return line
+    (result,) = measure(str(path), [case])
+    return result
 
 
 def test_messages_hide_behind_the_backward_pass_unless_all_gradients_come_at_its_end(tmp_path: Path) -> None:
     # 2 MiB by a ring of three take 0.1 s at 224 Mbit/s: half of the backward pass.
-    config = ReplayConfig(ranks=3, bits_per_second=224_000_000, updates=3, slowdown=6.0)
-    spread = read_line(measure(tmp_path / "spread", make_times([0.02 * n for n in range(1, 9)]), config))
-    late = read_line(measure(tmp_path / "late", make_times([0.2] * 8), config))
+    config = Case(ranks=3, bits_per_second=224_000_000, updates=3, slowdown=6.0)
+    spread = replay(tmp_path / "spread", make_times([0.02 * n for n in range(1, 9)]), config)
+    late = replay(tmp_path / "late", make_times([0.2] * 8), config)
     assert spread.ideal_seconds == pytest.approx(0.3)
     assert spread.bytes_per_step == pytest.approx(8 * 65536 * 4, rel=0.01)
     assert spread.waiting < 0.12
     assert 0.17 < late.waiting < 0.35
-    assert {one.name for one in spread.intervals} == {"forward", "backward", "update", "all_reduce", "all_to_all"}
     assert not list(Path("/sys/class/net").glob("rank*")), "the simulated links have ended with their processes"
 
 
 def test_int8_is_sent_during_the_backward_pass_as_well(tmp_path: Path) -> None:
     # An eighth of a quarter of the bytes at a quarter of the rate: each of two stages of the last bucket takes 0.006 s.
-    config = ReplayConfig(ranks=3, bits_per_second=56_000_000, grad_compression="int8", updates=3, slowdown=6.0)
-    spread = read_line(measure(tmp_path / "spread", make_times([0.02 * n for n in range(1, 9)]), config))
+    config = Case(ranks=3, bits_per_second=56_000_000, grad_compression="int8", updates=3, slowdown=6.0)
+    spread = replay(tmp_path / "spread", make_times([0.02 * n for n in range(1, 9)]), config)
     assert spread.bytes_per_step == pytest.approx(8 * 65536 * 260 / 256, rel=0.02)
     assert spread.waiting < 0.12
 
 
 def test_a_slowdown_too_small_for_this_machine_is_refused_with_one_that_fits() -> None:
-    config, replayed = make_replay(RECORD, ReplayConfig(grad_compression="bf16"))
+    config, replayed = make_replay(RECORD, Case(grad_compression="bf16"))
     seconds = [0.4, 0.5]
-    found = [RankTimes(seconds, 0.1, 2 * MOST_BUSY * sum(seconds) * (os.cpu_count() or 1), 1e6, 0.5, [])] * 4
+    found = [RankTimes(seconds, 0.1, 2 * MOST_BUSY * sum(seconds) * (os.cpu_count() or 1), 1e6, 0.5)] * 4
     with pytest.raises(CpuftError, match=r"give --slowdown [0-9]+, or fewer ranks with --np"):
         summarise(config, replayed, 1.0, found)
 
 
 def test_a_summary_has_the_slowest_rank_of_each_step_and_divides_by_the_slowdown() -> None:
-    config, replayed = make_replay(RECORD, ReplayConfig(ranks=2, grad_compression="bf16", cores=0.5))
-    one = RankTimes([4.0, 5.0, 9.0], 0.02, 0.3, 1e6, 0.5, [Interval("forward", 0.0, 1.0)])
+    config, replayed = make_replay(RECORD, Case(ranks=2, grad_compression="bf16", cores=0.5))
+    one = RankTimes([4.0, 5.0, 9.0], 0.02, 0.3, 1e6, 0.5)
     line = summarise(config, replayed, 10.0, [one, replace(one, step_seconds=[4.5, 4.0, 3.0])])
     assert line.step_seconds == pytest.approx(0.5)
     assert line.taken_seconds == pytest.approx(0.5 * 0.02 / 0.5)
-    assert line.intervals == [Interval("forward", 0.0, 0.1)]
     assert line.share + line.waiting + line.slowed == pytest.approx(1.0)
 
 
 def test_the_time_of_coding_is_taken_from_computing_even_while_a_rank_waits() -> None:
-    config, replayed = make_replay(RECORD, ReplayConfig(ranks=2, grad_compression="int8", cores=2), 1e-9)
+    config, replayed = make_replay(RECORD, Case(ranks=2, grad_compression="int8", cores=2), 1e-9)
     layers = sum(math.prod(one.shape) for one in replayed.times.gradients if not one.by_rows)
     (row,) = (one.shape[1] for one in replayed.times.gradients if one.by_rows)
     # This rank's rows are encoded, and the means of all rows are decoded.
@@ -125,7 +108,7 @@ def test_the_time_of_coding_is_taken_from_computing_even_while_a_rank_waits() ->
     rows = (replayed.own_tokens + replayed.tokens) // 2
     assert replayed.coding_seconds == pytest.approx(1e-9 * (layers + rows * row))
     cpu = 3 * replayed.coding_seconds
-    found = [RankTimes([4.0], cpu, 0.3, 1e6, 0.25, [])] * 2
+    found = [RankTimes([4.0], cpu, 0.3, 1e6, 0.25)] * 2
     taken = summarise(config, replayed, 10.0, found).taken_seconds
     assert taken == pytest.approx((replayed.coding_seconds + 0.25 * 2 * replayed.coding_seconds) / 2)
     # Coding cannot take more than all of communication.
@@ -146,7 +129,7 @@ def test_ranks_share_some_tokens_and_have_others_alone(tokens: int, own: int, ra
 
 
 def test_a_rank_replays_a_scaled_step_and_the_rows_of_the_update() -> None:
-    config, replayed = make_replay(RECORD, ReplayConfig(ranks=4, grad_compression="int8", compute_scale=2.0))
+    config, replayed = make_replay(RECORD, Case(ranks=4, grad_compression="int8", compute_scale=2.0))
     assert replayed.step_seconds == pytest.approx(2 * 0.321)
     assert replayed.times.gradients[1].ready_seconds == pytest.approx(0.3)
     assert replayed.tokens == 1700
@@ -156,7 +139,7 @@ def test_a_rank_replays_a_scaled_step_and_the_rows_of_the_update() -> None:
 
 @pytest.mark.parametrize(("rate", "compression"), [(100 * 10**9, "bf16"), (2 * 10**9, "int8"), (10**7, "powersgd")])
 def test_auto_is_what_a_launch_would_choose_for_the_link(rate: int, compression: str) -> None:
-    config, _ = make_replay(RECORD, ReplayConfig(bits_per_second=rate, grad_compression="auto"))
+    config, _ = make_replay(RECORD, Case(bits_per_second=rate, grad_compression="auto"))
     assert config.grad_compression == compression
 
 
@@ -186,11 +169,11 @@ def test_a_rank_that_ends_without_a_result_is_explained(codes: tuple[int, int], 
 
 def test_a_record_without_times_names_the_option_that_records_them() -> None:
     with pytest.raises(CpuftError, match="--record-layer-times"):
-        make_replay(make_record(), ReplayConfig())
+        make_replay(make_record(), Case())
 
 
 def test_the_slowdown_grows_with_the_ranks_and_has_a_least_value() -> None:
-    config, replayed = make_replay(RECORD, ReplayConfig(ranks=2, grad_compression="bf16", compute_scale=10.0))
+    config, replayed = make_replay(RECORD, Case(ranks=2, grad_compression="bf16", compute_scale=10.0))
     assert choose_slowdown(config, replayed, cores=2) == LEAST_SLOWDOWN
     many = choose_slowdown(replace(config, ranks=250), replayed, cores=1)
     assert many > LEAST_SLOWDOWN
@@ -202,8 +185,8 @@ def test_the_slowdown_grows_with_the_ranks_and_has_a_least_value() -> None:
 
 
 def test_only_time_in_which_a_rank_does_not_wait_counts_as_hidden() -> None:
-    messages = [Interval("all_reduce", 1.0, 2.0, 100), Interval("all_reduce", 1.5, 3.0, 100)]
-    assert find_hidden_share([Interval("forward", 0.0, 9.0), *messages], 0.5) == pytest.approx(0.75)
+    messages = [(1.5, 3.0), (1.0, 2.0)]
+    assert find_hidden_share(messages, 0.5) == pytest.approx(0.75)
     assert find_hidden_share(messages, 9.0) == 0.0
     assert find_hidden_share([], 0.0) == 0.0
 
@@ -220,12 +203,48 @@ def test_each_rank_has_an_address_and_a_limit_in_both_directions() -> None:
     assert "burst 156250 limit" in plan_limit(3, 15_625_000, 500_000)[0][0]
 
 
-def test_a_case_is_described_by_arguments_alone() -> None:
-    config = ReplayConfig(ranks=8, bits_per_second=3 * 10**8, grad_compression="int8", slowdown=12.5)
-    assert parse_arguments(ReplayConfig, format_arguments(config)) == config
-    command = plan_case("/runs/a/record.jsonl", config, as_root=False).command
+def test_every_link_and_level_is_measured_with_every_number_of_hosts() -> None:
+    words = ["run", "--np", "2,4", "--bandwidth", "1gbit,300mbit", "--grad-compression", "auto,int8", "--cores", "0.5"]
+    cases = list_cases(parse_arguments([*words, "--step-seconds", "0.963"]), RECORD)
+    assert [(case.ranks, case.bits_per_second, case.grad_compression) for case in cases] == [
+        *((2, 10**9, "auto"), (4, 10**9, "auto"), (2, 10**9, "int8"), (4, 10**9, "int8")),
+        *((2, 3 * 10**8, "auto"), (4, 3 * 10**8, "auto"), (2, 3 * 10**8, "int8"), (4, 3 * 10**8, "int8")),
+    ]
+    assert {(case.cores, round(case.compute_scale, 9)) for case in cases} == {(0.5, 3.0)}
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--bandwidth", "1gbit,fast"], "--bandwidth 'fast' is not a bit rate"),
+        (["--grad-compression", "int9"], "--grad-compression int9 is not one of auto"),
+    ],
+)
+def test_wrong_lists_are_refused(words: list[str], message: str) -> None:
+    with pytest.raises(CpuftError, match=message):
+        list_cases(parse_arguments(["run", *words]), RECORD)
+
+
+@pytest.mark.parametrize("record", [make_record(), replace(make_record(2), layer_times=LAYER_TIMES)])
+def test_a_record_of_several_ranks_or_without_times_is_refused(record: Record) -> None:
+    with pytest.raises(CpuftError, match="is not of one rank with --record-layer-times"):
+        list_cases(parse_arguments(["run"]), record)
+
+
+def test_a_case_that_fails_says_why_and_ends_the_measurement(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match="there is no folder"):
+        list(measure(str(tmp_path / "record.jsonl"), [Case()] * 2))
+
+
+def test_a_row_tells_what_is_left_of_the_ideal_and_where_the_rest_went() -> None:
+    case = Case(4, 3 * 10**8, "int8", sync_every=8)
+    result = Result(case, 6.0, 0.76, 0.90, 0.10, 0.05, 11.98e6, 0.1)
+    assert format_row(result) == [
+        *("4", "300", "int8, every 8", "11.98", "50.0", "760.0", "1000.0", "14.0%", "10.0%", "76.0%"),
+    ]
+
+
+def test_all_processes_of_a_case_end_with_the_first_one() -> None:
+    command = plan_command("record.jsonl", Case())
     assert command[:4] == ("setpriv", "--pdeathsig", "KILL", "unshare")
-    assert "--map-root-user" in command
-    assert command[command.index(sys.executable) :][:4] == (
-        sys.executable, "-m", "cpuft.train.slow_motion", "/runs/a/record.jsonl",
-    )  # fmt: skip
+    assert "--kill-child" in command

@@ -1,0 +1,313 @@
+"""Checks of the arguments of all collectives before a buffer is touched. They raise RuntimeError, as torch's gloo does.
+
+A check returns what all ranks of the group must call alike, for example "broadcast of 3 float32 from 0".
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from cpuft.comm.backends.base import GroupMembership
+
+Tensors = list[torch.Tensor]
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+_REDUCTION_NAMES = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+
+
+def reduction_name(operation: object) -> str:
+    """Return the name that backends have for a torch ReduceOp: sum, avg, product, min, max, band, bor or bxor.
+
+    Raises NotImplementedError: `operation` is none of these, for example PREMUL_SUM, which only NCCL has.
+    """
+    for known, name in _REDUCTION_NAMES.items():
+        if operation == known:
+            return name
+    raise NotImplementedError(f"{operation} exists in NCCL only: scale the tensor and use ReduceOp.SUM")
+
+
+def count_bytes(value: Any) -> int:
+    """Return the bytes of a tensor, of which a sparse one has indices and values, or of nested lists of tensors."""
+    if isinstance(value, torch.Tensor):
+        return value._indices().nbytes + value._values().nbytes if value.is_sparse else value.nbytes
+    return sum(map(count_bytes, value)) if isinstance(value, list | tuple) else 0
+
+
+def accept_forms(options: Callable[[], Any], tensors: int = 1, lists: bool = True) -> Callable[[Method], Method]:
+    """Let a method accept every form of its arguments that torch's own groups accept.
+
+    The method itself gets `tensors` arguments, which are lists of tensors (or lists of lists) if `lists` is true, and
+    an object of options. A caller may also pass single tensors, names of arguments, and a ReduceOp, a root or a timeout
+    instead of the object.
+    """
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def call(self: Any, *arguments: Any, **named: Any) -> Any:
+            chosen = [named.pop(name) for name in ("opts", "root", "op", "timeout") if name in named]
+            # torch's names of the others begin with tensor, output or input, and those of lengths hold "split".
+            order = sorted(named, key=lambda name: ("split" in name, name.startswith("input")))
+            values = [*arguments, *(named[name] for name in order)]
+            own, rest = values[:tensors], [*values[tensors:], *chosen]
+            opts = next((value for value in rest if hasattr(value, "timeout")), None) or options()
+            for value in rest:
+                if isinstance(value, timedelta):
+                    opts.timeout = value
+                elif isinstance(value, int):
+                    opts.rootRank = value
+                elif isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType):
+                    opts.reduceOp = value
+            if lists and any(isinstance(value, torch.Tensor) for value in own):
+                # A rank that has no outputs or inputs, as in gather, passes None or an empty list for them.
+                own = [[value] if isinstance(value, torch.Tensor) or value else [] for value in own]
+            return method(self, *own, opts)
+
+        return cast(Method, call)
+
+    return decorate
+
+
+def check_all_reduce(
+    group: GroupMembership, tensors: Tensors, opts: Any, name: str = "all_reduce", coalesced: bool = False
+) -> str:
+    """Check one tensor, or several of one type if they are `coalesced`; a sparse one can only be summed."""
+    reduction = reduction_name(opts.reduceOp)
+    if not coalesced:
+        _check_one(name, tensors)
+    _check_tensors(name, tensors, sparse=name == "all_reduce" and reduction == "sum")
+    for at, tensor in enumerate(tensors):
+        _check_like(name, tensor, tensors[0], at, shape=False)
+    _check_reduction(name, tensors[0], reduction)
+    return f"{name} ({reduction}) of {_describe(tensors)}"
+
+
+def check_coalesced(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
+    """Check the tensors of a coalesced all-reduce."""
+    return check_all_reduce(group, tensors, opts, coalesced=True)
+
+
+def check_reduce(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
+    """Check a tensor and a root."""
+    _check_root("reduce", group, opts.rootRank)
+    return check_all_reduce(group, tensors, opts, "reduce") + f" to {opts.rootRank}"
+
+
+def check_broadcast(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
+    """Check a tensor and a root."""
+    _check_root("broadcast", group, opts.rootRank)
+    _check_one("broadcast", tensors)
+    _check_tensors("broadcast", tensors)
+    return f"broadcast of {_describe(tensors)} from {opts.rootRank}"
+
+
+def check_all_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
+    """Check one output for each rank, of which this rank's has the shape of the input; the others may differ."""
+    if not inputs or len(outputs) != len(inputs):
+        _refuse("all_gather", "requires input/output tensor lists to have the same length")
+    for at, (targets, source) in enumerate(zip(outputs, inputs, strict=True)):
+        _check_count("all_gather", targets, group.size, f"output tensor list at index {at}")
+        _check_tensors("all_gather", [source, *targets])
+        _check_like("all_gather", targets[group.rank], source, group.rank)
+        for rank, target in enumerate(targets):
+            _check_like("all_gather", target, source, rank, shape=False)
+    return f"all_gather of {_describe([target for targets in outputs for target in targets])}"
+
+
+def check_all_gather_single(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
+    """Check that each output has the type of its input, and as many times its elements as there are ranks."""
+    _check_parts("all_gather", group, outputs, inputs, "output tensor size", "input tensor size")
+    return f"all_gather of {_describe(inputs)}"
+
+
+def check_reduce_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> str:
+    """Check one input for each rank, of which this rank's has the shape of the output; the others may differ."""
+    reduction = reduction_name(opts.reduceOp)
+    if not inputs or len(outputs) != len(inputs):
+        _refuse("reduce_scatter", "requires input/output tensor lists to have the same length")
+    for at, (pieces, output) in enumerate(zip(inputs, outputs, strict=True)):
+        _check_count("reduce_scatter", pieces, group.size, f"input tensor list at index {at}")
+        _check_tensors("reduce_scatter", [output, *pieces])
+        _check_like("reduce_scatter", output, pieces[group.rank], at)
+        for rank, piece in enumerate(pieces):
+            _check_like("reduce_scatter", piece, output, rank, shape=False)
+        _check_reduction("reduce_scatter", output, reduction)
+    return f"reduce_scatter ({reduction}) of {_describe([piece for pieces in inputs for piece in pieces])}"
+
+
+def check_reduce_scatter_single(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
+    """Check that each input has the type of its output, and as many times its elements as there are ranks."""
+    reduction = reduction_name(opts.reduceOp)
+    _check_parts("reduce_scatter", group, inputs, outputs, "input tensor size", "output tensor size")
+    for tensor in outputs:
+        _check_reduction("reduce_scatter", tensor, reduction)
+    return f"reduce_scatter ({reduction}) of {_describe(inputs)}"
+
+
+def check_all_to_all(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
+    """Check one input and one output for each rank. Types and sizes may differ."""
+    for name, tensors in (("input", inputs), ("output", outputs)):
+        _check_count("all_to_all", tensors, group.size, f"{name} tensor list")
+        _check_tensors("all_to_all", tensors)
+    return "all_to_all of lists"
+
+
+def check_all_to_all_single(
+    group: GroupMembership,
+    output: torch.Tensor,
+    source: torch.Tensor,
+    output_sizes: Sequence[int],
+    source_sizes: Sequence[int],
+    opts: Any,
+) -> str:
+    """Check that the lengths of the slices add up to the first dimension, or that it can be divided into equal ones."""
+    _check_tensors("all_to_all", [output, source])
+    _check_like("all_to_all", output, source, 0, shape=False)
+    for tensor, sizes in ((output, output_sizes), (source, source_sizes)):
+        if not tensor.dim():
+            _refuse("all_to_all", "requires tensors with at least one dimension")
+        rows = tensor.shape[0]
+        if not sizes and rows % group.size:
+            _refuse("all_to_all", f"dim 0 of {rows} does not divide equally across a group of {group.size}")
+        if sizes and len(sizes) != group.size:
+            _refuse("all_to_all", f"number of tensor splits ({len(sizes)}) not equal to group size ({group.size})")
+        if sizes and (min(sizes) < 0 or sum(sizes) != rows):
+            _refuse("all_to_all", f"split sizes {list(sizes)} don't match total dim 0 size ({rows})")
+    if output_sizes or source_sizes:
+        return "all_to_all with split sizes"
+    if output.numel() != source.numel():
+        _refuse("all_to_all", f"the output has {output.numel()} elements, and the input {source.numel()}")
+    return f"all_to_all of {_describe([source])}"
+
+
+def check_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
+    """Check a root, one input, and on the root an output like it for each rank."""
+    return _check_rooted("gather", group, outputs, inputs, opts.rootRank, "output") + f" to {opts.rootRank}"
+
+
+def check_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> str:
+    """Check a root, one output, and on the root an input like it for each rank."""
+    return _check_rooted("scatter", group, inputs, outputs, opts.rootRank, "input") + f" from {opts.rootRank}"
+
+
+def check_barrier(group: GroupMembership, opts: Any) -> str:
+    """Return what all ranks must call: a barrier has nothing to check."""
+    return "barrier"
+
+
+def check_message(name: str, group: GroupMembership, tensors: Tensors, peer: int | None, tag: int) -> None:
+    """Check one tensor, the other rank (None: any) and the tag of a send or receive."""
+    _check_one(name, tensors)
+    _check_tensors(name, tensors)
+    if peer is not None and (not 0 <= peer < group.size or peer == group.rank):
+        _refuse(name, f"invalid rank: {peer} is not another rank in a group of {group.size}")
+    if tag < 0:
+        _refuse(name, f"invalid tag: {tag} is negative")
+
+
+def _check_rooted(name: str, group: GroupMembership, lists: list[Tensors], own: Tensors, root: int, side: str) -> str:
+    _check_root(name, group, root)
+    _check_one(name, own)
+    if group.rank == root:
+        if len(lists) != 1:
+            _refuse(name, f"requires a single-element {side} list containing a list with {group.size} tensors")
+        _check_count(name, lists[0], group.size, f"{side} tensor list")
+    elif lists:
+        _refuse(name, f"requires empty {side} on non-root")
+    tensors = [tensor for one in lists for tensor in one]
+    _check_tensors(name, [*own, *tensors])
+    for rank, tensor in enumerate(tensors):
+        _check_like(name, tensor, own[0], rank)
+    return f"{name} of {_describe(own)}"
+
+
+def _refuse(name: str, reason: str) -> NoReturn:
+    raise RuntimeError(f"{name}: {reason}")
+
+
+def _check_tensors(name: str, tensors: Sequence[torch.Tensor], sparse: bool = False) -> None:
+    """Check that there are tensors, and that they have memory on this host that a backend can read."""
+    if not tensors:
+        _refuse(name, "requires non-empty tensor list")
+    for tensor in tensors:
+        if tensor.device.type != "cpu":
+            _refuse(name, f"only supports CPU tensors, and not one of the device {tensor.device}")
+        if tensor.layout == torch.sparse_coo and sparse:
+            continue
+        if tensor.layout != torch.strided:
+            only = " (a sparse gradient can only be summed by all_reduce)" if tensor.layout == torch.sparse_coo else ""
+            _refuse(name, f"only supports dense tensors, and not the layout {tensor.layout}{only}")
+
+
+def _check_like(name: str, tensor: torch.Tensor, like: torch.Tensor, at: int, shape: bool = True) -> None:
+    if tensor.dtype != like.dtype or tensor.layout != like.layout:
+        expected, got = _type_name(like), _type_name(tensor)
+        _refuse(name, f"invalid tensor type at index {at} (expected {expected}, got {got})")
+    if shape and tensor.shape != like.shape:
+        expected, got = (f"({', '.join(map(str, one.shape))})" for one in (like, tensor))
+        _refuse(name, f"invalid tensor size at index {at} (expected {expected}, got {got})")
+
+
+def _check_parts(
+    name: str, group: GroupMembership, wholes: Tensors, parts: Tensors, whole_name: str, part_name: str
+) -> None:
+    if len(wholes) != len(parts):
+        _refuse(name, "requires input/output tensor lists to have the same length")
+    _check_tensors(name, [*wholes, *parts])
+    for at, (whole, part) in enumerate(zip(wholes, parts, strict=True)):
+        if whole.dtype != part.dtype:
+            types = f"{_type_name(whole)} and {_type_name(part)}"
+            _refuse(name, f"invalid tensor type at index {at}: Tensors are not equal in data type ({types})")
+        if whole.numel() != group.size * part.numel():
+            sizes = f"expected {group.size} * {part.numel()} elements, got {whole.numel()}"
+            rule = f"{whole_name} must be equal to world_size times {part_name}"
+            _refuse(name, f"invalid tensor size at index {at}: {rule} ({sizes})")
+
+
+def _check_count(name: str, tensors: Sequence[torch.Tensor], count: int, what: str) -> None:
+    if len(tensors) != count:
+        _refuse(name, f"invalid {what} (expected length {count}, got {len(tensors)})")
+
+
+def _check_one(name: str, tensors: Tensors) -> None:
+    if len(tensors) != 1:
+        _refuse(name, "requires a single-element tensor list")
+
+
+def _check_root(name: str, group: GroupMembership, root: int) -> None:
+    if not 0 <= root < group.size:
+        _refuse(name, f"invalid root rank: {root} is an unexpected rank in a group of {group.size}")
+
+
+def _check_reduction(name: str, tensor: torch.Tensor, reduction: str) -> None:
+    is_integral = not (tensor.is_floating_point() or tensor.is_complex())
+    if reduction in ("band", "bor", "bxor") and not is_integral:
+        _refuse(name, f"cannot use ReduceOp.{reduction.upper()} with non-integral dtype {_type_name(tensor)}")
+    if (tensor.is_complex() and reduction in ("min", "max")) or (tensor.dtype == torch.bool and reduction == "avg"):
+        _refuse(name, f"cannot use ReduceOp.{reduction.upper()} with dtype {_type_name(tensor)}")
+
+
+def _type_name(tensor: torch.Tensor) -> str:
+    sparse = "" if tensor.layout == torch.strided else "sparse "
+    return sparse + str(tensor.dtype).removeprefix("torch.")
+
+
+def _describe(tensors: Sequence[torch.Tensor]) -> str:
+    """Return the elements and types of tensors: "3 + 4 float32"; a sparse tensor's type includes its shape."""
+    if any(tensor.is_sparse for tensor in tensors):
+        return " + ".join(f"{_type_name(tensor)} {tuple(tensor.shape)}" for tensor in tensors)
+    return " + ".join(str(tensor.numel()) for tensor in tensors) + f" {_type_name(tensors[0])}"

@@ -1,0 +1,58 @@
+"""Renew the leases of rented hosts while a launch lasts, because these hosts shut down when their lease ends."""
+
+from __future__ import annotations
+
+import shlex
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from cpuft.config import is_count
+from cpuft.errors import CpuftError
+from cpuft.execute import Answer
+from cpuft.hosts.cluster import Access
+from cpuft.hosts.transport import SshTransport, try_hosts
+
+_RENEWAL_SECONDS = 300.0
+_ANSWER_SECONDS = 20.0
+
+
+@contextmanager
+def renew_leases(access: Access, say: Callable[[str], None]) -> Iterator[None]:
+    """Inside, renew the leases of all known hosts of the cluster at once and then every five minutes, in a thread.
+
+    Hosts that the run does not use yet are among them, because a restart may need them. Each new end of the lease and
+    each error is reported once with `say`, and none ends the run. Hosts without a lease are not asked.
+    """
+    command, is_over, said = tuple(shlex.split(access.renewal)), threading.Event(), set[str]()
+    # With sessions of its own: the main thread may close those that it keeps at any moment.
+    transport, known = SshTransport(access.transport.config), access.transport
+
+    def renew() -> None:
+        while not is_over.is_set():
+            hosts = [host for name, host in list(known.hosts.items()) if name not in known.unresponsive]
+            answers = try_hosts(lambda host: transport.run(host, command, seconds=_ANSWER_SECONDS), hosts)
+            for host, answer in zip(hosts, answers):
+                line = _describe_renewal(host.name, answer)
+                if line not in said and not is_over.is_set():
+                    said.add(line)
+                    say(f"cpuft: {line}")
+            is_over.wait(_RENEWAL_SECONDS)
+
+    if command:
+        threading.Thread(target=renew, daemon=True).start()
+    try:
+        yield
+    finally:
+        is_over.set()
+
+
+def _describe_renewal(host: str, answer: Answer | CpuftError) -> str:
+    """Return the latest end of the lease, which is the same for all hosts of a cluster, or why it was not renewed."""
+    words = [] if isinstance(answer, CpuftError) else answer.output.partition("\n")[0].split()
+    if isinstance(answer, Answer) and not answer.exit_code and len(words) == 2 and is_count(words[1]):
+        limit = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(int(words[1])))
+        return f"the lease of the hosts is renewed while the run lasts, until {limit} at the latest"
+    error = str(answer) if isinstance(answer, CpuftError) else answer.text.strip()[-200:]
+    return f"the lease of host {host} could not be renewed ({error}): check it with cpuft provision status"

@@ -1,0 +1,107 @@
+"""The outputs of a classifier's head that was trained before: each stays with the name of its label."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from cpuft.errors import CpuftError
+
+_MAX_NAMED = 8
+"""Number of labels that a message names."""
+
+
+def match_labels(stored: Sequence[str], labels: Sequence[str]) -> list[int]:
+    """Return for each label the number of the output that a head with the labels `stored` has for it, or -1.
+
+    Names are equal if they differ only in case, spaces, - and _. Where a side has only numbers, or LABEL_0, and the
+    other one has as many other labels, both are taken to be in the same order.
+    """
+    old, new = _make_keys(stored), _make_keys(labels)
+    if len(old) == len(new) and {*old} != {*new} and any(all(map(str.isdecimal, keys)) for keys in (old, new)):
+        return list(range(len(labels)))
+    return [old.index(key) if key in old else -1 for key in new]
+
+
+def _make_keys(names: Sequence[str]) -> list[str]:
+    keys = [re.sub(r"[ _-]+", "_", name.strip().casefold()).removeprefix("label_") for name in names]
+    return keys if len({*keys}) == len(keys) else list(names)
+
+
+def match_head(stored: Any, head: Mapping[str, Any]) -> list[int]:
+    """Return `match_labels` for a model's configuration and the settings of its new head.
+
+    The list is empty if the outputs of the stored head stay as they are, or none of another number has a known name.
+    """
+    old, labels = _list_labels(stored.id2label), _list_labels(head.get("id2label", {}))
+    rows = match_labels(old, labels)
+    has_names = not all(name.startswith("LABEL_") for name in old)  # transformers' own, also without any head
+    is_usable = len(old) == len(labels) or (has_names and any(row >= 0 for row in rows))
+    return rows if old != labels and is_usable else []
+
+
+def _list_labels(id2label: Mapping[Any, str]) -> list[str]:
+    return [str(id2label[number]) for number in sorted(id2label, key=int)]
+
+
+def follow_labels(model: Any, source: str, rows: Sequence[int], head: Mapping[str, Any], new: Collection[str]) -> None:
+    """Give the head of a loaded model an output for each label of `head`, in place, and say on rank 0 what was done.
+
+    Parameters
+    ----------
+    source: what the model was loaded from.
+    rows: what `match_labels` returns. Where it is -1, the output is untrained.
+    head: settings of the head, by their names in config.json.
+    new: names of the parameters that were not loaded. A head that is one of them is not spoken of.
+
+    Raises CpuftError: the head has no linear layer for its outputs.
+    """
+    import torch
+
+    stored, labels = _list_labels(model.config.id2label), _list_labels(head["id2label"])
+    linears = [
+        (name, module)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear
+        and module.out_features == len(stored)
+        and not name.startswith(f"{model.base_model_prefix}.")
+    ]
+    if not linears:
+        raise CpuftError(
+            f"the head of {source} cannot be changed to the labels {_join(labels)}: give a model without it"
+        )
+    name, old = linears[-1]
+    if list(rows) != list(range(len(stored))):
+        layer = torch.nn.Linear(old.in_features, len(labels), old.bias is not None)
+        model._init_weights(layer)
+        for into, where in zip(layer.parameters(), old.parameters()):
+            for place, row in enumerate(rows):
+                if row >= 0:
+                    into.data[place] = where.data[row]
+        model.set_submodule(name, layer)
+    for key, value in head.items():
+        setattr(model.config, key, value)
+    model.num_labels = len(labels)
+    if f"{name}.weight" not in new and os.environ.get("RANK", "0") == "0":
+        print(_describe(source, stored, labels, rows), file=sys.stderr, flush=True)
+
+
+def _describe(source: str, stored: list[str], labels: list[str], rows: Sequence[int]) -> str:
+    untrained = [label for label, row in zip(labels, rows) if row < 0]
+    unused = [name for number, name in enumerate(stored) if number not in rows]
+    begin = f"the head of {source}"
+    if len(untrained) == len(labels):
+        return f"{begin} was trained for other labels ({_join(stored)}): the model gets a new, untrained head"
+    if list(rows) == list(range(len(stored))):
+        return f"{begin} is used as it is: its labels {_join(stored)} are taken for {_join(labels)}, in this order"
+    text = f"{begin} is used by the names of its labels, whose order is another one there"
+    if untrained:
+        text += f"; its outputs for {_join(untrained)} are new and untrained"
+    return text + f"; its outputs for {_join(unused)} are left out" * bool(unused)
+
+
+def _join(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MAX_NAMED]) + f" and {len(names) - _MAX_NAMED} others" * (len(names) > _MAX_NAMED)

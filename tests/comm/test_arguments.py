@@ -1,0 +1,57 @@
+"""Wrong arguments of collectives raise before a buffer is touched, and unusual ones work as in torch's own groups."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.comm.ranks import mpirun
+
+
+def run_cases(backend: str, folder: Path) -> list[dict[str, Any]]:
+    run = mpirun(2, "tests.comm.arguments", backend, str(folder), seconds=90)
+    assert run.returncode == 0, run.stdout[-3000:]
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("backend", ("ccl", "mpi", "gloo"))
+def test_arguments_of_collectives(backend: str, tmp_path: Path) -> None:
+    for rank, found in enumerate(run_cases(backend, tmp_path)):
+        refused = {name: outcome for name, outcome in found.items() if name.startswith("wrong")}
+        assert len(refused) == 25
+        for name, outcome in refused.items():
+            operation = name.split()[1]
+            assert str(outcome).startswith(f"RuntimeError: {operation}: "), (name, outcome)
+        assert "invalid root rank: -1" in refused["wrong: broadcast root"]
+        assert "(expected 2 * 3 elements, got 5)" in refused["wrong: all_gather into small"]
+        for name, outcome in found.items():
+            if name.startswith("unequal"):
+                # Both ranks raise, and say what each has called.
+                assert str(outcome).startswith("RuntimeError: "), (name, outcome)
+                assert "rank 0" in outcome or name.endswith("one rank"), (name, outcome)
+        if backend != "gloo":
+            differ = found["unequal: all_reduce 3"]
+            assert "rank 0: all_reduce (sum) of 3 float32; rank 1: all_reduce (sum) of 4 float32" in differ
+            assert "invalid root rank: -1" in found["unequal: one rank"]
+        if backend != "gloo":  # which sends the memory of a conjugated view
+            assert found["unusual: conjugated"] == ["-1j", "(1-1j)"]
+        del found["unusual: conjugated"]
+        assert {name: outcome for name, outcome in found.items() if name.startswith("unusual")} == {
+            "unusual: form op": [2.0, 2.0],
+            "unusual: form list op": [3.0, 3.0],
+            "unusual: form root": [2.0, 2.0],
+            "unusual: form reduce": [[3.0, 3.0], [2.0, 2.0]][rank],
+            "unusual: form barrier": True,
+            "unusual: sparse gradients": [[0.5, 0.5] if row < 2 else [float(row == 4)] * 2 for row in range(10)],
+            "unusual: sparse sum": [2.0, 1.0, 0.0],
+            "unusual: async_save": True,
+            "unusual: timeout": 17.0,
+            "unusual: device types": ["cpu"],
+            "unusual: shared memory with a name": [],
+            "unusual: backend": {"gloo": "cpuft_gloo"}.get(backend, backend),
+            "unusual: parsed name": "mpi",
+            "unusual: new group": 2,
+        }

@@ -1,0 +1,95 @@
+"""The kernels' code for AVX-512 and AMX, whose instructions emulated_cpu.h emulates: its bits, and that they repeat."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cpuft.compiler import SOURCES, find_compiler
+from cpuft.kernels import Kernels, kernels_for, use_kernels
+from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
+from tests.train.fast.encoders import relative_error
+from tests.train.fast.test_kernels import build_for
+
+HEADER = Path(__file__).with_name("emulated_cpu.h")
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory: pytest.TempPathFactory) -> Kernels:
+    compiler, library = find_compiler({}), tmp_path_factory.mktemp("emulated") / "kernels.so"
+    assert compiler is not None
+    flags = ["-march=haswell", "-include", str(HEADER), "-O1", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-w"]
+    subprocess.run([compiler, *flags, SOURCES[0], "-o", library], check=True)
+    return Kernels(library)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def multiply(kernels: Kernels, rows: int, columns: int, inner: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A product and the sums of its columns, and the product in fp64; rows are of very different sizes."""
+    generator = torch.Generator().manual_seed(rows)
+    left = torch.randn(rows, inner, generator=generator) * 10 ** torch.rand(rows, 1, generator=generator).mul(4)
+    left, right = left.bfloat16(), torch.randn(inner, columns, generator=generator).bfloat16()
+    done, sums = torch.zeros(1, dtype=torch.int64), torch.zeros(columns)
+    product = torch.empty(rows, columns, dtype=torch.bfloat16)
+    arrays = (left, right, None, None, None, sums, None, product, done)
+    kernels.run("matrix_product", torch.bfloat16, *arrays, rows, columns, inner, 0, 0, 0)
+    assert done
+    return product, sums, left.double() @ right.double()
+
+
+@pytest.mark.parametrize("sizes", [(1, 1, 32), (33, 31, 64), (100, 80, 1088), (1030, 96, 384)])
+def test_sums_of_columns_with_tiles_are_those_of_fp64(emulated: Kernels, sizes: tuple[int, int, int]) -> None:
+    for count in (1, 3):
+        with threads(count):
+            product, sums, exact = multiply(emulated, *sizes)
+        assert relative_error(product, exact) < 4e-3
+        assert relative_error(sums, exact.sum(0)) < 1e-4
+
+
+def test_sums_of_columns_with_tiles_repeat_bit_by_bit(emulated: Kernels) -> None:
+    with threads(5):
+        _, first, _ = multiply(emulated, 700, 64, 64)
+        for _ in range(40):
+            assert multiply(emulated, 700, 64, 64)[1].equal(first)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_all_cpus_make_the_same_updates(emulated: Kernels, dtype: torch.dtype) -> None:
+    """With AVX2, AVX-512 and without an instruction that multiplies and adds, by one thread and by three."""
+
+    def update() -> list[Tensor]:
+        torch.manual_seed(2)
+        module = nn.Sequential(nn.Linear(211, 97), nn.Linear(97, 3))
+        optimizer = torch.optim.Adam(module.parameters(), lr=1e-2, weight_decay=0.1)
+        use_masters(optimizer, MasterWeights(module, list(module.parameters()) if dtype == torch.bfloat16 else []))
+        norms = []
+        for _ in range(3):
+            for parameter in module.parameters():
+                sizes = 10 ** torch.rand(parameter.shape, dtype=torch.float64).mul(12).sub(6)
+                parameter.grad = (torch.randn(parameter.shape, dtype=torch.float64) * sizes).to(dtype)
+            norms.append(clip_gradients(optimizer, module.parameters(), 1.0))
+            optimizer.step()
+        return [torch.tensor(norms, dtype=torch.float64), *module.parameters(), *module.state_dict().values()]
+
+    own = kernels_for(torch.empty(0))
+    assert own is not None
+    wanted = update()
+    for kernels in (own, build_for("haswell"), build_for("sandybridge"), emulated):
+        for count in (1, 3):
+            with use_kernels(kernels), threads(count):
+                assert all(mine.equal(theirs) for mine, theirs in zip(update(), wanted, strict=True))

@@ -1,0 +1,67 @@
+"""Run by mpirun: a run whose ranks are not alike. Usage: mixed_ranks.py CONFIG.json RUN [NAME=VALUE ...] [damage].
+
+The variables are set on rank 1 alone. With `damage`, rank 1 changes a parameter after the last update. Each rank writes
+RUN.RANK.json: how often it drew masks of training examples, and how often it computed metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+rank = int(os.environ["PMI_RANK"])
+words = sys.argv[3:]
+if rank:
+    os.environ.update({word.partition("=")[0]: word.partition("=")[2] for word in words if "=" in word})
+
+import pytest  # noqa: E402
+import torch  # noqa: E402  (torch reads the variables)
+
+from cpuft.comm.registration import exit_process  # noqa: E402
+from cpuft.config import TrainConfig, WorkerConfig  # noqa: E402
+from cpuft.errors import CpuftError  # noqa: E402
+from cpuft.train import evaluate  # noqa: E402
+from cpuft.train.checkpoint.policy import Checkpoints  # noqa: E402
+from cpuft.train.objective.masked_lm import MaskedLanguageModelling  # noqa: E402
+from cpuft.train.run import run  # noqa: E402
+from tests.comm.ranks import become_rank  # noqa: E402
+
+calls = Counter[str]()
+own_mask, own_join = MaskedLanguageModelling.mask_example, evaluate.join
+
+
+def mask(self: Any, tokens: Any, example: int, epoch: int) -> Any:
+    calls["masks"] += epoch >= 0
+    return own_mask(self, tokens, example, epoch)
+
+
+def join(parts: Any) -> Any:
+    calls["metrics"] += 1
+    return own_join(parts)
+
+
+def damage(self: Any, updates: int) -> None:
+    with torch.no_grad():
+        for parameter in self._exchange.bare_model.parameters() if rank else ():
+            parameter.add_(1.0)
+
+
+become_rank()
+patch = pytest.MonkeyPatch()
+patch.setattr(MaskedLanguageModelling, "mask_example", mask)
+patch.setattr(evaluate, "join", join)
+if "damage" in words:
+    patch.setattr(Checkpoints, "write_final", damage)
+code = 0
+try:
+    run(TrainConfig(**json.loads(Path(sys.argv[1]).read_text())), WorkerConfig(sys.argv[2]), time.perf_counter())
+except CpuftError as error:
+    print(f"rank {rank}: {error}", flush=True)
+    code = error.exit_code
+Path(f"{sys.argv[2]}.{rank}.json").write_text(json.dumps(calls))
+exit_process(code)
