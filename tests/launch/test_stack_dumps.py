@@ -128,6 +128,8 @@ def test_a_finished_operation_of_a_rank_that_raised_an_error_does_not_count_as_p
         (), "no rank waits for another one, and the script ended with an error: rank 0 on node1 at /a.py:5 in load"
     )
     waiting = replace(dumps[1], pending=(PendingOperation("the world", 4, "barrier", 9.0, (0, 1)),))
+    ended = replace(dumps[0], frames=(Frame("/x/threading.py", 3, "wait"), Frame("/x/script.py", 9, "end_process")))
+    assert diagnose([ended, waiting]).text.endswith("(rank 1 waits in barrier #4 of the world): its script has ended")
     assert diagnose([dumps[0], waiting], 0.0) == Diagnosis(
         (0,),
         "rank 0 on node1 blocks the others (rank 1 waits in barrier #4 of the world): an error ended its script at "
