@@ -51,6 +51,7 @@ FOREIGN = (
     "KMP_",
     "GLIBC_TUNABLES",
     "MALLOC_",
+    "HF_",
 )
 FOREIGN_NAMES = (
     "RANK",
@@ -143,9 +144,9 @@ def list_children() -> set[str]:
 @pytest.fixture(autouse=True)
 def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """No process of a test outlives it, and its working directory is its own."""
+    before = dict(os.environ)
     monkeypatch.setenv("TEST_OF", str(os.getpid()))
     monkeypatch.chdir(tmp_path)
-    before = dict(os.environ)
     yield
     # A host looks every two seconds whether files that were sent to it are still there (launch/sent.sh).
     end = time.monotonic() + 4.0
@@ -156,6 +157,7 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[N
         with contextlib.suppress(ProcessLookupError):
             os.kill(int(line.split()[0]), signal.SIGKILL)
     assert left == set()
+    monkeypatch.undo()  # a variable of the user's shell that a test removes for itself, such as a proxy, is set again
     changed = {name for name in before.keys() ^ os.environ.keys() if name != "PYTEST_CURRENT_TEST"}
     assert changed <= {"KMP_INIT_AT_FORK", "KMP_DUPLICATE_LIB_OK", "TORCHINDUCTOR_CACHE_DIR"}
 

@@ -189,6 +189,8 @@ def test_an_error_on_a_rank_is_raised_here(capsys: pytest.CaptureFixture[str]) -
 
     with pytest.raises(RankError, match=r"^rank 1 on .* failed \(exit code 1\)") as caught:
         cpuft.launch(fail, np=2, run_dir="run")
+    said = capsys.readouterr().err
+    assert ("Traceback" in said, said.count("rank 1 on")) == (False, 1)  # the exception has it
     text = str(caught.value)
     assert caught.value.rank == 1
     assert text.splitlines()[1] == "Traceback (most recent call last):"

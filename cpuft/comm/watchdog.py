@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,7 @@ from torch._C._distributed_c10d import Store
 
 from cpuft.comm.liveness import LivenessConnection
 from cpuft.errors import RESUMABLE
+from cpuft.rank.connection_check import describe_steps
 from cpuft.rank.diagnostics import start_reporting, wait_for_stack_dump
 from cpuft.rank.process import abort_job, format_failure, remove_shared_memory
 from cpuft.rank.world import parse_world
@@ -37,10 +39,20 @@ _DETECTION_SECONDS = 2.0
 """How long a library's connection error waits for the liveness hub to notice the lost rank, too."""
 _CONNECTION_ERRORS = ("connection", "peer", "socket", "timed out", "unreachable", "process failed")
 _ENDED = "ended, or cut off"
+_MOST_RANKS = 8
+"""Number of ranks, and of sizes, in a message."""
 _SILENT = "no answer: stopped, or its host is lost"
 _HALF_OPERATIONS = ("all_to_all", "all_gather", "reduce_scatter")
 """Collectives that send half as many bytes as an all-reduce of the same tensor."""
 
+_EQUAL_SIZES = ("all_reduce", "reduce", "broadcast", "reduce_scatter", "all_gather", "gather", "scatter")
+"""Collectives in which all ranks pass the same number of bytes, or mostly do."""
+
+_MOST_RECENT = 64
+"""Number of operations that a rank remembers, with their sizes."""
+
+Call = tuple[str, int]
+"""Name and bytes of an operation."""
 Progress = Mapping[str, tuple[int, str]]
 """The last operation that a rank has started in each channel: its sequence number and name."""
 
@@ -90,6 +102,8 @@ class OperationRegister:
     """Operations that have begun and not ended, by their `id()`."""
     progress: dict[str, tuple[int, str]] = field(default_factory=dict)
     """By channel: the sequence number and the name of the last operation that this rank has begun."""
+    recent: deque[tuple[str, int, str, int]] = field(default_factory=lambda: deque(maxlen=_MOST_RECENT))
+    """Channel, sequence number, name and bytes of the operations that this rank has begun last."""
     traffic: Traffic = field(default_factory=Traffic)
     """What this rank has begun since `take_traffic` was last called."""
     names: set[str] = field(default_factory=set)
@@ -118,6 +132,7 @@ class OperationRegister:
             sequence = self.progress.get(channel, (0, ""))[0] + 1
             operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
             self.progress[channel] = (sequence, name)
+            self.recent.append((channel, sequence, name, nbytes))
             self.pending[id(operation)] = operation
             self.names.add(name)
             self.traffic.operations += 1
@@ -140,6 +155,11 @@ class OperationRegister:
             was_pending = self.pending.pop(id(operation), None)
             if was_pending and self.ended is not None:
                 self.ended.append((operation, time.monotonic()))
+
+    def copy_recent(self) -> list[tuple[str, int, str, int]]:
+        """Return `recent` as a list."""
+        with self._lock:
+            return list(self.recent)
 
     def copy_progress(self) -> dict[str, tuple[int, str]]:
         """Return, by channel, the sequence number and the name of the last operation begun, as a copy."""
@@ -236,7 +256,9 @@ def find_missing_ranks(
     }
 
 
-def describe_failure(operation: Operation, rank: int, missing: Mapping[int, str], now: float) -> str:
+def describe_failure(
+    operation: Operation, rank: int, missing: Mapping[int, str], now: float, calls: Mapping[int, Call] | None = None
+) -> str:
     """Return the line, without a newline, that explains why this rank ends.
 
     It begins with "cpuft comm: rank N:" and names the operation, its bytes, the time waited, the missing ranks or the
@@ -246,16 +268,37 @@ def describe_failure(operation: Operation, rank: int, missing: Mapping[int, str]
     ----------
     missing: what `find_missing_ranks` returns: the state of each missing rank; empty if all ranks have arrived.
     now: time.monotonic().
+    calls: by rank, with what it has arrived; only of ranks that have.
     """
     waited = now - operation.started
     names = ", ".join(f"rank {other} ({state})" for other, state in sorted(missing.items()))
     arrived = f"did not arrive: {names}" if missing else "all ranks arrived, so the network or a library hangs"
     remedy = "look at the log of that rank" if missing else "check the interface and the network between the hosts"
+    different = set((calls or {}).values()) if not missing else set()
+    if len({name for name, _ in different}) > 1:
+        arrived = f"all ranks arrived, but with different operations: {_describe_calls(calls or {})}"
+        remedy = "let all ranks call the same operations in the same order"
+    elif len(different) > 1 and operation.name in _EQUAL_SIZES:
+        arrived = f"all ranks arrived, but with different sizes: {_describe_calls(calls or {})}"
+        remedy = "pass tensors of the same shape and type on all ranks"
     return (
         f"cpuft comm: rank {rank}: {operation.name} #{operation.sequence} of {operation.channel} "
         f"({operation.nbytes} bytes) waited {waited:.1f} s of at most {operation.timeout:g}; {arrived}. "
         f"Next: {remedy}, or allow more time with --comm-timeout."
     )
+
+
+def _describe_calls(calls: Mapping[int, Call]) -> str:
+    """Return for example "ranks 0, 2 in all_reduce of 4000 bytes, rank 1 in all_reduce of 4004 bytes"."""
+    groups: dict[Call, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        groups.setdefault(call, []).append(rank)
+    texts = [
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_MOST_RANKS]))}{', ...' * (len(ranks) > _MOST_RANKS)}"
+        f" in {name} of {nbytes} bytes"
+        for (name, nbytes), ranks in groups.items()
+    ]
+    return ", ".join(texts[:_MOST_RANKS] + ["..."] * (len(texts) > _MOST_RANKS))
 
 
 class CollectiveWatchdog:
@@ -276,6 +319,7 @@ class CollectiveWatchdog:
         self._connection: LivenessConnection | None = None
         self._gone: dict[int, float] = {}
         self._answers: dict[int, tuple[float, dict[str, tuple[int, str]]]] = {}
+        self._recent: dict[int, list[Any]] = {}
         self._gave_up: set[int] = set()
         self._ending = threading.Lock()
         self._closed = threading.Event()
@@ -338,7 +382,7 @@ class CollectiveWatchdog:
         with self._ending:
             self._request_progress(operation)
             missing = self._find_missing(operation)
-            text = describe_failure(operation, self._rank, missing, time.monotonic())
+            text = describe_failure(operation, self._rank, missing, time.monotonic(), self._find_calls(operation))
             if self._connection:
                 why = f"{operation.name} #{operation.sequence}"
                 self._connection.send({"end": self._rank, "why": why, "missed": sorted(missing)})
@@ -350,6 +394,16 @@ class CollectiveWatchdog:
         answers = {rank: progress for rank, (when, progress) in self._answers.items() if when >= recent}
         missing = find_missing_ranks(operation, self._rank, answers, self._gone)
         return {rank: state for rank, state in missing.items() if rank not in self._gave_up} or missing
+
+    def _find_calls(self, operation: Operation) -> dict[int, Call]:
+        """Return by rank with which call it has arrived at the operation, as far as the ranks have answered."""
+        place = (operation.channel, operation.sequence)
+        return {
+            rank: (name, nbytes)
+            for rank in operation.ranks
+            for *where, name, nbytes in self._recent.get(rank, ())
+            if tuple(where) == place
+        }
 
     def _request_progress(self, operation: Operation) -> None:
         """Ask each rank of the operation for its progress, and wait up to _ANSWER_SECONDS for the answers."""
@@ -370,10 +424,12 @@ class CollectiveWatchdog:
         if "gone" in message:
             self._gone[int(message["gone"])] = time.monotonic()
         elif "ask" in message and self._connection:
-            self._connection.send({"answer": self._rank, "progress": self._register.copy_progress()})
+            answer = {"progress": self._register.copy_progress(), "recent": self._register.copy_recent()}
+            self._connection.send({"answer": self._rank, **answer})
         elif "answer" in message:
             progress = {channel: (int(seq), str(name)) for channel, (seq, name) in message["progress"].items()}
             self._answers[int(message["answer"])] = (time.monotonic(), progress)
+            self._recent[int(message["answer"])] = message["recent"]
         elif "hub" in message:
             self._gone.setdefault(0, time.monotonic())
         elif "end" in message and message["end"] != self._rank:
@@ -387,7 +443,7 @@ class CollectiveWatchdog:
         pending = min(self._register.list_pending(), key=lambda operation: operation.started, default=None)
         if pending:
             missing = self._find_missing(pending)
-            text = describe_failure(pending, self._rank, missing, time.monotonic())
+            text = describe_failure(pending, self._rank, missing, time.monotonic(), self._find_calls(pending))
             _write_and_exit(text, missing, not self._gone)
         reason = f"rank {message['end']} gave up {message['why']}"
         text = f"cpuft comm: rank {self._rank}: ended because {reason}, which this rank had not joined."
@@ -400,7 +456,8 @@ def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
     If no rank has ended, so that all ranks hang, the process first waits for the supervisor to dump all stacks.
     """
     # This is cpuft.rank's line, too: mpirun may end cpuft.rank before it can write it.
-    line = format_failure(parse_world(os.environ), socket.gethostname(), RESUMABLE, missing)
+    line = describe_steps(has_ended=False)
+    line += format_failure(parse_world(os.environ), socket.gethostname(), RESUMABLE, missing)
     with contextlib.suppress(OSError):
         if is_hang:
             wait_for_stack_dump(f"{text}\n{line}\n")

@@ -11,15 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpuft.config import LaunchConfig, ScriptConfig, option_names
-from cpuft.errors import NO_MORE_PROCESSES, RESUMABLE, CpuftError, escape_controls
+from cpuft.errors import NO_MORE_PROCESSES, RESUMABLE, CpuftError, counted, escape_controls
 from cpuft.launch.resume import read_resumed_run
 from cpuft.rank.process import (
     FOREIGN_STORE_ENTRY,
     KILLED_BY_SOMEBODY,
     MARKS,
     OUT_OF_MEMORY,
+    RAISED_MARK,
     parse_failure,
     parse_missing_ranks,
+    parse_steps,
 )
 from cpuft.rank.progress import PROGRESS_MARK
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
@@ -44,6 +46,10 @@ _NOT_FOR_USERS = re.compile(
     r"|\[c10d\] The hostname of the client socket cannot be retrieved"
 )
 """Lines of mpirun and of ranks that help no user. They stay in the logs and are not shown on the terminal."""
+_DIFFERENT_SIZES = re.compile(
+    r"Received data size doesn't match expected size|Truncation error\(-265\)|MPI_ERR_TRUNCATE|Message truncated"
+)
+"""What gloo, oneCCL and MPI print when ranks pass different sizes to an operation."""
 _NOTHING = "(it printed nothing)"
 _COMM_ERROR = "cpuft comm: rank "
 """Start of the line with which cpuft.comm reports a collective that did not finish."""
@@ -69,6 +75,12 @@ class Failure:
     """Standard error without the lines that are for the launcher."""
     missed: frozenset[int] = frozenset()
     """The ranks that this rank waited for in vain. They are the cause, and this failure is a consequence."""
+    steps: int | None = None
+    """Number of optimizer steps of its script; None if they are not counted."""
+    ended: tuple[tuple[int, str, int], ...] = ()
+    """Rank, host and number of optimizer steps of ranks whose script ended normally."""
+    raised: bool = False
+    """Whether a function ended with an exception, which its caller gets, too."""
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -124,17 +136,46 @@ def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
         name that the rank printed is used.
     """
     failures = []
+    counts = [steps for text in errors if (steps := parse_steps(text))]
+    ended = [(rank, hosts[rank], count) for rank, has_ended, count in counts if has_ended and rank < len(hosts)]
     for text in errors:
         if found := parse_failure(text):
-            own = "\n".join(line for line in text.splitlines() if not line.startswith((*MARKS, PROGRESS_MARK)))
+            lines = [line.removeprefix(RAISED_MARK) for line in text.splitlines()]
+            own = "\n".join(line for line in lines if not line.startswith((*MARKS, PROGRESS_MARK)))
             host = hosts[found[0]] if found[0] < len(hosts) else found[1]
-            failures.append(Failure(found[0], host, found[2], own, frozenset(parse_missing_ranks(text))))
+            others = tuple(one for one in sorted(ended) if one[0] != found[0])
+            count = next((count for rank, _, count in counts if rank == found[0]), None)
+            waited_for = frozenset(parse_missing_ranks(text))
+            failures.append(Failure(found[0], host, found[2], own, waited_for, count, others, RAISED_MARK in text))
     missed = _list_missed(failures)
     return sorted(failures, key=lambda one: (bool(one.missed), one.rank not in missed, one.lost_its_peer))
 
 
 def _list_missed(failures: list[Failure]) -> set[int]:
     return {rank for failure in failures for rank in failure.missed}
+
+
+def describe_early_end(failures: list[Failure]) -> str:
+    """Return the line about a rank whose script ended normally while others waited for it; "" if that is not the cause.
+
+    Parameters
+    ----------
+    failures: from `find_failures`.
+    """
+    if not failures or not failures[0].ended or not all(one.missed or one.lost_its_peer for one in failures):
+        return ""
+    (rank, host, steps), waiting = failures[0].ended[0], failures[0]
+    after = f" after {counted(steps, 'optimizer step')}" if steps else ""
+    where = f", in its step {waiting.steps + 1}" if waiting.steps else ""
+    advice = (
+        "give all ranks the same number of batches, as DistributedSampler does, or train inside the model's join()"
+        if steps or waiting.steps
+        else "let all ranks call the same collective operations"
+    )
+    return (
+        f"the script of rank {rank} on {host} ended normally{after}, and rank {waiting.rank} on {waiting.host} waited "
+        f"for it{where}: {advice}"
+    )
 
 
 def describe_absent(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
@@ -172,7 +213,7 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
 
     The first line is for example "cpuft: rank 1 on node2 failed (exit code 1); rank 0 failed after it. Last lines of
     rank 1:"; at most 15 lines of output follow, and then a line "cpuft: ..." for each of `absent` or, if there are
-    none, for the failed rank.
+    none, for the failed rank. Of a function that raised an exception, only the first line is returned.
 
     Parameters
     ----------
@@ -182,6 +223,8 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
         rank failed and mpirun printed nothing, these lines are all that is returned.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
+    if (early_end := describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
+        absent = [early_end]
     if failures:
         first, *others = failures
         blame, text = f"rank {first.rank} on {first.host} failed", _last_error(first.text)
@@ -191,6 +234,8 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
         what += f". {advice[0].upper()}{advice[1:]}" if advice else ""
         if first.missed and absent:
             what = f"{_ranks(failure.rank for failure in failures)} waited in vain for other ranks"
+        if first.raised and not absent:
+            return f"cpuft: {what}"
         summary = f"\ncpuft: {what}. Last lines of rank {first.rank}"
     output = _last_lines(text)
     was_killed = failures and _is_signal(failures[0].code)
@@ -239,6 +284,13 @@ def explain_exit(code: int, text: str = "") -> tuple[str, str]:
         return "out of memory", _LESS_MEMORY
     if _NO_PROCESS.search(_last_error(text)):
         return f"exit code {code}", NO_MORE_PROCESSES
+    if _DIFFERENT_SIZES.search(text):
+        ended = f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
+        return (
+            f"{ended}, because ranks passed different sizes to a collective operation",
+            "pass tensors of the same shape and type on all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL in your shell, "
+            "torch's gloo names the operation and the shapes",
+        )
     if code == 137 and KILLED_BY_SOMEBODY in text:
         return "killed by signal 9", ""
     if code in _SIGNAL_CAUSES:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import atexit
+import itertools
 import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -33,6 +36,7 @@ from cpuft.hosts.cluster import HOST_FOLDER, Cluster
 from cpuft.hosts.topology import Interface, RankCores, choose_comm_cores, choose_interface, plan_placement, spread_cores
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
+from cpuft.launch.active_runs import lock_run
 from cpuft.launch.checkpoint_copies import choose_copy_seconds, pack_checkpoints
 from cpuft.launch.inputs import (
     Bundle,
@@ -743,18 +747,19 @@ def _plan_notes(
 
 
 def choose_run_dir(wanted: str, name: str) -> str:
-    """Return the absolute path of a new run folder, without links, and make nothing.
+    """Return the absolute path of a new run folder, without links, and do not make it.
 
     Parameters
     ----------
-    wanted: path of the folder; "" for runs/NAME-YYYYMMDD-HHMMSS (local time) in the working directory.
+    wanted: path of the folder; "" for runs/NAME-YYYYMMDD-HHMMSS (local time) in the working directory, with -2 behind
+        it or a higher number if this process is not the first to get that name.
     name: NAME in that path, such as "mrpc-np2".
 
     Raises CpuftError: something exists at this path, the nearest existing folder above it is not writable, or its disk
     has less than 256 MiB free.
     """
     # Hosts and caches know a run by its path, so the same folder must always have the same one.
-    path = Path(os.path.realpath(wanted or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}"))
+    path = Path(os.path.realpath(wanted) if wanted else _find_unused_name(os.path.realpath(f"runs/{name}")))
     if path.exists():
         what = "the folder" if path.is_dir() else "a file"
         raise CpuftError(
@@ -771,3 +776,19 @@ def choose_run_dir(wanted: str, name: str) -> str:
             f"make room, or give a folder on another disk with --run-dir"
         )
     return str(path)
+
+
+_taken_name = ExitStack()
+atexit.register(_taken_name.close)
+
+
+def _find_unused_name(beginning: str) -> str:
+    """Return a path with the time behind it that no other process on this machine gets in the same second."""
+    _taken_name.close()  # of an earlier call, whose folder exists by now
+    path = f"{beginning}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for name in itertools.chain([path], (f"{path}-{number}" for number in itertools.count(2))):
+        with suppress(CpuftError):
+            _taken_name.enter_context(lock_run(f"{name}#name"))
+            if not os.path.lexists(name):
+                return name
+    raise AssertionError

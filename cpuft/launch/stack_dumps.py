@@ -28,6 +28,7 @@ DUMP_SECONDS = 3.0
 """How long the ranks of a host may take to write their stacks. They need some milliseconds."""
 LONG_SECONDS = 2.0
 """An operation that takes longer than this may hang."""
+NO_WAIT = "no rank has waited long in an operation: the run is probably making progress"
 _ANSWER_SECONDS = 15.0
 _MOST_OPERATIONS = 3
 """Number of last operations in a message."""
@@ -116,6 +117,8 @@ class RankDump:
     """Whether the rank runs C code outside of collectives that keeps its other threads from running."""
     stacks: str = ""
     """The stacks of all threads, as faulthandler writes them."""
+    has_raised: bool = False
+    """Whether an error ended the rank's script, whose place `frames` is."""
 
     @property
     def location(self) -> str:
@@ -208,6 +211,7 @@ class _Report:
     pending: list[PendingOperation] = field(default_factory=list)
     progress: dict[str, list[Any]] = field(default_factory=dict)
     raised: list[list[Any]] = field(default_factory=list)
+    failed: list[Any] = field(default_factory=list)
     main: list[list[Any]] = field(default_factory=list)
 
 
@@ -215,8 +219,8 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
     """Parse what `cpuft.rank.dump_stacks` printed about one rank. A report that the rank was just writing is ignored.
 
     If the process is running and its report is older than 3 s, the rank holds the GIL, and `pending` is empty. If a
-    timeout ended the operations in which the rank waited, `pending` has the last operation of each channel, with 0
-    seconds, and `frames` is where the error was raised.
+    timeout ended the operation in which the rank waited, `pending` has this operation, with 0 seconds, and `frames` is
+    where the error was raised.
 
     Parameters
     ----------
@@ -230,12 +234,11 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
         report = load(_Report, parse_json(found.report or "{}"))
         progress = {channel: _parse_operation(last) for channel, last in report.progress.items()}
         raised, main = tuple(map(_parse_frame, report.raised)), tuple(map(_parse_frame, report.main))
+        channel, *last = report.failed or [""]
+        failed = [PendingOperation(load(str, channel), *_parse_operation(last), 0.0)] if last else []
     except ValueError:
-        report, progress, raised, main = _Report(), {}, (), ()
-    pending = report.pending
-    if raised and not pending:
-        # PyTorch's own timeout ended the operations in which the rank waited.
-        pending = [PendingOperation(channel, number, name, 0.0) for channel, (number, name) in progress.items()]
+        report, progress, raised, main, failed = _Report(), {}, (), (), []
+    pending = report.pending or failed
     holds_gil = found.state == "R" and found.age > STALE_SECONDS
     return RankDump(
         found.rank,
@@ -248,6 +251,7 @@ def parse_rank_dump(found_json: Any, host: str) -> RankDump:
         progress=progress,
         holds_gil=holds_gil,
         stacks=found.stack,
+        has_raised=bool(raised),
     )
 
 
@@ -337,9 +341,9 @@ class Diagnosis:
 
 
 def diagnose_run(
-    run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None]
+    run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None], least_seconds: float = 0.0
 ) -> tuple[Diagnosis, set[str]]:
-    """Gather and write the dumps of all ranks after some have waited in vain, and before any is ended.
+    """Gather and write the dumps of all ranks after some have waited long or in vain, and before any is ended.
 
     Writes logs/rank-N.stack in the run folder on the head host, and names these files with `say`.
 
@@ -347,6 +351,7 @@ def diagnose_run(
     ----------
     run_dir: the run folder as the ranks see it.
     hosts: the name of each rank's host, indexed by rank.
+    least_seconds: operations that have taken less time are ignored.
 
     Returns
     -------
@@ -358,7 +363,7 @@ def diagnose_run(
     dumps, silent = gather_dumps(run)
     write_dumps(run, dumps)
     say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")
-    return diagnose(dumps, 0.0), set(silent)
+    return diagnose(dumps, least_seconds), set(silent)
 
 
 def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> Diagnosis:
@@ -392,8 +397,11 @@ def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> 
             f"all ranks have started {dump.pending[0].text}, which does not finish: check the network between the "
             f"hosts; rank {dump.rank} is at {dump.location or 'an unknown line'}",
         )
+    if raised := [dump for dump in dumps if dump.has_raised]:
+        where = "; ".join(f"rank {one.rank} on {one.host} at {one.location}" for one in raised[:_MOST_CULPRITS])
+        return Diagnosis((), f"no rank waits for another one, and the script ended with an error: {where}")
     if any(dump.progress for dump in dumps):
-        return Diagnosis((), "no rank has waited long in an operation: the run is probably making progress")
+        return Diagnosis((), NO_WAIT)
     return _diagnose_by_stacks(dumps)
 
 
@@ -469,6 +477,10 @@ def _describe(dump: RankDump) -> str:
         return f"it is {describe_state(dump)}{last}; let it continue with kill -CONT {dump.pid} on its host"
     if dump.state in _INACTIVE:
         return {GONE: "it has ended", "Z": "it has ended"}.get(dump.state, describe_state(dump))
+    if any(frame.function == "end_process" for frame in dump.frames):
+        return "its script has ended"
+    if dump.has_raised and not dump.pending:
+        return f"an error ended its script {location}"
     if dump.pending:
         return f"it is in {dump.pending[0].text}, {location}"
     return f"it is {location}, {describe_state(dump)}"

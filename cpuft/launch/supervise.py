@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -31,11 +32,11 @@ from cpuft.launch.failures import (
 )
 from cpuft.launch.results import write_plan
 from cpuft.launch.resume import write_lost_hosts
-from cpuft.launch.stack_dumps import Diagnosis, diagnose_run
+from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, Diagnosis, diagnose_run
 from cpuft.plan import Plan, RunPlan, Step
-from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE
+from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
-from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, STARTED_MARK
+from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, STARTED_MARK, WAITS_MARK
 
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take to end after the first Ctrl-C: to finish one or two updates and save a checkpoint."""
@@ -245,6 +246,10 @@ class Watchdog:
     """Whether a rank has reported that it waited in vain. `check` does nothing after that, even if a signal interrupts
     the diagnosis: by then the ranks are ended."""
     stop_request: StopRequest | None = None
+    report_wait: Callable[[], None] = lambda: None
+    """Tells the user which ranks the others have been waiting for."""
+    waits: set[bytes] = field(default_factory=set)
+    """The long waits that ranks have reported."""
     begun: float = field(default_factory=time.monotonic)
     """When mpirun was started, in seconds of the monotonic clock, as all times here that have no other unit."""
     failed_at: float = 0.0
@@ -293,6 +298,9 @@ class Watchdog:
             self.has_hang = True
             self.diagnosis, self.unreachable = self.diagnose_hang()
             raise StuckError("ended the ranks, because some of them waited in vain for others")
+        if waits := {wait for end in ends for wait in re.findall(WAITS_MARK.encode() + b"[^\n]*", end)} - self.waits:
+            self.waits |= waits
+            threading.Thread(target=self.report_wait, daemon=True).start()
         since_failure = now - self.failed_at if self.failed_at else 0.0
         suspicion = self._find_suspicion(now, ends)
         must_ask = since_failure > _FAILURE_SECONDS or bool(suspicion and now > self.next_host_check)
@@ -482,10 +490,18 @@ def _make_watchdog(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, stop_request: StopRequest | None
 ) -> Watchdog:
     names = tuple(sorted(set(hosts)))
+
+    def report_wait() -> None:
+        with suppress(CpuftError, OSError):  # the stacks cannot be stored
+            diagnosis, _ = diagnose_run(run_dir, hosts, transport, lambda line: None, LONG_SECONDS)
+            if diagnosis.text != NO_WAIT:  # it has not ended meanwhile
+                _print(f"ranks have been waiting for {WAIT_SECONDS:.0f} s: {diagnosis.text}")
+
     return Watchdog(
         Path(run_dir) / "logs",
         find_unreachable=lambda: transport.find_unresponsive(names),
         diagnose_hang=lambda: diagnose_run(run_dir, hosts, transport, _print),
+        report_wait=report_wait,
         ranks=len(hosts),
         has_several_hosts=len(names) > 1,
         start_limit=_START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),

@@ -1,12 +1,14 @@
 """Make sure that the ranks of a user's script train one model together, and not each a copy of its own.
 
 Libraries that look for GPUs first take a rank on a CPU for the only one, although they find RANK and WORLD_SIZE.
-Several such ranks would train unconnected copies, write the same files, and end with exit code 0. Three things prevent
+Several such ranks would train unconnected copies, write the same files, and end with exit code 0. Four things prevent
 this:
 
 - `list_patches` makes Accelerate, the Hugging Face Trainer (and what is built on it) and Lightning connect CPU ranks.
 - A hook stops the first optimizer step of a rank that is in no process group of all ranks, and a later step of a rank
   whose process group has run no collective operation but barriers.
+- A model in DistributedDataParallel must be called through it: `ConnectionCheck.before_step` compares the parameters
+  of all ranks if optimizer steps follow each other without such a call.
 - `check_end` does the same at the end of the script.
 
 A script whose ranks are meant to be independent is started with `cpuft launch --independent`.
@@ -17,12 +19,20 @@ from __future__ import annotations
 import functools
 import json
 import os
+import socket
 import sys
+import weakref
+import zlib
 from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from cpuft.errors import CpuftError
 from cpuft.rank.diagnostics import read_operations
+from cpuft.rank.process import format_steps
+from cpuft.rank.world import parse_world
 
 CHECK_VARIABLE = "CPUFT_CHECK_CONNECTED"
 """Environment variable that the launcher sets to 1 where ranks of a script must be connected. Without it nothing is
@@ -32,16 +42,39 @@ _CHECKED_STEPS = (2, 10, 50, 100)
 """Optimizer steps before which the rank notes whether its process group has exchanged data. The flight recorder of
 torch keeps only the last 64 operations, so that one look at the end could miss those of the training."""
 _LAST_CHECKED_STEP = _CHECKED_STEPS[-1]
+_COMPARED_AFTER = (2, 3, 10, 50)
+"""Numbers of optimizer steps in a row without a call of the wrapped model, after which its parameters are compared."""
 _WITHOUT_DATA = ("barrier", "monitored_barrier")
 """Collective operations that exchange no data: libraries also run them where each rank trains by itself."""
+_OF_A_START = (*_WITHOUT_DATA, "broadcast", "all_gather", "_allgather_base")
+"""Collective operations that also run before the training, as those of a new DistributedDataParallel."""
 _REMEDY = (
     "let the script form one process group (torch.distributed.init_process_group, Accelerate, the Hugging Face Trainer "
     "or Lightning), or start it with cpuft launch --independent if its ranks are meant to be independent"
 )
 
+_OWN_PROCESSES = (
+    "cpuft launch has started one process for each rank, so let the script start none: call the training function "
+    "directly, with int(os.environ['RANK']) as its rank and int(os.environ['WORLD_SIZE']) as the number of ranks; or "
+    "start the script with cpuft launch --np 1"
+)
+_REPLACED_PACKAGES = ("intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "torch_ccl")
+"""Packages of scripts for Intel CPUs that have reached their end of life."""
+
 
 class RefusedScriptError(CpuftError, RuntimeError):
     """A script does what cannot work on CPU ranks. It is a RuntimeError, too, as torch's own error would be."""
+
+
+@dataclass
+class _WrappedModel:
+    """A model in DistributedDataParallel, and whether the script calls it."""
+
+    model: weakref.ref[Any]
+    is_called: bool = False
+    """Whether it was called with gradients since the last optimizer step that changed its parameters."""
+    missed: int = 0
+    """Number of such steps in a row before which it was not called."""
 
 
 class ConnectionCheck:
@@ -52,32 +85,53 @@ class ConnectionCheck:
     Parameters
     ----------
     size: number of ranks of the launch.
+    address: MASTER_ADDR of the launch; "" if it is unknown.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, address: str = "") -> None:
         self.size = size
+        self.address = address
         self.group_size = 0
         """Size of the largest default process group that this process has formed."""
         self.steps = 0
         """Number of optimizer steps so far."""
         self.exchanged = False
         """Whether a collective operation other than a barrier was seen."""
+        self.advice = ""
+        """What to change in the script, if something in it is known to keep the ranks apart."""
+        self.wrapped: list[_WrappedModel] = []
+        """The models in DistributedDataParallel, in the order in which they were wrapped."""
+        self._process = os.getpid()
+        self._store: Any = None
+        self._start: dict[str, int] | None = None
+        """Number of the last operation of each channel before the first step; None if the ranks train together."""
 
-    def note_group(self, size: int) -> None:
-        """Note that a default process group of `size` ranks was formed. The largest one counts."""
-        self.group_size = max(self.group_size, size)
+    def note_group(self, size: int, store: Any = None) -> None:
+        """Note that a default process group of `size` ranks was formed over torch's `store`. The largest one counts."""
+        if size >= self.group_size:
+            self.group_size, self._store = size, store
 
-    def before_step(self, *_: Any) -> None:
+    def note_call(self, model: Any) -> None:
+        """Note that a model in DistributedDataParallel is called with gradients."""
+        for wrapped in self.wrapped:
+            wrapped.is_called = wrapped.is_called or wrapped.model() is model
+
+    def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Count an optimizer step and check before it. Registered as a hook of all optimizers of torch.
 
         Raises RefusedScriptError: before the first step if no process group of all ranks was formed, and before step
-        100 if no collective operation but barriers was seen.
+        100 if no collective operation but barriers was seen; and if the ranks train separate copies of a model in
+        DistributedDataParallel, because the script calls the model inside.
         """
         self.steps += 1
         if self.steps == 1 and not self._is_joined():
             raise RefusedScriptError(self._describe("was stopped before its first optimizer step"))
+        if self.steps == 1:
+            self._start = _find_last_exchanges() if (list_operations() or {""}).issubset(_OF_A_START) else None
         if self.steps in _CHECKED_STEPS:
             self._note_exchange()
+        if self.steps <= _LAST_CHECKED_STEP and self.wrapped and optimizer is not None:
+            self._check_wrapped(optimizer)
         if self.steps == _LAST_CHECKED_STEP and self._is_unused():
             raise RefusedScriptError(self._describe_unused(f"was stopped before optimizer step {self.steps}"))
 
@@ -85,13 +139,77 @@ class ConnectionCheck:
         """Check at the end of a script that has run without an error.
 
         Raises RefusedScriptError: the ranks never formed a process group of all ranks, or made optimizer steps and
-        exchanged no data.
+        exchanged no data, or none after the first of several steps.
         """
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
-        if self.steps and self._is_unused():
+        if self.steps and (self._is_unused() or (self.steps > 1 and self._start is not None)):
             raise RefusedScriptError(self._describe_unused("ended with an error"))
+
+    def before_processes(self) -> None:
+        """Refuse that a script starts processes with torch.multiprocessing before it has formed a process group.
+
+        Raises RefusedScriptError: the script does so.
+        """
+        if not self.group_size:
+            raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
+
+    def before_group(self, init_method: object, store: object) -> None:
+        """Refuse a process group in a process that the script has started, or on the wrong host.
+
+        Parameters
+        ----------
+        init_method, store: arguments of init_process_group. Without a store, the address of rank 0 is that in
+            "tcp://ADDRESS:PORT", or else MASTER_ADDR.
+
+        Raises RefusedScriptError: this is not the rank's own process, or the address is one of this host, and that of
+        the launch is not.
+        """
+        if os.getpid() != self._process:
+            raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
+        if store or not self.address:
+            return
+        url = urlsplit(str(init_method or "env://"))
+        name = (url.hostname if url.scheme == "tcp" else os.environ.get("MASTER_ADDR")) or ""
+        if url.scheme in ("tcp", "env") and name != self.address and _is_here(name) and not _is_here(self.address):
+            raise RefusedScriptError(
+                f"the script takes {name} for the address of rank 0, but on {socket.gethostname()} this is the host "
+                f"itself, and rank 0 is on another host, {self.address}. Next: do not set MASTER_ADDR in the script, "
+                f"and call init_process_group without init_method: cpuft launch has set MASTER_ADDR and MASTER_PORT"
+            )
+
+    def _check_wrapped(self, optimizer: Any) -> None:
+        stepped = {id(one) for group in optimizer.param_groups for one in group["params"] if one.grad is not None}
+        for number, wrapped in enumerate(self.wrapped):
+            parameters = [one for one in getattr(wrapped.model(), "parameters", list)() if one.requires_grad]
+            if stepped.isdisjoint(map(id, parameters)):
+                continue
+            wrapped.missed, wrapped.is_called = 0 if wrapped.is_called else wrapped.missed + 1, False
+            if wrapped.missed in _COMPARED_AFTER and self._differs(f"{number}/{self.steps}", parameters):
+                name = type(getattr(wrapped.model(), "module", None)).__name__
+                raise RefusedScriptError(
+                    f"the script was stopped before optimizer step {self.steps} because each rank trains a copy of its "
+                    f"own of {name}: the model is wrapped in DistributedDataParallel, but the script calls the model "
+                    f"inside, so gradients are not averaged, and parameters differ between ranks. Next: call the "
+                    f"wrapped model in the training loop, model(...) instead of model.module(...) or of the model from "
+                    f"before DistributedDataParallel or accelerator.prepare"
+                )
+
+    def _differs(self, key: str, parameters: list[Any]) -> bool:
+        """Whether another rank has stored other parameters under this key. The last rank to come sees all others.
+
+        Nothing waits: ranks need not make the same steps.
+        """
+        uint8, checksum = sys.modules["torch"].uint8, 0
+        for one in parameters:
+            checksum = zlib.crc32(one.detach().contiguous().reshape(-1).view(uint8).numpy(), checksum)
+        own = str(checksum).encode()
+        names = [f"cpuft/parameters/{key}/{rank}" for rank in range(self.size)]
+        with suppress(RuntimeError):  # the store is gone
+            self._store.set(names[int(os.environ["RANK"])], own)
+            return any(self._store.get(name) != own for name in names if self._store.check([name]))
+        return False
 
     def _is_joined(self) -> bool:
         return self.group_size == self.size or count_mpi_ranks() == self.size
@@ -101,22 +219,33 @@ class ConnectionCheck:
         return not self.exchanged and count_mpi_ranks() != self.size
 
     def _note_exchange(self) -> None:
-        operations = None if self.exchanged else list_operations()
+        operations = None if self.exchanged and self._start is None else list_operations()
         self.exchanged = self.exchanged or operations is None or bool(operations.difference(_WITHOUT_DATA))
+        start, last = self._start or {}, _find_last_exchanges()
+        if (
+            operations is None
+            or operations.difference(_OF_A_START)
+            or any(last[one] > start.get(one, 0) for one in last)
+        ):
+            self._start = None
 
     def _describe(self, when: str) -> str:
         formed = f" (only one of {self.group_size})" if self.group_size else ""
+        has_children = any(name.startswith("multiprocessing.popen_") for name in sys.modules) and not self.steps
+        advice = self.advice or (_OWN_PROCESSES if has_children else _REMEDY)
         return (
             f"the script {when} because its {self.size} ranks are not connected: they formed no process group of "
-            f"{self.size} ranks{formed}, so each rank works on a copy of its own. Next: {_REMEDY}"
+            f"{self.size} ranks{formed}, so each rank works on a copy of its own. Next: {advice}"
         )
 
     def _describe_unused(self, when: str) -> str:
+        since = " after the first optimizer step" if self.exchanged else ""
         return (
             f"the script {when} because its {self.size} ranks are not connected: they formed a process group, but "
-            f"exchanged no gradients or parameters in it, so each rank trained a copy of its own. Next: wrap the model "
-            f"in DistributedDataParallel or pass it to accelerator.prepare, or start the script with cpuft launch "
-            f"--independent if its ranks are meant to be independent"
+            f"exchanged no gradients or parameters in it{since}, so each rank trained a copy of its own. Next: wrap "
+            f"the model in DistributedDataParallel or pass it to accelerator.prepare, and call the wrapped model, "
+            f"model(...) instead of model.module(...), or start the script with cpuft launch --independent if its "
+            f"ranks are meant to be independent"
         )
 
 
@@ -128,15 +257,31 @@ def list_operations() -> set[str] | None:
     """
     own = read_operations()
     names = {str(name) for name in own.get("names", ())} | {name for _, name in own.get("progress", {}).values()}
-    module = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(module, "_dump_fr_trace_json", None)
-    if not names and (dump is None or os.environ.get("TORCH_FR_BUFFER_SIZE") == "0"):
+    recorded = _read_recorded()
+    return (names or None) if recorded is None else names | {name for name, _, _ in recorded}
+
+
+def _read_recorded() -> list[tuple[str, str, int]] | None:
+    """Return name, process group and number of the last operations in torch's flight recorder; None without one."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
+    if dump is None or os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
         return None
     try:
-        entries = json.loads(dump(True, False)).get("entries", ()) if dump else ()
+        entries = json.loads(dump(True, False)).get("entries", ())
     except (ValueError, RuntimeError):
-        return names or None
-    return names | {str(entry["profiling_name"]).rpartition(":")[2] for entry in entries}
+        return None
+    names = [str(entry["profiling_name"]).rpartition(":")[2] for entry in entries]
+    return [(name, str(one["process_group"]), one["collective_seq_id"]) for name, one in zip(names, entries)]
+
+
+def _find_last_exchanges() -> dict[str, int]:
+    """Return by process group the number of its last operation with data; for cpuft.comm, of any operation."""
+    own = read_operations()
+    found = {channel: number for channel, (number, _) in own.get("progress", {}).items() if "names" in own}
+    for name, group, number in _read_recorded() or ():
+        if name not in _WITHOUT_DATA:
+            found[group] = max(number, found.get(group, 0))
+    return found
 
 
 def count_mpi_ranks() -> int:
@@ -164,28 +309,43 @@ def refuse_nccl(backend: object) -> None:
         )
 
 
+_current: ConnectionCheck | None = None
+"""The check of this process."""
+
+
+def describe_steps(has_ended: bool) -> str:
+    """Return `format_steps` for this process with its line break; "" if its steps are not counted."""
+    line = format_steps(parse_world(os.environ), socket.gethostname(), has_ended, _current.steps) if _current else ""
+    return f"{line}\n" if line else ""
+
+
 def make_check(environ: Mapping[str, str]) -> ConnectionCheck | None:
     """Return the check for this rank; None with one rank, or with ranks that are meant to be independent.
 
     It is made if CPUFT_CHECK_CONNECTED is "1" and WORLD_SIZE is a whole number above 1.
     """
+    global _current
     size = environ.get("WORLD_SIZE", "1")
-    return (
-        ConnectionCheck(int(size))
+    _current = (
+        ConnectionCheck(int(size), environ.get("MASTER_ADDR", ""))
         if environ.get(CHECK_VARIABLE) == "1" and size.isdecimal() and int(size) > 1
         else None
     )
+    return _current
 
 
 def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
     """Return module name -> function that is called with the imported module and patches it.
 
-    The modules belong to torch (optimizers call the check before each step), Accelerate, Transformers and Lightning
-    (CPU ranks form one process group). Nothing is imported or patched by this call.
+    The modules belong to torch (optimizers call the check before each step, and models in DistributedDataParallel when
+    they are called), Accelerate, Transformers and Lightning (CPU ranks form one process group). Nothing is imported or
+    patched by this call.
     """
-    lightning = functools.partial(_use_all_ranks, size=check.size)
+    lightning = functools.partial(_use_all_ranks, check=check)
     return {
         "torch.optim.optimizer": functools.partial(_hook_optimizers, check=check),
+        "torch.nn.parallel.distributed": functools.partial(_watch_wrapped_models, check=check),
+        "torch.multiprocessing.spawn": functools.partial(_refuse_spawned_processes, check=check),
         "accelerate.state": _join_on_cpus,
         "transformers.training_args": _train_on_cpus,
         "lightning.pytorch.trainer.connectors.accelerator_connector": lightning,
@@ -197,6 +357,36 @@ def list_patches(check: ConnectionCheck) -> dict[str, Callable[[Any], None]]:
 
 def _hook_optimizers(optimizer: Any, check: ConnectionCheck) -> None:
     optimizer.register_optimizer_step_pre_hook(check.before_step)
+
+
+def _watch_wrapped_models(distributed: Any, check: ConnectionCheck) -> None:
+    """Tell the check which models DistributedDataParallel wraps, and when they are called."""
+    wrapper, torch = distributed.DistributedDataParallel, distributed.torch
+    make, forward = wrapper.__init__, wrapper.forward
+
+    @functools.wraps(make)
+    def make_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        check.wrapped.append(_WrappedModel(weakref.ref(self)))
+
+    @functools.wraps(forward)
+    def note_and_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.is_grad_enabled():
+            check.note_call(self)
+        return forward(self, *args, **kwargs)
+
+    wrapper.__init__, wrapper.forward = make_and_note, note_and_forward
+
+
+def _refuse_spawned_processes(spawn: Any, check: ConnectionCheck) -> None:
+    start = spawn.start_processes
+
+    @functools.wraps(start)
+    def refuse_or_start(*args: Any, **kwargs: Any) -> Any:
+        check.before_processes()
+        return start(*args, **kwargs)
+
+    spawn.start_processes = refuse_or_start
 
 
 def _join_on_cpus(state: Any) -> None:
@@ -223,10 +413,11 @@ def _train_on_cpus(training_args: Any) -> None:
     training_args.TrainingArguments.__post_init__ = complete
 
 
-def _use_all_ranks(connector: Any, size: int) -> None:
+def _use_all_ranks(connector: Any, check: ConnectionCheck) -> None:
     """Let `devices="auto"`, the default of Lightning's Trainer and Fabric, mean a process for each rank.
 
     On CPUs it means one process. Lightning multiplies `devices` by `num_nodes` (1 by default) and wants WORLD_SIZE.
+    Another number becomes the advice of the check, because Lightning then trains each rank by itself or fails.
     """
     for name in ("_AcceleratorConnector", "_Connector"):
         if found := getattr(connector, name, None):
@@ -234,8 +425,46 @@ def _use_all_ranks(connector: Any, size: int) -> None:
 
             @functools.wraps(own)
             def choose(self: Any, own: Callable[[Any], None] = own) -> None:
-                if self._devices_flag == "auto" and "CPU" in type(self.accelerator).__name__:
-                    self._devices_flag = max(1, size // self._num_nodes_flag)
+                if "CPU" in type(self.accelerator).__name__:
+                    if self._devices_flag == "auto":
+                        self._devices_flag = max(1, check.size // self._num_nodes_flag)
+                    elif str(self._devices_flag) != str(check.size // self._num_nodes_flag):
+                        check.advice = (
+                            f"leave out devices={self._devices_flag!r} of Lightning's Trainer or Fabric, or write "
+                            f'devices="auto", which means all {check.size} ranks of this launch'
+                        )
                 own(self)
 
             found._set_devices_flag_if_auto_passed = choose
+
+
+def explain_exception(error: BaseException, check: ConnectionCheck | None) -> str:
+    """Return what to change in a script that ended with an exception, if that is known; else "".
+
+    Parameters
+    ----------
+    check: its advice is the result unless the exception itself says more.
+    """
+    found = [error.name or ""] if isinstance(error, ImportError) else []
+    traceback = error.__traceback__
+    while traceback:
+        if traceback.tb_frame.f_code.co_name == "<module>":
+            found.append(str(traceback.tb_frame.f_globals.get("__name__")))
+        traceback = traceback.tb_next
+    package = next((one for name in found if (one := name.partition(".")[0]) in _REPLACED_PACKAGES), "")
+    if package:
+        return (
+            f"{package} cannot be imported, and PyTorch itself has what it was for. Remove the import and calls such "
+            f'as ipex.optimize, and write import cpuft.comm if the script uses the backends "ccl" or "mpi"'
+        )
+    return check.advice if check else ""
+
+
+def _is_here(address: str) -> bool:
+    """Return whether a name or an address is one of this host's own."""
+    with suppress(OSError, UnicodeError):
+        family, kind, _, _, place = socket.getaddrinfo(address or None, 0, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.bind(place)
+            return bool(address)
+    return False

@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import faulthandler
 import json
+import math
 import os
+import re
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from types import TracebackType
 from typing import Any
 
 from cpuft.rank.dump_stacks import REPORT_FILE, SIGNAL, STACK_FILE
-from cpuft.rank.process import FAILED_MARK
+from cpuft.rank.process import FAILED_MARK, WAITS_MARK
 
 HANG_MARK = f"{FAILED_MARK} hangs"
 """The line "cpuft-rank-failed: hangs", with which a rank asks the supervisor to dump the stacks of all ranks before it
@@ -34,6 +35,9 @@ MAX_WAIT_SECONDS = 25.0
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "64")
 """Environment variable that lets torch's gloo groups record their last operations, and its value. The records of some
 kilobytes are read twice a second."""
+WAIT_SECONDS = 20.0
+"""How long a rank of a script waits in an operation until it asks for a diagnosis. Later waits must be twice as long as
+the one before, because ranks may wait regularly while one of them evaluates."""
 _POLL_SECONDS = 0.5
 _MAX_FRAMES = 40
 
@@ -50,6 +54,8 @@ class _Reporter:
     def __init__(self) -> None:
         self.source: OperationSource = read_recorder
         self.raised: list[Place] = []
+        self.failed: list[Any] = []
+        self.wait_limit = math.inf
         self._lock = threading.Lock()
         self._length = 0
         self._stack, self._report = os.memfd_create(STACK_FILE), os.memfd_create(REPORT_FILE)
@@ -60,9 +66,17 @@ class _Reporter:
         """Write the current report over the previous one with a single call."""
         with self._lock:
             found = {name: value for name, value in self.source().items() if name in ("pending", "progress")}
-            text = json.dumps({**found, "raised": self.raised, "main": _list_main_frames()}).encode()
+            text = json.dumps(
+                {**found, "raised": self.raised, "failed": self.failed, "main": _list_main_frames()}
+            ).encode()
             os.pwrite(self._report, text.ljust(self._length), 0)
             self._length = len(text)
+        # A message between two ranks may be expected long before it is sent.
+        waits = [one for one in found.get("pending", ()) if not re.search(" from |between two", one["channel"])]
+        if (longest := max((one["seconds"] for one in waits), default=0.0)) > self.wait_limit:
+            self.wait_limit = 2 * longest
+            operation = next(one for one in waits if one["seconds"] == longest)
+            os.write(2, f"{WAITS_MARK} {operation['name']} #{operation['sequence']}\n".encode())
 
     def _run(self) -> None:
         while True:
@@ -73,7 +87,7 @@ class _Reporter:
 _reporter: _Reporter | None = None
 
 
-def start_reporting(source: OperationSource | None = None) -> None:
+def start_reporting(source: OperationSource | None = None, reports_waits: bool = False) -> None:
     """Let this process's stacks and operations be dumped from now on.
 
     The first call makes two files in memory, lets SIGURG write all stacks to one of them, and starts a daemon thread
@@ -82,10 +96,13 @@ def start_reporting(source: OperationSource | None = None) -> None:
     Parameters
     ----------
     source: of the operations; by default torch's flight recorder (`read_recorder`).
+    reports_waits: whether this process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
     """
     global _reporter
     _reporter = _reporter or _Reporter()
     _reporter.source = source or _reporter.source
+    if reports_waits and os.environ.get(SUPERVISED_VARIABLE):
+        _reporter.wait_limit = WAIT_SECONDS
     _reporter.write()  # the thread writes only when it gets the GIL, which the user's code may hold from now on
 
 
@@ -94,7 +111,7 @@ def read_operations() -> Mapping[str, Any]:
     return _reporter.source() if _reporter else {}
 
 
-def wait_for_stack_dump(text: str = "", raised: TracebackType | None = None) -> None:
+def wait_for_stack_dump(text: str = "", error: BaseException | None = None) -> None:
     """Write `text` to standard error; if there is a supervisor, wait until it has dumped the stacks and ends this rank.
 
     A rank calls this when it has waited in vain for other ranks. There is a supervisor if CPUFT_SUPERVISED is set and
@@ -104,13 +121,16 @@ def wait_for_stack_dump(text: str = "", raised: TracebackType | None = None) -> 
     Parameters
     ----------
     text: lines with their line breaks.
-    raised: traceback of the error that ended the wait; its frames are reported, because they no longer exist.
+    error: what ended the wait. The frames of its traceback are reported, because they no longer exist; and if it is one
+        of torch's gloo, so is the operation that was started last.
     """
     is_supervised = bool(os.environ.get(SUPERVISED_VARIABLE)) and _reporter is not None
     os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())
     if is_supervised and _reporter:
-        frames = reversed(traceback.extract_tb(raised))
+        frames = reversed(traceback.extract_tb(error.__traceback__ if error else None))
         _reporter.raised = [(frame.filename, frame.lineno or 0, frame.name) for frame in frames]
+        if "gloo" in str(error):  # it names its source file
+            _reporter.failed = read_recorder().get("last", [])
         _reporter.write()
         time.sleep(MAX_WAIT_SECONDS)
 
@@ -129,8 +149,8 @@ def read_recorder() -> dict[str, Any]:
 
     Returns
     -------
-    A dictionary with the two keys of `parse_recorder`: `pending`, the list of unfinished operations, and `progress`,
-    channel -> (number, name) of the last operation. Both are empty if the recorder is off (TORCH_FR_BUFFER_SIZE is 0).
+    A dictionary with the keys of `parse_recorder`: `pending`, the list of unfinished operations, `progress`, channel ->
+    (number, name) of the last operation, and `last`. All are empty if the recorder is off (TORCH_FR_BUFFER_SIZE is 0).
     The dictionary itself is empty if torch.distributed is not loaded, this torch has no such recorder, or its dump
     cannot be read.
     """
@@ -150,7 +170,7 @@ def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
 
     Parameters
     ----------
-    found: what torch's recorder dumps as JSON; without `entries` both results are empty.
+    found: what torch's recorder dumps as JSON; without `entries` all results are empty.
     now: nanoseconds since 1970.
 
     Returns
@@ -158,10 +178,11 @@ def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
     `pending`: list of dictionaries, in the recorder's order, with `channel`, `sequence` (number of the operation in its
         channel), `name` (such as "all_reduce") and `seconds` since the operation was started.
     `progress`: channel -> (number, name) of the operation with the highest number.
+    `last`: channel, number and name of the operation that was started last.
 
     Raises KeyError: an entry lacks a field.
     """
-    pending, progress = [], dict[str, tuple[int, str]]()
+    pending, progress, last = [], dict[str, tuple[int, str]](), list[Any]()
     for entry in found.get("entries", ()):
         name, description = entry["process_group"]
         channel = "the world" if description == "default_pg" else f"group {name}"
@@ -169,7 +190,8 @@ def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
         if entry["is_p2p"]:
             channel, sequence = f"{channel}, between two", entry["p2p_seq_id"]
         progress[channel] = max(progress.get(channel, (0, "")), (sequence, operation))
+        last = [channel, sequence, operation]
         if not entry["retired"]:
             seconds = (now - entry["time_created_ns"]) / 1e9
             pending.append({"channel": channel, "sequence": sequence, "name": operation, "seconds": seconds})
-    return {"pending": pending, "progress": progress}
+    return {"pending": pending, "progress": progress, "last": last}

@@ -27,10 +27,12 @@ from cpuft.rank.interruption import start_host_watch
 from cpuft.rank.world import World, is_started_by_srun, parse_world, world_variables
 
 FAILED_MARK, STARTED_MARK, ENDED_MARK = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"
-MARKS = (FAILED_MARK, STARTED_MARK, ENDED_MARK)
+STEPS_MARK, WAITS_MARK, RAISED_MARK = "cpuft-rank-steps:", "cpuft-rank-waits:", "cpuft-rank-raised:"
+MARKS = (FAILED_MARK, STARTED_MARK, ENDED_MARK, STEPS_MARK, WAITS_MARK, RAISED_MARK)
 """Beginnings of those lines on a rank's standard error that are for the launcher, and are not shown to the user. A rank
 writes `MARK rank N on HOST` when it starts and when it ends with exit code 0; `format_failure` is the line of failed
-ranks."""
+ranks, and `format_steps` that of scripts that end. A line with WAITS_MARK asks for a diagnosis of a long wait, and one
+with RAISED_MARK is about the exception of a function, which the function's caller gets."""
 OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
 KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: the kernel has killed no process because memory ran out"
 FOREIGN_STORE_ENTRY = "an entry in torch's store was not written by this run"
@@ -235,6 +237,17 @@ def format_failure(world: World, hostname: str, code: int, missing: Collection[i
     break.
     """
     return " ".join([f"{FAILED_MARK} rank {world.rank} on {hostname} exit code {code}", *map(str, sorted(missing))])
+
+
+def format_steps(world: World, hostname: str, has_ended: bool, steps: int) -> str:
+    """Return the line that tells the launcher after how many optimizer steps a rank's script has ended or failed."""
+    return f"{STEPS_MARK} rank {world.rank} on {hostname} {'ended' if has_ended else 'failed'} after {steps}"
+
+
+def parse_steps(text: str) -> tuple[int, bool, int] | None:
+    """Return (rank, whether its script has ended normally, optimizer steps) from a rank's standard error, or None."""
+    found = re.findall(rf"^{STEPS_MARK} rank (\d{{1,9}}) on \S+ (ended|failed) after (\d{{1,9}})$", text, re.MULTILINE)
+    return (int(found[-1][0]), found[-1][1] == "ended", int(found[-1][2])) if found else None
 
 
 def parse_failure(text: str) -> tuple[int, str, int] | None:

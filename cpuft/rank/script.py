@@ -30,12 +30,21 @@ import socket
 import sys
 import threading
 import time
+import traceback
 import types
 from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any, NoReturn
 
-from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError, list_patches, make_check, refuse_nccl
+from cpuft.rank.connection_check import (
+    ConnectionCheck,
+    RefusedScriptError,
+    describe_steps,
+    explain_exception,
+    list_patches,
+    make_check,
+    refuse_nccl,
+)
 from cpuft.rank.diagnostics import RECORDER, start_reporting, wait_for_stack_dump
 from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.process import format_failure
@@ -68,21 +77,22 @@ def run_script(
     any other exception, also when the file cannot be read. After a time-out of torch the call first waits up to 25 s
     for the supervisor to dump stacks (`wait_for_stack_dump`).
     """
-    code = _run_script(argv, refusals)
+    code = _run_script(argv, refusals, check)
     if check and not code:
         try:
             check.check_end()
         except RefusedScriptError as error:
             return _report_refusal(error)
+        sys.stderr.write(describe_steps(has_ended=True))
     return code
 
 
-def _report_refusal(error: Exception) -> int:
-    print(f"cpuft: error: {error}", file=sys.stderr)
+def _report_refusal(error: Exception, mark: str = "") -> int:
+    print(f"{mark}cpuft: error: {error}", file=sys.stderr)
     return 2
 
 
-def _run_script(argv: Sequence[str], refusals: tuple[type[Exception], ...]) -> int:
+def _run_script(argv: Sequence[str], refusals: tuple[type[Exception], ...], check: ConnectionCheck | None) -> int:
     is_module = argv[0] == "-m"
     path, sys.argv = argv[is_module], list(argv[is_module:])
     sys.path.insert(0, os.getcwd() if is_module else os.path.dirname(os.path.abspath(path)))
@@ -95,17 +105,24 @@ def _run_script(argv: Sequence[str], refusals: tuple[type[Exception], ...]) -> i
         with open(path, "rb") as file:
             exec(compile(file.read(), path, "exec"), module.__dict__)
     except BaseException as error:
-        return report_exception(error, refusals, __file__)
+        return report_exception(error, refusals, __file__, check)
     return 0
 
 
-def report_exception(error: BaseException, refusals: tuple[type[Exception], ...], caller: str) -> int:
+def report_exception(
+    error: BaseException,
+    refusals: tuple[type[Exception], ...],
+    caller: str,
+    check: ConnectionCheck | None = None,
+    mark: str = "",
+) -> int:
     """Report the exception that ended the user's code on standard error, as Python would, and return the exit code.
 
     Parameters
     ----------
     refusals: exceptions that are reported in one line instead of a traceback, with exit code 2.
     caller: the file that called the user's code; its frames at the begin of the traceback are left out.
+    mark: begins each line of the report.
 
     Returns
     -------
@@ -119,17 +136,24 @@ def report_exception(error: BaseException, refusals: tuple[type[Exception], ...]
         print(error.code, file=sys.stderr)
         return 1
     if isinstance(error, refusals):
-        return _report_refusal(error)
-    traceback = error.__traceback__
-    while traceback and traceback.tb_frame.f_code.co_filename == caller:
-        traceback = traceback.tb_next
-    error.__traceback__ = traceback
+        return _report_refusal(error, mark)
+    frames = error.__traceback__
+    while frames and frames.tb_frame.f_code.co_filename == caller:
+        frames = frames.tb_next
+    error.__traceback__ = frames
     # Python sets these, too. Exit handlers read them to see that the script has failed.
-    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, traceback
-    sys.excepthook(type(error), error, traceback)
+    sys.last_type, sys.last_value, sys.last_traceback = type(error), error, frames
+    if mark:
+        text = "".join(traceback.format_exception(error))
+        sys.stderr.write("".join(f"{mark}{line}" for line in text.splitlines(keepends=True)))
+    else:
+        sys.excepthook(type(error), error, frames)
+    if advice := explain_exception(error, check):
+        print(f"{mark}cpuft: {advice}", file=sys.stderr)
+    sys.stderr.write(describe_steps(has_ended=False))
     if is_timeout(error):
         line = format_failure(parse_world(os.environ), socket.gethostname(), 1)
-        wait_for_stack_dump(f"{line}\n", traceback)
+        wait_for_stack_dump(f"{line}\n", error)
     return 130 if isinstance(error, KeyboardInterrupt) else 1
 
 
@@ -177,10 +201,12 @@ def _patch_process_groups(distributed_c10d: Any, check: ConnectionCheck | None) 
     @functools.wraps(own)
     def init_process_group(*args: Any, **kwargs: Any) -> None:
         refuse_nccl(args[0] if args else kwargs.get("backend"))
+        if check:
+            check.before_group(args[1] if len(args) > 1 else kwargs.get("init_method"), kwargs.get("store"))
         own(*args, **kwargs)
         keep_forever(distributed_c10d.group.WORLD)
         if check:
-            check.note_group(distributed_c10d.get_world_size())
+            check.note_group(distributed_c10d.get_world_size(), distributed_c10d._get_default_store())
 
     distributed_c10d.init_process_group = init_process_group
 
@@ -247,7 +273,7 @@ def prepare_torch() -> ConnectionCheck | None:
     address, init_process_group refuses NCCL without GPUs, and libraries connect CPU ranks with each other.
     """
     os.environ.setdefault(*RECORDER)
-    start_reporting()
+    start_reporting(reports_waits=True)
     check = make_check(os.environ)
     patches: dict[str, Callable[[Any], None]] = {
         "torch.distributed.distributed_c10d": functools.partial(_patch_process_groups, check=check),
@@ -269,6 +295,8 @@ def end_process(code: int) -> NoReturn:
     It waits for all threads that are not daemons. With exit code 0 it also finalizes MPI if mpi4py would have. Never
     returns.
     """
+    if code and (backend := sys.modules.get("cpuft.comm.backends.mpi")):
+        atexit.unregister(backend._finalize)  # it would wait for ranks that wait for this one
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if code == 0:

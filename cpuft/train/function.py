@@ -18,6 +18,7 @@ from cpuft.errors import CpuftError, install_command
 from cpuft.rank.call import CALL_FILE, CallHeader, read_call, sign_result, write_result
 from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError
 from cpuft.rank.interruption import handle_interruption
+from cpuft.rank.process import RAISED_MARK
 from cpuft.rank.script import end_process, prepare_torch, report_exception
 from cpuft.rank.world import World, parse_world
 
@@ -164,7 +165,7 @@ def main() -> int:
     try:
         call_function(parse_world(os.environ), os.environ["CPUFT_RUN_DIR"], sys.argv[1], check)
     except BaseException as error:
-        return report_exception(error, (CpuftError,), __file__)
+        return report_exception(error, (CpuftError,), __file__, check, RAISED_MARK)
     return 0
 
 

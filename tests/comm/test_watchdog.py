@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from cpuft.comm.watchdog import (
     GONE_GRACE_SECONDS,
+    CollectiveWatchdog,
     Operation,
     OperationRegister,
     describe_failure,
@@ -80,6 +83,47 @@ def test_the_line_names_operation_number_size_wait_and_ranks() -> None:
         "did not arrive: rank 2 (ended). "
         "Next: look at the log of that rank, or allow more time with --comm-timeout."
     )
+
+
+@pytest.mark.parametrize(
+    "other, arrived, remedy",
+    [
+        (
+            ("all_reduce", 4004),
+            "all ranks arrived, but with different sizes: ranks 0, 2 in all_reduce of 4000 bytes, rank 1 in all_reduce "
+            "of 4004 bytes",
+            "pass tensors of the same shape and type on all ranks",
+        ),
+        (
+            ("broadcast", 4000),
+            "all ranks arrived, but with different operations: ranks 0, 2 in all_reduce of 4000 bytes, rank 1 in "
+            "broadcast of 4000 bytes",
+            "let all ranks call the same operations in the same order",
+        ),
+        (
+            ("all_reduce", 4000),
+            "all ranks arrived, so the network or a library hangs",
+            "check the interface and the network between the hosts",
+        ),
+    ],
+)
+def test_the_line_says_which_rank_has_which_size(other: tuple[str, int], arrived: str, remedy: str) -> None:
+    calls = {0: ("all_reduce", 4000), 1: other, 2: ("all_reduce", 4000)}
+    line = describe_failure(waiting(), 0, {}, 131.0, calls)
+    assert f"; {arrived}. Next: {remedy}, or allow more time" in line
+
+
+def test_watchdogs_tell_each_other_their_sizes() -> None:
+    registers = [OperationRegister(), OperationRegister()]
+    watchdog = CollectiveWatchdog(registers[0])
+    for rank, register in enumerate(registers):
+        register.begin("the world", "broadcast", 8, (0, 1), 60.0)
+        operation = register.begin("the world", "all_reduce", 4000 + rank, (0, 1), 60.0)
+        if rank:
+            register.begin("the world", "barrier", 0, (0, 1), 60.0)  # it has gone on
+        answer = {"progress": register.copy_progress(), "recent": register.copy_recent()}
+        watchdog._handle_message(json.loads(json.dumps({"answer": rank, **answer})))
+    assert watchdog._find_calls(operation) == {0: ("all_reduce", 4000), 1: ("all_reduce", 4001)}
 
 
 def test_a_register_numbers_each_channel_and_counts_payload() -> None:

@@ -20,7 +20,7 @@ from cpuft.launch.failures import (
     worst_exit_code,
 )
 from cpuft.launch.supervise import LogTail
-from cpuft.rank.process import format_failure, parse_failure, parse_missing_ranks
+from cpuft.rank.process import RAISED_MARK, format_failure, format_steps, parse_failure, parse_missing_ranks
 from cpuft.rank.world import World
 from cpuft.record import InterruptedLine, Line, format_line
 from tests.conftest import Golden
@@ -111,6 +111,58 @@ def test_a_lost_host_is_named_last(name: str, errors: list[str], golden: Golden)
     failures = find_failures(errors, hosts)
     text = describe_failures(failures, "ssh: closed\n", describe_absent(failures, hosts, {"node2"}))
     golden(f"failure-{name}.txt", text)
+
+
+def steps_line(rank: int, has_ended: bool, steps: int) -> str:
+    return f"{format_steps(World(rank, 2, rank, 2), f'host{rank}', has_ended, steps)}\n"
+
+
+@pytest.mark.parametrize(
+    "waits, ends, said",
+    [
+        (
+            error_log(LOST_PEER + steps_line(0, False, 5), 0, 1),
+            steps_line(1, True, 5),
+            "cpuft: the script of rank 1 on node2 ended normally after 5 optimizer steps, and rank 0 on node1 waited "
+            "for it, in its step 6: give all ranks the same number of batches, as DistributedSampler does, or train "
+            "inside the model's join()",
+        ),
+        (
+            steps_line(0, False, 0) + waiting_log(0, 1),
+            steps_line(1, True, 0),
+            "cpuft: the script of rank 1 on node2 ended normally, and rank 0 on node1 waited for it: let all ranks "
+            "call the same collective operations",
+        ),
+        (error_log(RAISED + steps_line(0, False, 5), 0, 1), steps_line(1, True, 5), "cpuft: rank 0 on node1 failed"),
+        (
+            error_log(LOST_PEER + steps_line(0, False, 5), 0, 1),
+            error_log(RAISED + steps_line(1, False, 5), 1, 1),
+            "cpuft: rank 1 on node2 failed",
+        ),
+    ],
+)
+def test_a_rank_whose_script_ended_before_the_others_is_named(waits: str, ends: str, said: str) -> None:
+    hosts = ("node1", "node2")
+    failures = find_failures([waits, ends], hosts)
+    lines = describe_failures(failures, "", describe_absent(failures, hosts, set())).splitlines()
+    assert lines[-1] == said
+    assert not any("cpuft-rank" in line for line in lines)
+
+
+def test_the_exception_of_a_function_is_left_to_its_caller() -> None:
+    marked = "".join(f"{RAISED_MARK}{line}\n" for line in RAISED.splitlines()[1:])
+    failures = find_failures([error_log(marked, 0, 1)], ("node1",))
+    assert describe_failures(failures, "") == "cpuft: rank 0 on node1 failed (exit code 1)"
+    assert failures[0].text == RAISED.removeprefix("step 1\n").rstrip()
+
+
+@pytest.mark.parametrize(
+    "text", ["Received data size doesn't match expected size. Is there", "prov_err: Truncation error(-265)"]
+)
+def test_what_libraries_say_about_different_sizes_is_explained(text: str) -> None:
+    cause, advice = explain_exit(134, text)
+    assert cause == "killed by signal 6, because ranks passed different sizes to a collective operation"
+    assert advice.startswith("pass tensors of the same shape and type on all ranks")
 
 
 def test_ranks_that_only_waited_do_not_determine_the_exit_code() -> None:

@@ -67,6 +67,22 @@ def test_c_code_that_holds_the_gil_is_named_with_its_line() -> None:
     )
 
 
+@pytest.mark.proof
+def test_a_long_wait_is_reported_while_the_run_goes_on() -> None:
+    begun = time.monotonic()
+    with start("--np", "3", "--", SCRIPT, "torch", "elsewhere", "1", "40") as launch:
+        assert launch.stderr
+        line = next((line for line in launch.stderr if "waiting" in line), "")
+        waited = time.monotonic() - begun
+        launch.terminate()
+        launch.stderr.read()
+    assert line == (
+        "cpuft: ranks have been waiting for 20 s: rank 1 on localhost blocks the others (ranks 0, 2 wait in "
+        f"all_reduce #6 of group 1): it is in barrier #1 of the world, at {SCRIPT}:{LEAVES} in go_elsewhere\n"
+    )
+    assert waited < 40
+
+
 def test_stacks_of_a_folder_that_does_not_exist() -> None:
     done = run_cpuft("stacks", "none")
     assert (done.returncode, done.stdout) == (2, "")

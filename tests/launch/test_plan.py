@@ -262,6 +262,23 @@ def test_run_directories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert LEAST_FREE_BYTES < 1 << 30
 
 
+def test_launches_of_one_second_get_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.strftime", lambda form: "20260102-030405")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    text = "import time; time.strftime = lambda form: '20260102-030405'\n"
+    text += "from cpuft.launch.plan import choose_run_dir; print(choose_run_dir('', 'mrpc-np2'), flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", text], stdin=-1, stdout=-1, text=True) as other:
+        assert other.stdout
+        assert other.stdout.readline() == f"{tmp_path}/runs/mrpc-np2-20260102-030405\n"
+        second = choose_run_dir("", "mrpc-np2")
+        assert second == f"{tmp_path}/runs/mrpc-np2-20260102-030405-2"
+        Path(second).mkdir(parents=True)
+        assert choose_run_dir("", "mrpc-np2") == f"{tmp_path}/runs/mrpc-np2-20260102-030405-3"
+        assert choose_run_dir("", "sst2-np2") == f"{tmp_path}/runs/sst2-np2-20260102-030405"
+        other.communicate("\n")
+    assert choose_run_dir("", "mrpc-np2") == f"{tmp_path}/runs/mrpc-np2-20260102-030405"
+
+
 def find_rooms(cluster: Cluster, apart: bool = False, resumed: ResumedRun | None = None) -> RunMemory | None:
     """What the plan of a training tells its preparation of these hosts."""
     plan = plan_training(cluster, LaunchConfig(np=2), TrainConfig(), "/runs/one", "lines", {}, apart, resumed)

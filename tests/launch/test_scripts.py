@@ -259,3 +259,49 @@ def test_a_rank_on_other_cores_than_planned_stops_the_run() -> None:
     assert done.returncode == 1
     assert "runs on hardware threads [0, 1], planned [1]" in done.stderr
     assert "CpuftError: rank 1 on " in done.stderr
+
+
+TRAINS = """
+import sys, torch, torch.distributed as dist, torch.multiprocessing as mp
+from torch.nn.parallel import DistributedDataParallel
+how, rank = sys.argv[1], int(__import__("os").environ["RANK"])
+if how == "spawn":
+    mp.spawn(print, nprocs=2)
+if how == "uneven-ccl":
+    import cpuft.comm
+dist.init_process_group("ccl" if how == "uneven-ccl" else "gloo")
+torch.manual_seed(rank)
+model = DistributedDataParallel(torch.nn.Linear(8, 1))
+optimizer = torch.optim.AdamW(model.parameters())
+for step in range(20 if rank == 0 or "uneven" not in how else 5):
+    (model.module if how == "inside" else model)(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step(), optimizer.zero_grad()
+    if how == "inside":
+        dist.all_reduce(torch.ones(1))  # as to print a mean of the losses
+"""
+ENDED = (
+    "cpuft: the script of rank 1 on localhost ended normally after 5 optimizer steps, and rank 0 on localhost waited "
+    "for it, in its step 6: give all ranks the same number of batches, as DistributedSampler does, or train inside the "
+    "model's join()"
+)
+
+
+@pytest.mark.parametrize(
+    "how, code, place, line",
+    [
+        (
+            "inside",
+            2,
+            -2,
+            "cpuft: error: the script was stopped before optimizer step 2 because each rank trains a copy",
+        ),
+        ("spawn", 2, -2, "cpuft: error: the script starts processes of its own. Next: cpuft launch has started one"),
+        ("uneven", 1, -1, ENDED),
+        ("uneven-ccl", 75, -1, ENDED),
+        ("fine", 0, -1, ""),
+    ],
+)
+def test_scripts_whose_ranks_do_not_train_together_are_told_why(how: str, code: int, place: int, line: str) -> None:
+    done = run_cpuft("launch", "--np", "2", "--run-dir", "run", "--", write_script(TRAINS), how, seconds=120)
+    assert done.returncode == code, done.stderr
+    assert (done.stderr.rstrip().splitlines() or [""])[place].startswith(line), done.stderr

@@ -13,6 +13,7 @@ from cpuft.cli.stacks import format_dumps
 from cpuft.launch.stack_dumps import (
     GONE,
     SILENT,
+    Diagnosis,
     Frame,
     PendingOperation,
     RankDump,
@@ -102,10 +103,38 @@ def test_the_longest_pending_operation_comes_first() -> None:
 
 
 def test_an_operation_ended_by_a_timeout_counts_as_pending() -> None:
-    report = {"pending": [], "progress": {"the world": [3, "all_reduce"]}, "raised": [["/a.py", 5, "step"]]}
+    report: dict[str, object] = {"pending": [], "progress": {"the world": [3, "all_reduce"]}}
+    report["raised"] = [["/a.py", 5, "step"]]
+    report["failed"] = ["the world", 3, "all_reduce"]
     dump = parse_rank_dump(found(report=json.dumps(report)), "node1")
     assert dump.pending == (PendingOperation("the world", 3, "all_reduce", 0.0),)
     assert dump.location == "/a.py:5 in step"
+
+
+def test_a_finished_operation_of_a_rank_that_raised_an_error_does_not_count_as_pending() -> None:
+    progress = {"the world from nothing": [1, "connect"], "the world": [3, "all_reduce"]}
+    dumps = [
+        parse_rank_dump(
+            found(
+                rank=rank,
+                report=json.dumps({"pending": [], "progress": progress, "raised": [["/a.py", 5, "load"]][rank:]}),
+            ),
+            f"node{rank + 1}",
+        )
+        for rank in (0, 1)
+    ]
+    assert dumps[0].pending == ()
+    assert diagnose(dumps, 0.0) == Diagnosis(
+        (), "no rank waits for another one, and the script ended with an error: rank 0 on node1 at /a.py:5 in load"
+    )
+    waiting = replace(dumps[1], pending=(PendingOperation("the world", 4, "barrier", 9.0, (0, 1)),))
+    ended = replace(dumps[0], frames=(Frame("/x/threading.py", 3, "wait"), Frame("/x/script.py", 9, "end_process")))
+    assert diagnose([ended, waiting]).text.endswith("(rank 1 waits in barrier #4 of the world): its script has ended")
+    assert diagnose([dumps[0], waiting], 0.0) == Diagnosis(
+        (0,),
+        "rank 0 on node1 blocks the others (rank 1 waits in barrier #4 of the world): an error ended its script at "
+        "/a.py:5 in load",
+    )
 
 
 def test_pending_operations_of_a_rank_that_holds_the_gil_are_ignored() -> None:

@@ -34,7 +34,7 @@ from cpuft.launch.supervise import (
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.diagnostics import HANG_MARK
 from cpuft.rank.interruption import HEARTBEAT_FILE
-from cpuft.rank.process import ENDED_MARK, STARTED_MARK, format_failure
+from cpuft.rank.process import ENDED_MARK, STARTED_MARK, WAITS_MARK, format_failure
 from cpuft.rank.world import World
 from tests.launch.test_failures import error_log
 
@@ -244,6 +244,25 @@ def test_a_host_that_is_lost_while_the_run_is_saved_is_detected(tmp_path: Path) 
     assert asked == []
     with pytest.raises(StuckError, match="although 1 of 2 ranks have not ended"):
         check_after(watchdog, 6.0)
+
+
+def test_long_waits_are_reported_once_while_the_ranks_go_on(tmp_path: Path) -> None:
+    watchdog, reported = make_watchdog(tmp_path / "logs", set(), []), threading.Event()
+    watchdog.report_wait = reported.set
+    log = tmp_path / "logs/rank-1.err"
+    log.write_text(f"{STARTED_MARK} rank 1 on b\n")
+    check_after(watchdog, 0.0)
+    assert not watchdog.waits
+    log.write_text(f"{STARTED_MARK} rank 1 on b\n 5%|# {WAITS_MARK} barrier #6\n")
+    check_after(watchdog, 0.0)
+    assert reported.wait(30)
+    reported.clear()
+    check_after(watchdog, 0.0)
+    assert watchdog.waits == {f"{WAITS_MARK} barrier #6".encode()}
+    assert not reported.wait(0.2)
+    shown = io.StringIO()
+    LogTail(log, shown).copy()
+    assert shown.getvalue() == ""
 
 
 def test_ranks_have_to_start_in_time_even_if_all_hosts_answer(tmp_path: Path) -> None:

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cpuft.comm.watchdog import OperationRegister
 from cpuft.launch.settings import script_settings
 from cpuft.rank import connection_check
-from cpuft.rank.connection_check import ConnectionCheck, RefusedScriptError, list_patches, make_check, refuse_nccl
+from cpuft.rank.connection_check import (
+    ConnectionCheck,
+    RefusedScriptError,
+    explain_exception,
+    list_patches,
+    make_check,
+    refuse_nccl,
+)
 from cpuft.rank.script import run_script
 
 
@@ -26,6 +36,177 @@ def operations(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 def take_steps(check: ConnectionCheck, count: int) -> None:
     for _ in range(count):
         check.before_step(None, (), {})
+
+
+class Store:
+    """As torch's, for ranks of this process."""
+
+    def __init__(self) -> None:
+        self.values = dict[str, bytes]()
+
+    def set(self, name: str, value: bytes) -> None:
+        self.values[name] = value
+
+    def get(self, name: str) -> bytes:
+        return self.values[name]
+
+    def check(self, names: list[str]) -> bool:
+        return all(name in self.values for name in names)
+
+
+class Ranks:
+    """Two ranks of this process, each with a DistributedDataParallel of its own, which averages nothing."""
+
+    def __init__(self) -> None:
+        self.torch = pytest.importorskip("torch")
+        store = Store()
+        self.checks = [ConnectionCheck(2), ConnectionCheck(2)]
+        self.models = list[Any]()
+        self.optimizers = list[Any]()
+        for rank, check in enumerate(self.checks):
+            check.note_group(2, store)
+            self.torch.manual_seed(0)
+            self.models.append(self.wrap(check, self.torch.nn.Linear(2, 1)))
+            self.optimizers.append(self.torch.optim.SGD(self.models[rank].parameters(), lr=0.1))
+
+    def wrap(self, check: ConnectionCheck, module: Any) -> Any:
+        class DistributedDataParallel:
+            def __init__(self, module: Any) -> None:
+                self.module, self.parameters = module, module.parameters
+
+            def forward(self, x: Any) -> Any:
+                return self.module(x)
+
+        distributed = types.SimpleNamespace(DistributedDataParallel=DistributedDataParallel, torch=self.torch)
+        list_patches(check)["torch.nn.parallel.distributed"](distributed)
+        return DistributedDataParallel(module)
+
+    def step(self, is_wrapped: bool = True, is_averaged: bool = False) -> None:
+        """Train both ranks for a step, on data of their own."""
+        for rank, model in enumerate(self.models):
+            data = self.torch.ones(1, 2) * (1 if is_averaged else rank + 1)
+            (model.forward if is_wrapped else model.module)(data).sum().backward()
+        for rank, optimizer in enumerate(self.optimizers):
+            os.environ["RANK"] = str(rank)
+            self.checks[rank].before_step(optimizer, (), {})
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.fixture
+def ranks(operations: set[str], monkeypatch: pytest.MonkeyPatch) -> Ranks:
+    operations.update(("broadcast", "all_reduce"))  # the loss is averaged, too
+    monkeypatch.setenv("RANK", "0")
+    return Ranks()
+
+
+def test_a_wrapped_model_that_the_script_does_not_call_is_noticed(ranks: Ranks) -> None:
+    ranks.step(is_wrapped=False)
+    with pytest.raises(RefusedScriptError) as refused:
+        ranks.step(is_wrapped=False)
+    assert str(refused.value) == (
+        "the script was stopped before optimizer step 2 because each rank trains a copy of its own of Linear: the "
+        "model is wrapped in DistributedDataParallel, but the script calls the model inside, so gradients are not "
+        "averaged, and parameters differ between ranks. Next: call the wrapped model in the training loop, model(...) "
+        "instead of model.module(...) or of the model from before DistributedDataParallel or accelerator.prepare"
+    )
+
+
+def test_a_model_that_stops_to_be_called_is_noticed(ranks: Ranks) -> None:
+    for _ in range(20):
+        ranks.step()
+    ranks.step(is_wrapped=False)
+    with pytest.raises(RefusedScriptError, match="before optimizer step 22 because each rank trains a copy"):
+        ranks.step(is_wrapped=False)
+
+
+def test_models_whose_ranks_differ_on_purpose_or_agree_by_other_means_are_left_alone(ranks: Ranks) -> None:
+    for _ in range(120):
+        ranks.step()  # as with no_sync and local SGD: parameters differ, but the model is called
+    averaged = Ranks()
+    for _ in range(120):
+        averaged.step(is_wrapped=False, is_averaged=True)  # as with an average of the script's own
+
+
+@pytest.mark.parametrize("later, is_refused", [((), True), (("all_gather",), False)])
+def test_only_the_broadcast_of_a_start_is_no_training_together(
+    later: tuple[str, ...], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = OperationRegister()
+    monkeypatch.setattr(connection_check, "read_operations", register.report)
+    monkeypatch.delitem(sys.modules, "torch._C._distributed_c10d", raising=False)
+    check = ConnectionCheck(2)
+    check.note_group(2)
+    for name in ("all_gather", "broadcast"):
+        register.begin("the world", name, 8, (0, 1), 60.0)
+    take_steps(check, 3)
+    for name in later:
+        register.begin("the world", name, 8, (0, 1), 60.0)
+    take_steps(check, 200)
+    if is_refused:
+        with pytest.raises(RefusedScriptError, match="exchanged no gradients or parameters in it after the first opt"):
+            check.check_end()
+    else:
+        check.check_end()
+
+
+def test_a_script_that_starts_its_own_processes_is_refused() -> None:
+    check = ConnectionCheck(2)
+    spawn = types.SimpleNamespace(start_processes=lambda *args, **kwargs: "started")
+    list_patches(check)["torch.multiprocessing.spawn"](spawn)
+    with pytest.raises(RefusedScriptError, match=r"processes of its own. Next: cpuft launch has started one process"):
+        spawn.start_processes(print, nprocs=2)
+    check.note_group(2)
+    assert spawn.start_processes(print, nprocs=2) == "started"
+    child = os.fork()
+    if not child:
+        try:
+            check.before_group(None, None)
+        except RefusedScriptError:
+            os._exit(7)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+@pytest.mark.parametrize(
+    "address, variable, method, is_refused",
+    [
+        ("198.51.100.1", "localhost", None, True),
+        ("198.51.100.1", "127.0.0.1", "env://", True),
+        ("198.51.100.1", "198.51.100.1", "tcp://localhost:29500", True),
+        ("198.51.100.1", "198.51.100.1", None, False),
+        ("198.51.100.1", "198.51.100.2", None, False),
+        ("198.51.100.1", "localhost", "file:///tmp/store", False),
+        ("127.0.0.1", "localhost", None, False),
+        ("", "localhost", None, False),
+    ],
+)
+def test_a_script_that_takes_its_own_host_for_that_of_rank_0_is_refused(
+    address: str, variable: str, method: str | None, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", variable)
+    check = ConnectionCheck(2, address)
+    check.before_group(method, Store())
+    if is_refused:
+        with pytest.raises(RefusedScriptError, match=r"rank 0 is on another host, .* Next: do not set MASTER_ADDR"):
+            check.before_group(method, None)
+    else:
+        check.before_group(method, None)
+
+
+@pytest.mark.parametrize("text", [None, "import os; os.exit(127)"])
+def test_an_import_that_no_cpu_needs_names_the_package_of_ours(text: str | None, tmp_path: Path) -> None:
+    if text:
+        (tmp_path / "intel_extension_for_pytorch.py").write_text(text)
+    (tmp_path / "script.py").write_text("import intel_extension_for_pytorch as ipex\n")
+    command = [sys.executable, "-m", "cpuft.rank.script", f"{tmp_path}/script.py"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "cpuft: intel_extension_for_pytorch cannot be imported, and PyTorch itself has what it was for. Remove the "
+        'import and calls such as ipex.optimize, and write import cpuft.comm if the script uses the backends "ccl" or '
+        '"mpi"'
+    )
 
 
 def test_without_a_group_of_all_ranks_the_first_step_is_refused(operations: set[str]) -> None:
@@ -166,8 +347,16 @@ class Connector:
 def test_automatic_devices_of_lightning_are_all_ranks(module: str) -> None:
     own = type("Own", (Connector,), {"_set_devices_flag_if_auto_passed": Connector._set_devices_flag_if_auto_passed})
     name = "_Connector" if "fabric" in module else "_AcceleratorConnector"
-    list_patches(ConnectionCheck(4))[module](types.SimpleNamespace(**{name: own}))
-    assert [own(*given).devices for given in (("auto", 1), ("auto", 2), (3, 1))] == [4, 2, 3]
+    check = ConnectionCheck(4)
+    list_patches(check)[module](types.SimpleNamespace(**{name: own}))
+    assert [own(*given).devices for given in (("auto", 1), ("auto", 2), ("4", 1), (2, 2))] == [4, 2, "4", 2]
+    assert check.advice == ""
+    assert own(3, 1).devices == 3
+    with pytest.raises(
+        RefusedScriptError, match="Next: leave out devices=3 of Lightning's Trainer or Fabric, or write"
+    ):
+        take_steps(check, 1)
+    assert explain_exception(ValueError("devices=3"), check) == check.advice
 
 
 def test_accelerate_and_the_trainer_use_cpus_where_there_is_no_gpu() -> None:

@@ -40,8 +40,30 @@ def test_the_flight_recorders_entries_become_pending_operations_and_progress() -
             "group 1": (2, "broadcast"),
             "the world, between two": (4, "recv"),
         },
+        "last": ["the world, between two", 4, "recv"],
     }
-    assert parse_recorder({}, NOW) == {"pending": [], "progress": {}}
+    assert parse_recorder({}, NOW) == {"pending": [], "progress": {}, "last": []}
+
+
+WAITS = """
+import cpuft.rank.diagnostics as diagnostics, time
+diagnostics.WAIT_SECONDS = 2.0
+seconds = iter([1.0, 3.0, 3.5, 4.0, 7.0, 9.0])
+def read():
+    barrier = {"channel": "the world", "name": "barrier", "sequence": 6, "seconds": next(seconds, 0.0)}
+    return {"pending": [barrier, {**barrier, "channel": "the world from 0 to 1", "seconds": 99.0}]}
+diagnostics.start_reporting(read, reports_waits=True)
+time.sleep(3.5)
+"""
+
+
+@pytest.mark.parametrize("supervised, lines", [("1", 2), ("", 0)])
+def test_long_waits_are_reported_to_a_supervisor_and_later_only_longer_ones(supervised: str, lines: int) -> None:
+    environ = {**os.environ, "CPUFT_SUPERVISED": supervised}
+    done = subprocess.run(
+        [sys.executable, "-c", WAITS], env=environ, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stderr == "cpuft-rank-waits: barrier #6\n" * lines
 
 
 @pytest.mark.parametrize(

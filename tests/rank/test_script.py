@@ -191,3 +191,20 @@ def test_torch_reports_a_rank_0_that_never_starts() -> None:
         port = probe.getsockname()[1]
     wait_for_listener("127.0.0.1", port, 0.05)
     wait_for_listener("no.such.host.invalid", port)
+
+
+FINALIZES = """
+import atexit, sys, types
+mpi = sys.modules["cpuft.comm.backends.mpi"] = types.ModuleType("mpi")
+mpi._finalize = lambda: print("waits for all ranks")
+atexit.register(mpi._finalize)
+from cpuft.rank.script import end_process
+end_process(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code, said", [(0, "waits for all ranks\n"), (2, "")])
+def test_a_rank_that_has_failed_does_not_wait_for_the_others_to_finalize_mpi(code: int, said: str) -> None:
+    command = [sys.executable, "-c", FINALIZES, str(code)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (code, said)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import itertools
 import os
@@ -17,6 +18,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from cpuft.comm.backends.base import Backend
+from cpuft.comm.watchdog import stop_watchdog
 from cpuft.errors import CpuftError, install_command
 from cpuft.rank.world import parse_world
 
@@ -88,7 +90,9 @@ def _finalize(mpi: Any) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)
-    thread = threading.Thread(target=mpi.Finalize, daemon=True)
+    stop_watchdog()  # so that ranks which still wait for this one notice that it has left
+    # mpi4py's own Finalize keeps the GIL, which the time limit and the hub of the first rank need.
+    thread = threading.Thread(target=ctypes.CDLL(mpi.__file__).MPI_Finalize, daemon=True)
     thread.start()
     thread.join(FINALIZE_SECONDS)
 
