@@ -7,6 +7,7 @@ import glob
 import hashlib
 import os
 import secrets
+import shlex
 import shutil
 import stat
 from collections.abc import Iterator, Mapping
@@ -64,6 +65,16 @@ REMOVE = _HERE.with_name("remove.sh").read_text(encoding="utf-8")
 """Shell function `remove ROOT PATH...`: remove paths below ROOT, on ROOT's disk only.
 
 It fails for a path that resolves to a place outside ROOT, to / or to a folder that contains the user's home."""
+
+
+def describe_lfs_pointer(path: Path, begin: bytes) -> str:
+    """Say, if the first bytes of a file are those of a pointer of Git LFS, how to get the file; else return ""."""
+    if not begin.startswith(b"version https://git-lfs"):
+        return ""
+    return (
+        f"{path} is a pointer of Git LFS, not the file itself: fetch the file with this command in its repository: "
+        f"git lfs pull --include {shlex.quote(path.name)}"
+    )
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 from cpuft.config import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, suggest_names
+from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
 from cpuft.train.fast.architectures import DROPOUT_SETTINGS, POSITIONS_AFTER_PADDING
@@ -321,10 +322,15 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
 
 
 def check_weights(source: str) -> None:
-    """Raise CpuftError if a safetensors file in a model's folder is damaged or shorter than its header says.
+    """Raise CpuftError if a safetensors file in a model's folder is damaged or shorter than its header says, or if any
+    file there is a pointer of Git LFS.
 
     A folder without such files, and a hub name, pass. OSError: a file cannot be read.
     """
+    for path in filter(Path.is_file, sorted(Path(source).glob("*"))):
+        with path.open("rb") as file:
+            if problem := describe_lfs_pointer(path, file.read(64)):
+                raise CpuftError(problem)
     for path in sorted(Path(source).glob("*.safetensors")):
         header, length = _read_safetensors_header(path)
         try:
