@@ -34,6 +34,10 @@ PADDINGS = ("dynamic", "max_length")
 """The values of --padding."""
 LABEL_TYPES = ("auto", "class", "number", "multi")
 """The values of --label-type."""
+DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
+"""The values of --delimiter, apart from auto, and the characters that they stand for."""
+QUOTINGS = ("auto", "csv", "none")
+"""The values of --quoting."""
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
 """The values of --backend."""
 ENGINES = ("torch", "ipex", "deepspeed", "ort")
@@ -129,6 +133,27 @@ _hosts, _data, _recipe, _evaluation, _speed, _communication, _output = (
 )
 
 
+def _delimiter(section: str = "") -> Any:
+    text = "Character between the columns of CSV and TSV files; auto is found in the header line of each file"
+    return option("auto", text, section=section, choices=("auto", *DELIMITERS))
+
+
+def _quoting(section: str = "") -> Any:
+    text = (
+        "Whether quotation marks surround cells of CSV and TSV files (csv), or are a part of the texts, as in GLUE's "
+        "files (none); auto is none if a file can only be read so, and refuses a file that is in doubt"
+    )
+    return option("auto", text, section=section, choices=QUOTINGS)
+
+
+def _encoding(section: str = "") -> Any:
+    text = (
+        "Encoding of files of texts, such as windows-1252 or shift_jis; auto is UTF-8, and UTF-16 for a file that "
+        "begins with its byte order mark"
+    )
+    return option("auto", text, section=section, takes="NAME")
+
+
 @dataclass(frozen=True)
 class TrainConfig:
     """Options of a training. The defaults are the usual GLUE recipe: length 128, batch 32 per rank, 2e-5, 3 epochs."""
@@ -178,8 +203,8 @@ class TrainConfig:
         "JSON lines files, also compressed with gzip, Parquet or Arrow files, folders of datasets.save_to_disk, or "
         "hub:OWNER/NAME/CONFIGURATION:SPLIT@REVISION for a data set of the Hugging Face hub, of which configuration, "
         "split and revision may be left out; so also with --task pairs and scored-pairs. With --task text: text files, "
-        "JSON lines files or folders of them. With --task chat: JSON lines files whose lines have messages, a list of "
-        "objects with role (system, user, assistant or tool) and content",
+        "folders of them, or a column of any of these files. With --task chat: JSON lines files whose lines have "
+        "messages, a list of objects with role (system, user, assistant or tool) and content",
         takes="FILE",
     )
     validation_file: str = _data(
@@ -213,6 +238,14 @@ class TrainConfig:
         "such as 3.5, several labels are multi, and all others are classes; tags of words need no type",
         choices=LABEL_TYPES,
     )
+    skip_unlabelled: bool = _data(
+        False,
+        "With --task files, scored-pairs and rerank, leave out the rows without a label, and say how many they are, "
+        "instead of refusing them",
+    )
+    delimiter: str = _delimiter(SECTIONS[1])
+    quoting: str = _quoting(SECTIONS[1])
+    encoding: str = _encoding(SECTIONS[1])
     max_length: int = _data(
         128,
         "Maximum number of tokens per example: longer examples are truncated, conversations at the end of an answer, "
@@ -1263,6 +1296,9 @@ class PredictConfig:
         "that column)",
         takes="NAME",
     )
+    delimiter: str = _delimiter()
+    quoting: str = _quoting()
+    encoding: str = _encoding()
     data_dir: str = option(
         "", "Folder of the GLUE data, with files such as MRPC/test.tsv (default: as in the run)", takes="FOLDER"
     )
@@ -1378,6 +1414,9 @@ class MineConfig:
         "Column of the documents in --corpus (default: the only column, or text or another usual name)",
         takes="NAME",
     )
+    delimiter: str = _delimiter()
+    quoting: str = _quoting()
+    encoding: str = _encoding()
     overwrite: bool = option(False, "Replace the --output file if it is there")
     negatives: int = option(3, "Number of negatives for each anchor; anchors with fewer are left out", least=1)
     skip_top: int = option(
@@ -1413,6 +1452,9 @@ class MineConfig:
     np: int = option(1, "Number of processes of this host that compute embeddings; they share its cores", least=1)
 
 
+TableOptions = TrainConfig | PredictConfig | MineConfig
+"""Options with --delimiter, --quoting and --encoding."""
+
 DATA_OPTIONS = (
     "task",
     "model",
@@ -1425,6 +1467,10 @@ DATA_OPTIONS = (
     "text_columns",
     "label_column",
     "label_type",
+    "skip_unlabelled",
+    "delimiter",
+    "quoting",
+    "encoding",
     "max_length",
     "validation_split",
     "causal",

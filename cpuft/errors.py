@@ -10,7 +10,7 @@ import shlex
 import signal
 import socket
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import cpuft
@@ -144,12 +144,24 @@ def _is_working_folder_deleted() -> bool:
     return False
 
 
-def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: "did you mean int8 or fp16?" with up to three similar
-    names.
+_ABOUT_AS_SIMILAR = 0.1
+"""Difference of two ratios of difflib below which two names are similar alike."""
 
-    If none of the names is similar: "choose one of " and all of them in alphabetical order.
+
+def suggest_names(name: str, known: Iterable[str]) -> str:
+    """Return the end of an error message about an unknown name: "did you mean int8?" with the most similar name.
+
+    Up to two more names follow if they are about as similar. If none of the names is similar: "choose one of " and the
+    names in alphabetical order, at most 20 of them.
     """
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
-    return f"did you mean {' or '.join(close)}?" if close else f"choose one of {', '.join(names)}"
+    likeness = [difflib.SequenceMatcher(None, other, name).ratio() for other in close]
+    best = [other for other, ratio in zip(close, likeness) if ratio > likeness[0] - _ABOUT_AS_SIMILAR]
+    return f"did you mean {' or '.join(best)}?" if best else f"choose one of {list_names(names)}"
+
+
+def list_names(names: Sequence[str], most: int = 20) -> str:
+    """Return names with commas between them; of more than `most`, the first ones and the number of the others."""
+    others = f" and {len(names) - most} others" if len(names) > most else ""
+    return ", ".join(names[:most]) + others

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import reprlib
 import unicodedata
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -25,13 +26,17 @@ def find_control(text: str, allowed: str = "") -> str:
     return next((c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp") and c not in allowed), "")
 
 
-def parse_json(text: str) -> Any:
+def parse_json(text: str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
     """Return the value of a JSON text; NaN and Infinity are accepted as numbers.
+
+    Parameters
+    ----------
+    make_object: makes the value of an object of its keys and values; None for a dict with the last value of each key.
 
     Raises ValueError: not JSON, nested too deep, or a number has more than 4,300 digits.
     """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=make_object)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import cpuft
-from cpuft.errors import CPU_INDEX, CpuftError, describe_path_error, install_command
+from cpuft.errors import CPU_INDEX, CpuftError, describe_path_error, install_command, suggest_names
 
 PACKAGE = Path(cpuft.__file__).parent
 
@@ -72,3 +72,10 @@ def test_what_trains_comes_without_cuda_and_with_exact_versions(monkeypatch: pyt
 def test_no_hint_has_an_install_command_of_its_own() -> None:
     found = [path for path in PACKAGE.rglob("*.py") if "pip install" in path.read_text(encoding="utf-8")]
     assert found == []
+
+
+def test_one_typo_has_one_suggestion_unless_several_names_are_as_similar() -> None:
+    assert suggest_names("lanch", ("launch", "bench", "cancel")) == "did you mean launch?"
+    assert suggest_names("labell", ("label", "labels", "table")) == "did you mean label or labels?"
+    many = [f"name{number:02}" for number in range(30)]
+    assert suggest_names("xyz", many) == f"choose one of {', '.join(many[:20])} and 10 others"

@@ -325,12 +325,15 @@ def refuse_unused_data_options(train: TrainConfig) -> None:
     """Raise CpuftError if an option about data differs from its default and has no effect with `train.task`.
 
     --train-file, --validation-file, --validation-split and --text-columns need a task of FILE_TASKS, such as "files";
+    so do --delimiter, --quoting and --encoding, but not "chat"; --skip-unlabelled needs one with labels;
     --mlm-probability and --whole-word-mask need "text"; --data-dir needs a GLUE task such as "mrpc". An ignored option
     would mean to train on other data than the user believes.
     """
     default, text = TrainConfig(), ("mlm_probability", "whole_word_mask")
-    files = ("train_file", "validation_file", "validation_split", "text_columns")
-    own = () if train.task in FILE_TASKS else files
+    forms = ("delimiter", "quoting", "encoding")
+    files = ("train_file", "validation_file", "validation_split", "text_columns", "skip_unlabelled", *forms)
+    unlabelled = {"chat": (*forms, "skip_unlabelled"), "text": ("skip_unlabelled",), "pairs": ("skip_unlabelled",)}
+    own = unlabelled.get(train.task, ()) if train.task in FILE_TASKS else files
     task = f"--task {train.task}" + ", which is the default task" * (train.task == default.task)
     for name in (*own, *(text if train.task != "text" else ())):
         if getattr(train, name) != getattr(default, name):

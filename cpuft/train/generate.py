@@ -82,7 +82,7 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
     """
     if is_chat and not request.text_columns and (found := _read_conversations(Path(request.file))):
         return found
-    table = read_tables(request.file, "--file")
+    table = read_tables(request.file, "--file", request)
     wanted = [name.strip() for name in request.text_columns.split(",")] if request.text_columns else _PROMPT_COLUMNS
     column = next((name for name in wanted if name in table.columns), "")
     if not column or (request.text_columns and len(wanted) > 1):

@@ -381,10 +381,15 @@ def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) 
 
 
 def check_weights(source: str) -> None:
-    """Raise CpuftError if a safetensors file in a model's folder is damaged or shorter than its header says.
+    """Raise CpuftError if a safetensors file in a model's folder is damaged or shorter than its header says, or if any
+    file there is a pointer of Git LFS.
 
     A folder without such files, and a hub name, pass. OSError: a file cannot be read.
     """
+    for path in filter(Path.is_file, sorted(Path(source).glob("*"))):
+        with path.open("rb") as file:
+            if problem := describe_lfs_pointer(path, file.read(64)):
+                raise CpuftError(problem)
     for path in sorted(Path(source).glob("*.safetensors")):
         header, length = _read_safetensors_header(path)
         try:

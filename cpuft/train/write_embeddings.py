@@ -397,7 +397,7 @@ def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Wind
     Raises CpuftError: the file cannot be read or is empty, its columns or the options do not fit, or the files beside
     the model are damaged. Iterating raises what `read_windows` raises.
     """
-    table = read_tables(request.file, "--file")
+    table = read_tables(request.file, "--file", request)
     column = choose_column(table, request.text_columns)
     if request.id_column:
         find_column(table.columns, request.id_column, table.source)

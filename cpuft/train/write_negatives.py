@@ -74,7 +74,7 @@ def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
 
     Raises CpuftError: the file cannot be read, has no such columns or no rows, or a text is empty.
     """
-    table = read_tables(request.file, "--file")
+    table = read_tables(request.file, "--file", request)
     columns = choose_pair_columns(table, request.text_columns, True)[:2]
     for name in columns:
         find_column(table.columns, name, table.source)
@@ -94,7 +94,7 @@ def read_corpus(request: MineConfig) -> list[str] | None:
     """Return the documents of --corpus; None without it. Raises CpuftError: the file cannot be read or is empty."""
     if not request.corpus:
         return None
-    table = read_tables(request.corpus, "--corpus")
+    table = read_tables(request.corpus, "--corpus", request)
     column = choose_column(table, request.corpus_column, "--corpus-column")
     return [text for window in read_windows(table, column) for text in window.texts if text.strip()]
 

@@ -39,7 +39,7 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
 @pytest.mark.parametrize(
     "words, message",
     [
-        (["lanch"], "there is no command cpuft lanch: did you mean launch or bench? (see cpuft --help)"),
+        (["lanch"], "there is no command cpuft lanch: did you mean launch? (see cpuft --help)"),
         (["launch", "--tsk", "x"], "No such option '--tsk'. Did you mean '--task'? (see cpuft launch --help)"),
         (["launch", "--task", "mprc"], "'mprc' is not a value of --task: did you mean mrpc? (see cpuft launch --help)"),
         (["launch", "--np", "0"], "--np '0' is not valid: give a whole number of 1 or more (see cpuft launch --help)"),
@@ -58,6 +58,9 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--iface", "eth77"], "has no interface eth77 with an address"),
         (["launch", "--config", "half.yaml"], "--config half.yaml: max-steps '3.5' is not valid: give a whole"),
         (["launch", "--train-file", "x.csv"], "--train-file has no effect with --task demo, which is"),
+        (["launch", "--task", "mrpc", "--quoting", "none"], "--quoting has no effect with --task mrpc: give --task files"),
+        (["launch", "--task", "chat", "--encoding", "latin-1"], "--encoding has no effect with --task chat: give --task"),
+        (["launch", "--task", "pairs", "--skip-unlabelled"], "--skip-unlabelled has no effect with --task pairs: give"),
         (["launch", "--whole-word-mask"], "--whole-word-mask has no effect with --task demo, which is the default"),
         (
             ["launch", "--task", "text", "--model", "minilm", "--from-config", "bert-base"],

@@ -24,7 +24,7 @@ COMMANDS: list[tuple[str, Files, str]] = [
     (
         "lanch",
         {},
-        "there is no command cpuft lanch: did you mean launch or bench? (see cpuft --help)",
+        "there is no command cpuft lanch: did you mean launch? (see cpuft --help)",
     ),
     (
         "launch --tsk x",
@@ -278,12 +278,12 @@ TRAINING: list[tuple[str, Files, str]] = [
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": "text,label\na,1\nb,\n"},
-        "train.csv, line 3 has no 'label': correct or remove that line",
+        "train.csv, line 3 has no 'label': correct or remove that line, or leave out rows with --skip-unlabelled",
     ),
     (
         "--task=files --train-file=train.jsonl --validation-file=train.jsonl",
         {"train.jsonl": '{"text": "a"}\n{"text": "b", "label": "1"}\n'},
-        "train.jsonl, line 1 has no 'label': correct or remove that line",
+        "train.jsonl, line 1 has no 'label': correct or remove that line, or leave out rows with --skip-unlabelled",
     ),
     (
         "--task=files --train-file=train.parquet --validation-file=train.parquet",
@@ -307,13 +307,13 @@ TRAINING: list[tuple[str, Files, str]] = [
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
-        {"train.csv": "text;label\na;1\nb;0\n"},
-        "train.csv has semicolons between its columns, and cpuft reads commas: convert it with this command, then give train-commas.csv instead: python -c \"import pandas; pandas.read_csv('train.csv', sep=';', dtype=str, keep_default_na=False).to_csv('train-commas.csv', index=False)\"",
+        {"train.csv": 'text,label\n"Yes, he said,1\nno,0\n'},
+        "train.csv, line 2: a quotation mark opens a cell there and does not close it at the end of a cell (unexpected end of data): write a quotation mark within a quoted cell twice, or give --quoting none if quotation marks are a part of the texts",
     ),
     (
         "--task=files --train-file=train.csv --validation-file=train.csv",
         {"train.csv": b"text,label\ncaf\xe9,1\nb,0\n"},
-        "train.csv, line 2 is not UTF-8 text (byte 0xe9): correct that line; or, if the file comes from Windows or Excel, convert it with this command, then give train-utf8.csv instead: iconv -f WINDOWS-1252 -t UTF-8 train.csv > train-utf8.csv",
+        "train.csv, line 2 is not UTF-8 text (byte 0xe9): correct that line; or, if the file comes from Windows or Excel, give --encoding windows-1252",
     ),
     (
         "--task=files --train-file=train.json --validation-file=train.json",

@@ -298,6 +298,11 @@ def change(path: Path, **settings: Any) -> None:
             {},
             "/model.safetensors is cut off or damaged: copy or ",
         ),
+        (
+            lambda tiny: (tiny / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\n"),
+            {},
+            "/model.safetensors is a pointer of Git LFS, not the file itself: fetch the file with this command",
+        ),
         (lambda tiny: (tiny / "model.safetensors").write_bytes(b"abc"), {}, "/model.safetensors is cut off or damaged"),
         (
             lambda tiny: None,

@@ -17,7 +17,7 @@ from cpuft.tasks import Task
 from cpuft.train.data.archive import EMPTY
 from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives
 from cpuft.train.data.retrieval import RetrievalSet, make_retrieval_set, read_beir
-from cpuft.train.data.sources import Examples, FileExamples, TaskData, scan_rows
+from cpuft.train.data.sources import Examples, FileExamples, TaskData, drop_unlabelled, scan_rows
 from cpuft.train.data.tables import Row, Rows, Table, find_column, read_tables, split_table
 from cpuft.train.embedding_form import EmbeddingForm, choose_form
 
@@ -32,6 +32,8 @@ _USUAL_PAIRS = (
 )
 _USUAL_SCORES = ("score", "similarity", "label")
 _NAME_PAIRS = "name the columns of the texts with --text-columns, for example --text-columns question,answer"
+
+_NAME_SCORES = "name the column of the scores with --label-column, or learn from pairs without scores by --task pairs"
 
 
 @dataclass(frozen=True)
@@ -62,21 +64,27 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
             f"texts"
         )
     form = choose_form(config)
-    train = read_tables(config.train_file, "--train-file")
+    train = read_tables(config.train_file, "--train-file", config)
     task = replace(task, texts=choose_pair_columns(train, config.text_columns, task.kind == "pairs"))
     if config.hard_negatives and len(task.texts) > 2:
         raise CpuftError(
             f"--hard-negatives finds negatives for rows without any, and {train.source} has some ({task.texts[2]}): "
             f"leave --hard-negatives out, or name two columns with --text-columns"
         )
+    is_folder = task.kind == "pairs" and is_beir_folder(config.validation_file)
+    validation = None
+    if config.validation_file and not is_folder:
+        validation = read_tables(config.validation_file, "--validation-file", config, "validation")
+    notes = train.notes
     if task.kind == "similarity":
         task = replace(task, label=_choose_score_column(train, config.label_column))
-    is_folder = task.kind == "pairs" and is_beir_folder(config.validation_file)
-    if is_folder:
-        validation = None
-    elif config.validation_file:
-        validation = read_tables(config.validation_file, "--validation-file", "validation")
-    else:
+        if config.skip_unlabelled:
+            for table in filter(None, (train, validation)):
+                _check_columns(table, task)
+            train = drop_unlabelled(train, task.label)
+            validation = validation and drop_unlabelled(validation, task.label)
+            notes = (*train.notes, *(validation.notes if validation else ()))
+    if not validation and not is_folder:
         # All rows of a query are kept for validation together, or the model has learned some of its documents.
         names = task.texts[:1] if task.kind == "pairs" else ()
         train, validation = split_table(train, config.validation_split, names)
@@ -92,14 +100,15 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
         if table
     ]
     if task.kind == "similarity":
-        return TaskData(task, found[0], {"": found[1]})
+        return TaskData(task, found[0], {"": found[1]}, notes)
     _refuse_equal_positives(found[0])
     retrieval = (
         read_beir(config.validation_file, "--validation-file")
         if is_folder
         else make_retrieval_set(found[1].load().texts)
     )
-    return TaskData(learned, found[0], {"": make_retrieval_examples(retrieval, form if is_folder else EmbeddingForm())})
+    examples = make_retrieval_examples(retrieval, form if is_folder else EmbeddingForm())
+    return TaskData(learned, found[0], {"": examples}, notes)
 
 
 def is_beir_folder(path: str) -> bool:
@@ -108,8 +117,10 @@ def is_beir_folder(path: str) -> bool:
 
 
 def _check_columns(table: Table, task: Task) -> None:
-    for name in (*task.texts, *([task.label] if task.label else [])):
+    for name in task.texts:
         find_column(table.columns, name, table.source, _NAME_PAIRS)
+    if task.label:
+        find_column(table.columns, task.label, table.source, _NAME_SCORES)
 
 
 def _check(table: Table, task: Task) -> FileExamples:

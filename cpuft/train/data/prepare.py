@@ -16,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -53,7 +54,7 @@ from cpuft.train.data.chat import (
 from cpuft.train.data.pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import LEAST_RELEVANT, read_relevance
-from cpuft.train.data.sources import SCORE_KINDS, Examples, FileExamples, TaskData, read_data
+from cpuft.train.data.sources import MISSING, SCORE_KINDS, Examples, FileExamples, TaskData, is_blank, read_data
 from cpuft.train.data.texts import (
     Packer,
     classify_tokens,
@@ -86,12 +87,14 @@ from cpuft.train.model import (
     load_config,
 )
 
-FORMAT = 7
+FORMAT = 8
 """Part of the checksum: to be raised when the same input gives other tokens, so that older archives are not reused."""
 MAX_UNKNOWN_SHARE = 0.05
 """Share of the training texts' tokens that may be unknown without a warning."""
 _SECONDS_BETWEEN_LINES = 10
 """Time between two lines on how many examples are tokenised."""
+MAX_BLANK_SHARE = 0.9
+"""Share of the examples whose text in a column may be missing."""
 _MAX_LISTED_LABELS = 10
 """Number of labels that `describe_data` lists with their counts."""
 
@@ -188,15 +191,19 @@ def _tokenize_separately(examples: Examples, tokenizer: Any, max_length: int) ->
 
 def _tokenize_to_files(
     examples: Examples | FileExamples, tokenizer: Any, max_length: int, task: Task, folder: Path
-) -> tuple[Tokens, int]:
-    """Tokenise examples as `_tokenize_and_count` does, a batch at a time; the arrays are mapped from files in `folder`.
+) -> tuple[Tokens, int, int]:
+    """Return what `_tokenize_and_count` does, and the number of examples without a text; a batch at a time.
 
-    The tokenizer uses all cores. Of many examples, standard error gets a line every ten seconds.
+    The arrays are mapped from files in `folder`. The tokenizer uses all cores. Of many examples, standard error gets a
+    line every ten seconds.
+
+    Raises CpuftError: nearly all examples have no text in a column.
     """
     folder.mkdir()
     offsets, truncated, done, next_line = [np.zeros(1, np.int64)], 0, 0, time.monotonic() + _SECONDS_BETWEEN_LINES
     parts = {name: (folder / name).open("wb") for name in ("ids", "types", "labels")}
     empty: dict[str, NDArray[Any]] = {}
+    blanks, blank_texts = 0, Counter[str]()
     with ExitStack() as files:
         for part in parts.values():
             files.enter_context(part)
@@ -209,12 +216,32 @@ def _tokenize_to_files(
             offsets.append(tokens.offsets[1:] + offsets[-1][-1])
             truncated = truncated + cut if cut != UNKNOWN else UNKNOWN
             done += len(batch)
+            blank = list_blank(batch, task)
+            blanks += sum(map(bool, blank))
+            blank_texts.update(chain.from_iterable(blank))
             if time.monotonic() >= next_line:
                 next_line += _SECONDS_BETWEEN_LINES
                 share = f"{done / len(examples):.0%}".replace("%", " %")
                 print(f"tokenised {done:,} of {len(examples):,} examples ({share})", file=sys.stderr, flush=True)
+    for name, count in blank_texts.items():
+        if count > MAX_BLANK_SHARE * done:
+            raise CpuftError(describe_blank(name, count, done))
     mapped = {name: _map_file(folder / name, array) for name, array in empty.items()}
-    return Tokens(mapped["ids"], mapped["types"], np.concatenate(offsets), mapped["labels"]), truncated
+    return Tokens(mapped["ids"], mapped["types"], np.concatenate(offsets), mapped["labels"]), truncated, blanks
+
+
+def list_blank(examples: Examples, task: Task) -> list[list[str]]:
+    """Return for each example the names of the columns in which it has no text; none for words."""
+    names = task.texts if task.kind != "tags" else ()
+    return [[name for name, text in zip(names, texts) if is_blank(text)] for texts in examples.texts]
+
+
+def describe_blank(name: str, count: int, examples: int) -> str:
+    """Say that nearly all examples have no text in a column."""
+    return (
+        f"{count:,} of {examples:,} examples have no text in {name!r} (it is empty, nan or null): name the column of "
+        f"the texts with --text-columns, or correct the file"
+    )
 
 
 def _map_file(path: Path, empty: NDArray[Any]) -> NDArray[Any]:
@@ -259,7 +286,7 @@ def prepare(config: TrainConfig) -> Path:
     if config.task == "chat":
         return _prepare_chats(config)
     data = read_task_data(config)
-    data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
+    data = replace(data, train=data.train.first(config.max_train_samples))
     checksum = checksum_data(data, config)
     path = cache_folder(os.environ) / f"{data.task.name}-{checksum}.npz"
     if path.exists():
@@ -272,11 +299,14 @@ def prepare(config: TrainConfig) -> Path:
             key: _tokenize_to_files(split, tokenizer, config.max_length, data.task, Path(folder, key))
             for key, split in splits.items()
         }
-        tokens = {key: tokens for key, (tokens, _) in found.items()}
+        tokens = {key: tokens for key, (tokens, *_) in found.items()}
+        _, cut, blanks = found["train"]
+        notes = [f"{blanks:,} of {len(data.train):,} examples have no text (empty, nan or null)"] if blanks else []
         for key, split in splits.items():
             if isinstance(split, RetrievalExamples):
                 tokens[key] = replace(tokens[key], labels=split.relevant)
-        meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens) | {"cut": found["train"][1]}
+        meta = _make_meta(config, data.task, tokenizer, trained, checksum, tokens)
+        meta |= {"cut": cut, "note": "; ".join((*data.notes, *notes))}
         write_prepared(path, meta, tokens, {})
     return path
 
@@ -301,8 +331,8 @@ def _prepare_texts(config: TrainConfig) -> Path:
     if not config.train_file:
         raise CpuftError("--task text needs --train-file: name text files, JSON lines, or a folder of them")
     columns, exact, other = config.text_columns, config.causal, config.validation_file
-    corpus = scan_texts(config.train_file, columns, "--train-file", exact)
-    validation = scan_texts(other, columns, "--validation-file", exact) if other else None
+    corpus = scan_texts(config.train_file, columns, "--train-file", exact, config)
+    validation = scan_texts(other, columns, "--validation-file", exact, config) if other else None
     key = f"{corpus.checksum} {validation.checksum if validation else config.validation_split}"
     sizes = repr((FORMAT, key, config.max_length, config.max_train_samples, *(("causal",) * exact))).encode()
     checksum = hashlib.sha256(sizes + digest_tokenizer(config)).hexdigest()[:16]
@@ -469,6 +499,10 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
     columns, and for chat what became of the conversations.
     """
     validation = " and ".join(f"{len(tokens):,}" for tokens in prepared.validation.values())
+    if prepared.kind == "pairs":
+        tokens = prepared.validation[""]
+        queries = int(tokens.labels[:, 0].max()) + 1
+        validation = f"{queries:,} {'query' if queries == 1 else 'queries'} among {len(tokens) - queries:,} documents"
     count = len(prepared.train)
     parts = [f"training on {count:,} example{'s' * (count != 1)}, validating on {validation}"]
     if prepared.kind == "pairs":
@@ -488,6 +522,8 @@ def describe_data(prepared: Prepared, config: TrainConfig) -> str:
         share = prepared.truncated / max(1, count)
         some = f"{share:.1%}".replace("%", " %") if share >= 0.001 else f"{prepared.truncated or 'none'}"
         parts.append(f"{some} of the examples cut at --max-length {config.max_length}")
+    if prepared.note and prepared.kind != "chat":
+        parts.append(prepared.note)
     return "; ".join(parts)
 
 
@@ -525,6 +561,9 @@ def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
     shown = prepared.labels if len(prepared.labels) <= _MAX_LISTED_LABELS else [label for label, _ in common]
     named = ", ".join(f"{label} ({count:,})" for label, count in zip(prepared.labels, counts) if label in shown)
     rest = f" and {len(prepared.labels) - len(shown)} rarer ones" if len(shown) < len(prepared.labels) else ""
+    missing = [label for label in prepared.labels if label.lower() in MISSING]
+    if missing:
+        rest += f" ({missing[0]} may stand for rows without a label)"
     are_numbers = prepared.kind == "class" and config.task == "files" and all(map(_is_number, prepared.labels))
     hint = " (the labels are numbers: --label-type number learns them by regression)" * are_numbers
     return f"labels: {len(prepared.labels)} {what}, {named}{rest}{hint}"

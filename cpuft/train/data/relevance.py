@@ -13,7 +13,17 @@ from cpuft.errors import CpuftError
 from cpuft.tasks import Task
 from cpuft.train.data.columnar import Cell
 from cpuft.train.data.hard_negatives import NEGATIVE, add_hard_negatives, name_negatives, split_cell
-from cpuft.train.data.sources import Examples, FileExamples, TaskData, check_rows, make_examples, scan_rows
+from cpuft.train.data.sources import (
+    Examples,
+    FileExamples,
+    TaskData,
+    check_rows,
+    drop_unlabelled,
+    make_examples,
+    merge_options,
+    read_decimal_comma,
+    scan_rows,
+)
 from cpuft.train.data.tables import Row, Rows, Table, find_column, read_tables, split_table
 
 LEAST_RELEVANT = 0.5
@@ -72,12 +82,17 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
             f"--task {task.name} needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with queries, "
             f"documents and labels"
         )
-    train = read_tables(config.train_file, "--train-file")
+    train = read_tables(config.train_file, "--train-file", config)
     columns = choose_columns(train, config.text_columns, config.label_column)
     if config.validation_file:
-        validation = read_tables(config.validation_file, "--validation-file", "validation")
+        validation = read_tables(config.validation_file, "--validation-file", config, "validation")
         others = choose_columns(validation, config.text_columns, config.label_column)
-    else:
+        if config.skip_unlabelled and others.label:
+            validation = drop_unlabelled(validation, others.label)
+    if config.skip_unlabelled and columns.label:
+        train = drop_unlabelled(train, columns.label)
+    notes = train.notes
+    if not config.validation_file:
         train, validation = split_table(train, config.validation_split, (columns.query,))
         others = columns
     if config.hard_negatives:
@@ -103,7 +118,8 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
     validated = _complete(task, others)
     examples = keep_first(make_examples(check_rows(list_examples(validation, others), validated), validated))
     _refuse_unordered(examples, validation.source)
-    return TaskData(learned, FileExamples(made, learned, scan.count, scan.checksum), {"": number_queries(examples)})
+    learn = FileExamples(made, learned, scan.count, scan.checksum)
+    return TaskData(learned, learn, {"": number_queries(examples)}, notes)
 
 
 def choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
@@ -184,7 +200,7 @@ def _list_rows(table: Table, columns: RelevanceColumns, names: tuple[str, str, s
 def _check_score(cell: Cell, where: str) -> str:
     """Return the score in a cell as text. Raises CpuftError: it is a number, but not from 0 to 1."""
     text = cell.strip() if isinstance(cell, str) else ""
-    text = _BOOLEANS.get(text.lower(), text)
+    text = _BOOLEANS.get(text.lower(), read_decimal_comma(text))
     try:
         fits = not text or 0 <= float(text) <= 1
     except ValueError:
@@ -282,7 +298,7 @@ def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainCon
     if not config.file:
         data = read_relevance(task, train)
         return data.task, data.validation[""].load()
-    table = read_tables(config.file, "--file", "test")
+    table = read_tables(config.file, "--file", merge_options(config, train), "test")
     label = config.label_column or (train.label_column if train.label_column in table.columns else "label")
     wanted = config.text_columns or train.text_columns
     if not config.text_columns and any(name.strip() not in table.columns for name in wanted.split(",")):

@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from typing import Any
 
@@ -20,14 +20,17 @@ from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.train.data.archive import UNTAGGED, Tokens, read_prepared
 from cpuft.train.data.chat import choose_validation, scan_chats
 from cpuft.train.data.prepare import (
+    MAX_BLANK_SHARE,
     MAX_UNKNOWN_SHARE,
     checksum_data,
+    describe_blank,
     find_unknown_share,
+    list_blank,
     prepare,
     read_task_data,
     tokenize,
 )
-from cpuft.train.data.sources import SCORE_KINDS, Examples, TaskData
+from cpuft.train.data.sources import SCORE_KINDS, Examples
 from cpuft.train.data.texts import Corpus, scan_texts, split_texts
 from cpuft.train.data.tokenizer import choose_tokenizer, get_tokenizer_name
 from cpuft.train.model import check_positions, check_untrained, get_model_name
@@ -92,6 +95,8 @@ class Split:
     example has. For embedding models, single texts are counted."""
     contradictions: int
     """Duplicates whose label the other example does not have."""
+    without_text: dict[str, int] = field(default_factory=dict)
+    """By column, the number of examples whose text there is empty, nan or null; only columns with such texts."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,8 @@ class DataSummary:
     splits: list[Split]
     unknown_labels: dict[str, int]
     """Labels of validation examples that no training example has, with the number of these examples."""
+    notes: list[str]
+    """How the files were understood."""
     problems: list[str]
     """What cpuft launch would refuse, and what harms a training."""
 
@@ -128,14 +135,14 @@ def summarize(config: TrainConfig) -> DataSummary:
     if config.task == "chat":
         return _summarize_chats(config)
     data = read_task_data(config, check_labels=False)
-    data = TaskData(data.task, data.train.first(config.max_train_samples), data.validation)
+    data = replace(data, train=data.train.first(config.max_train_samples))
     check_positions(config)
     in_words = data.task.kind == "tags"
     tokenizer, _ = choose_tokenizer(config, data.train.list_texts, checksum_data(data, config), in_words)
     known: Known = {}
     found = {"training": data.train, **{f"validation{suffix}": split for suffix, split in data.validation.items()}}
     splits = [summarize_split(name, split.load(), data.task, tokenizer, config, known) for name, split in found.items()]
-    return _complete(config, data.task, splits)
+    return _complete(config, data.task, splits, data.notes)
 
 
 def summarize_split(
@@ -153,6 +160,7 @@ def summarize_split(
         examples = replace(examples, labels=labels)
     scores = np.asarray(examples.labels, np.float64) if task.kind in SCORE_KINDS else np.zeros(0)
     count = len(examples)
+    without_text = dict(Counter(chain.from_iterable(list_blank(examples, task))))
     if task.kind in EMBEDDING_KINDS:
         # An embedding model reads each text by itself.
         examples = Examples([(text,) for text in examples.list_texts()], [], False)
@@ -168,6 +176,7 @@ def summarize_split(
         find_unknown_share(tokens.ids, tokenizer),
         duplicates,
         contradictions,
+        without_text,
     )
 
 
@@ -249,8 +258,8 @@ def _summarize_texts(config: TrainConfig) -> DataSummary:
     """Return what `summarize` does, for --task text. An example is a piece of text of up to --max-length tokens."""
     prepared = read_prepared(str(prepare(config)))
     exact, other = config.causal, config.validation_file
-    corpus = scan_texts(config.train_file, config.text_columns, "--train-file", exact)
-    validation = scan_texts(other, config.text_columns, "--validation-file", exact) if other else None
+    corpus = scan_texts(config.train_file, config.text_columns, "--train-file", exact, config)
+    validation = scan_texts(other, config.text_columns, "--validation-file", exact, config) if other else None
     train_lines, duplicates = set[bytes](), Counter[str]()
     # Twice over the files, because lines of both splits take turns, and hashes, because the texts may not fit into
     # memory.
@@ -274,7 +283,8 @@ def _summarize_texts(config: TrainConfig) -> DataSummary:
         )
         for name, tokens in found.items()
     ]
-    return _complete(config, replace(find_task(config.task, exact), texts=corpus.columns), splits)
+    task = find_task(config.task, exact)
+    return _complete(config, replace(task, texts=corpus.columns or task.texts), splits)
 
 
 def _summarize_chats(config: TrainConfig) -> DataSummary:
@@ -313,7 +323,7 @@ def _hash_lines(corpus: Corpus, config: TrainConfig, validation: Corpus | None) 
         yield "validation" if validates else "training", hashlib.blake2b(text.encode(), digest_size=12).digest()
 
 
-def _complete(config: TrainConfig, task: Task, splits: list[Split]) -> DataSummary:
+def _complete(config: TrainConfig, task: Task, splits: list[Split], notes: Sequence[str] = ()) -> DataSummary:
     """Return the summary of the splits, with what is wrong with them."""
     train, *others = splits
     unknown = {
@@ -331,6 +341,7 @@ def _complete(config: TrainConfig, task: Task, splits: list[Split]) -> DataSumma
         config.max_length,
         splits,
         unknown,
+        list(notes),
         [],
     )
     return replace(summary, problems=find_problems(summary))
@@ -344,6 +355,12 @@ def find_problems(summary: DataSummary) -> list[str]:
     if summary.kind not in (*SCORE_KINDS, *EMBEDDING_KINDS, *TEXT_KINDS) and len(learned) < 2:
         which = f"only the class {_show(learned[0])}" if learned else "no class"
         problems.append(f"the training examples have {which}: give examples of at least two classes")
+    problems += [
+        describe_blank(name, count, split.examples)
+        for split in summary.splits
+        for name, count in split.without_text.items()
+        if count > MAX_BLANK_SHARE * split.examples
+    ]
     if summary.unknown_labels:
         named = ", ".join(_show(label) for label in [*summary.unknown_labels][:_MAX_LISTED])
         problems.append(
@@ -415,6 +432,10 @@ def format_summary(summary: DataSummary) -> list[str]:
         rows.append(
             ["scores", *("{:g} to {:g}, mean {:.3g}".format(*_order(split.scores)) for split in summary.splits)]
         )
+    if any(split.without_text for split in summary.splits):
+        rows.append(
+            ["without a text", *(f"{max(split.without_text.values(), default=0):,}" for split in summary.splits)]
+        )
     rows.append(["tokens: shortest", *(f"{split.lengths.shortest:,}" for split in summary.splits)])
     rows.append(["tokens: median", *(f"{split.lengths.median:,.0f}" for split in summary.splits)])
     rows.append(["tokens: 95 % up to", *(f"{split.lengths.percentile_95:,.0f}" for split in summary.splits)])
@@ -434,6 +455,7 @@ def format_summary(summary: DataSummary) -> list[str]:
     if train.labels and others:
         unknown_labels = ", ".join(f"{_show(one)} ({count:,})" for one, count in summary.unknown_labels.items())
         lines += ["", f"labels of validation examples only: {unknown_labels or 'none'}"]
+    lines += [f"note: {note}" for note in summary.notes]
     return [*lines, *(f"problem: {problem}" for problem in summary.problems)]
 
 

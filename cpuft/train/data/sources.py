@@ -9,19 +9,31 @@ from __future__ import annotations
 import hashlib
 import json
 import random
+import re
 import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 from cpuft.config import PredictConfig, TrainConfig
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, list_names
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS, Task
 from cpuft.train.data.columnar import Cell
-from cpuft.train.data.tables import Row, Table, find_column, read_tables, read_text, split_table
+from cpuft.train.data.tables import (
+    Row,
+    Rows,
+    Table,
+    find_column,
+    find_longest_column,
+    hint_header,
+    read_tables,
+    read_text,
+    split_table,
+)
 from cpuft.train.startup import find_hub_problem
 
 _EXAMPLES_AT_ONCE = 4096
@@ -125,6 +137,8 @@ class TaskData:
     """The training split."""
     validation: Mapping[str, Examples | FileExamples]
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
+    notes: tuple[str, ...] = ()
+    """What is to be said about how the rows were understood."""
 
 
 def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
@@ -308,13 +322,65 @@ def parse_label(text: str, task: Task, where: str) -> float:
     """
     text = text.strip()
     if task.kind in SCORE_KINDS:
+        text = read_decimal_comma(text)
         with suppress(ValueError):
             if abs(float(text)) < _MAX_SCORE:
                 return float(text)
-        raise CpuftError(f"{where}: score {text!r} is not a number: correct that line")
-    if text not in task.labels:
-        raise CpuftError(f"{where}: label {text!r} is not one of {', '.join(task.labels)}: correct that line")
-    return float(task.labels.index(text))
+        raise CpuftError(f"{where}: score {text!r:.60} is not a number: correct that line")
+    number = _number_labels_of(task.labels).get(text, _number_values_of(task.labels).get(_find_value(text)))
+    if number is None:
+        raise CpuftError(f"{where}: label {text!r:.60} is not one of {list_names(task.labels)}: correct that line")
+    return number
+
+
+_DECIMAL_COMMA = re.compile(r"[+-]?\d*,\d+")
+_THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2}(,\d{3})+")
+
+
+def read_decimal_comma(text: str) -> str:
+    """Return a number with a decimal point in place of a decimal comma; 1,250, which may be 1250, and others as is."""
+    return text.replace(",", ".") if _DECIMAL_COMMA.fullmatch(text) and not _THOUSANDS.fullmatch(text) else text
+
+
+@cache
+def _number_labels_of(labels: tuple[str, ...]) -> dict[str, float]:
+    return {label: float(number) for number, label in enumerate(labels)}
+
+
+@cache
+def _number_values_of(labels: tuple[str, ...]) -> dict[str, float]:
+    """Return the numbers of the classes by their labels' values; empty if the labels are not all whole numbers."""
+    return {_find_value(label): float(number) for number, label in enumerate(labels)} if _are_whole(labels) else {}
+
+
+_BOOLEANS = {"true": "1", "false": "0"}
+
+
+def _find_value(label: str) -> str:
+    """Return a label in the one form of its value: 1 for 1.0 and True."""
+    return re.sub(r"(?<=\d)\.0*$", "", _BOOLEANS.get(label.lower(), label))
+
+
+def _are_whole(labels: Iterable[str]) -> bool:
+    """Return whether all labels are whole numbers; True and False are, if no other number than 0 and 1 is there."""
+    values = set(map(_find_value, labels))
+    has_boolean = any(label.lower() in _BOOLEANS for label in labels)
+    return all(value.isdecimal() for value in values) and (not has_boolean or values <= {"0", "1"})
+
+
+def _drop_equal_labels(labels: Iterable[str]) -> list[str]:
+    """Return labels in alphabetical order; of 0 and 0.0, or other forms of one whole number, only the first one."""
+    known = sorted(labels)
+    return sorted({_find_value(one): one for one in reversed(known)}.values()) if _are_whole(known) else known
+
+
+MISSING = ("nan", "none", "null", "na", "n/a", "<na>")
+"""What other programs write for a cell without a value, in lower case."""
+
+
+def is_blank(text: str) -> bool:
+    """Return whether a text is empty, or only says that there is none."""
+    return not text or text.isspace() or (len(text) < 7 and text.strip().lower() in MISSING)
 
 
 LABEL_SEPARATOR = "|"
@@ -344,24 +410,63 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
         raise CpuftError(
             "--task files needs --train-file: give a CSV, TSV, JSON lines, Parquet or Arrow file with texts and labels"
         )
-    train = read_tables(config.train_file, "--train-file")
+    train = read_tables(config.train_file, "--train-file", config)
+    tables = [train]
     if config.validation_file:
-        validation = read_tables(config.validation_file, "--validation-file", "validation")
-    else:
-        train, validation = split_table(train, config.validation_split)
+        tables.append(read_tables(config.validation_file, "--validation-file", config, "validation"))
     label = _choose_label_column(train, config.label_column)
     task = replace(task, texts=choose_text_columns(train, config.text_columns, label), label=label)
-    for table in (train, validation):
+    if label in task.texts:
+        raise CpuftError(f"the column {label!r} cannot be text and label: name another one with --text-columns")
+    for table in tables:
         for name in task.texts:
             find_column(table.columns, name, table.source, _NAME_TEXTS)
         find_column(table.columns, task.label, table.source, _NAME_LABEL)
-    task = replace(task, kind=_choose_kind(train, validation, task, config.label_type))
+    if config.skip_unlabelled:
+        tables = [drop_unlabelled(table, label) for table in tables]
+    train, validation = tables if config.validation_file else split_table(tables[0], config.validation_split)
+    kind, decided = _choose_kind(train, validation, task, config.label_type)
+    task = replace(task, kind=kind)
     scans = [scan_rows(table, task) for table in (train, validation)]
+    if check_labels and config.label_type == "auto" and kind in ("class", "labels"):
+        _refuse_case(scans[0].labels)
     task = _number_labels(task, scans, train.source, check_labels)
     found, found_validation = (
         FileExamples(table, task, scan.count, scan.checksum) for table, scan in zip((train, validation), scans)
     )
-    return TaskData(task, found, {"": found_validation})
+    notes = (*(note for table in tables for note in table.notes), *([decided] if decided else []))
+    return TaskData(task, found, {"": found_validation}, notes)
+
+
+def drop_unlabelled(table: Table, label: str) -> Table:
+    """Return a table without the rows whose label is missing, for --skip-unlabelled, with a note on their number."""
+
+    def is_labelled(row: Row) -> bool:
+        return isinstance(cell := row[1].get(label, ""), list) or bool(cell.strip())
+
+    kept = Rows(lambda: filter(is_labelled, table.rows))
+    count = sum(1 for _ in table.rows) - sum(1 for _ in kept)
+    note = f"{counted(count, 'row')} of {table.source} without a label left out"
+    return replace(table, rows=kept, notes=(*table.notes, *([note] if count else [])))
+
+
+def _refuse_case(labels: Mapping[str, str]) -> None:
+    """Raise CpuftError if two labels differ in case only: most likely, they are one class."""
+    seen: dict[str, str] = {}
+    for label, where in labels.items():
+        other = seen.setdefault(label.lower(), label)
+        if other != label and not _are_whole((label, other)):
+            raise CpuftError(
+                f"{where} has the label {label!r:.60}, and {labels[other]} has {other!r:.60}: write one class alike "
+                f"everywhere, or add --label-type class (or multi) if they are different classes"
+            )
+
+
+def merge_options(config: PredictConfig, train: TrainConfig) -> TrainConfig:
+    """Return the options of a run with those of `cpuft predict` on the form of files that differ from the defaults."""
+    names = ("delimiter", "quoting", "encoding")
+    default = {field.name: field.default for field in fields(config)}
+    return replace(train, **{name: value for name in names if (value := getattr(config, name)) != default[name]})
 
 
 def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
@@ -381,10 +486,15 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     another number of text columns than the task, a line does not fit the others, or a label is none of the task's.
     """
     option = "--file" if config.file else "where the run's rows are, or name them with --file"
+    options = merge_options(config, train)
     if config.file or train.validation_file:
-        table = read_tables(config.file or train.validation_file, option, "test" if config.file else "validation")
+        split = "test" if config.file else "validation"
+        table = read_tables(config.file or train.validation_file, option, options, split)
     else:
-        table = split_table(read_tables(train.train_file, option), train.validation_split)[1]
+        table = read_tables(train.train_file, option, options)
+        if train.skip_unlabelled:
+            table = drop_unlabelled(table, _choose_label_column(table, train.label_column))
+        table = split_table(table, train.validation_split)[1]
     has_column = {name: name in table.columns for name in (*task.texts, task.label, train.label_column)}
     usual = task.label if has_column[task.label] and not has_column[train.label_column] else train.label_column
     label = config.label_column or _choose_label_column(table, usual)
@@ -405,7 +515,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
 
 
 def choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
-    """Return the names of the text columns: the first two of `wanted`, else usual names in the table.
+    """Return the names of the text columns: `wanted`, else usual names in the table.
 
     The usual names are, in this order: sentence1 and sentence2, text1 and text2, premise and hypothesis, sentence,
     text, tokens.
@@ -415,10 +525,13 @@ def choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...
     wanted: names separated by commas, which are not looked up in the table; empty for the usual names.
     label: name of the label column, which no message proposes.
 
-    Raises CpuftError: nothing is wanted, and the table has no column with a usual name.
+    Raises CpuftError: more than two names are wanted, or none, and the table has no column with a usual name.
     """
     if wanted:
-        return tuple(name.strip() for name in wanted.split(","))[:2]
+        named = tuple(name.strip() for name in wanted.split(","))
+        if len(named) > 2:
+            raise CpuftError(f"--text-columns {wanted!r:.80} names {len(named)} columns: name one column or two")
+        return named
     for names in (*_USUAL_TEXTS, _USUAL_WORDS):
         if all(name in table.columns for name in names):
             return names
@@ -429,10 +542,10 @@ def choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...
     listed = ""
     if len(others) > 1:
         which += ", or the two columns of pairs of texts,"
-        listed = f" (the file has {', '.join(others)})"
+        listed = f" (the file has {list_names(others)})"
     raise CpuftError(
         f"no column of {table.source} is named text, sentence or sentence1: name {which} with --text-columns, "
-        f"for example --text-columns {shlex.quote(others[0])}{listed}"
+        f"for example --text-columns {shlex.quote(find_longest_column(table, others))}{listed}{hint_header(others)}"
     )
 
 
@@ -446,8 +559,17 @@ _KINDS = {"class": "class", "number": "score", "multi": "labels"}
 """Kind of a task by --label-type."""
 
 
-def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> str:
-    """Return the task's kind by --label-type or by the cells, which may need to read all rows."""
+_FEW = 0.05
+"""Share of the labels that is too small to decide on the kind of all of them."""
+_PRINTED_LIST = re.compile(r"(array|tensor|set)?\(?[\[{].*[\]}](, dtype=.*)?\)?|\(['\"\d].*\)", re.DOTALL)
+_PRINTED_WORDS = re.compile(r"\[\s*(['\"]).*\1\s*\]", re.DOTALL)
+
+
+def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tuple[str, str]:
+    """Return the task's kind by --label-type or by the cells, and a note on the row that decided; may read all rows.
+
+    Raises CpuftError: the cells are lists or numbers in the form of another program, or only few of them decide.
+    """
     first = next(iter(train.rows), None)
     if first is None:
         refuse_empty([], train.source)
@@ -455,21 +577,80 @@ def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> st
         if wanted != "auto":
             what = f"{train.source} has lists of words in {task.texts[0]!r}, which take one tag for each word"
             raise CpuftError(f"{what}: leave --label-type {wanted} out, or give a column of texts with --text-columns")
-        return "tags"
-    if wanted != "auto":
-        return _KINDS[wanted]
-    are_numbers, has_fraction = True, False
+        return "tags", ""
+    if wanted in ("class", "number"):
+        return _KINDS[wanted], ""
+    with_bar, with_fraction, with_comma = list[str](), list[str](), ""
+    count, train_count, are_numbers = 0, 0, True
     for table in (train, validation):
-        for _, row in table.rows:
+        for where, row in table.rows:
             cell = row.get(task.label, "")
-            if table is train and (isinstance(cell, list) or LABEL_SEPARATOR in cell):
-                return "labels"
-            if are_numbers and cell:
+            if isinstance(cell, list):
+                if table is train:
+                    return "labels", ""
+                are_numbers = False
+            elif not cell.strip():
+                continue
+            elif _PRINTED_LIST.fullmatch(cell.strip()):
+                raise CpuftError(_describe_printed_list(where, task.label, cell))
+            elif table is train and LABEL_SEPARATOR in cell:
+                with_bar.append(where)
+                are_numbers = False
+            elif _DECIMAL_COMMA.fullmatch(cell.strip()):
+                with_comma = with_comma or f"{where}: the label {cell!r:.60}"
+            elif are_numbers:
                 try:
-                    has_fraction = not float(str(cell)).is_integer() or has_fraction
+                    if not float(cell).is_integer():
+                        with_fraction.append(where)
                 except ValueError:
                     are_numbers = False
-    return "score" if are_numbers and has_fraction else "class"
+            count, train_count = count + 1, train_count + (table is train)
+    if wanted == "multi":
+        return "labels", ""
+    if with_bar:
+        _refuse_few(with_bar, train_count, "with a bar, such as a|b, means several labels", "multi")
+        return "labels", f"an example may have several labels, because the label in {with_bar[0]} has a bar"
+    if not are_numbers:
+        return "class", ""
+    if with_comma:
+        raise CpuftError(
+            f"{with_comma} is a number with a comma: add --label-type number if the comma stands for a decimal point, "
+            f"or --label-type class if the labels are names of classes"
+        )
+    if with_fraction:
+        _refuse_few(with_fraction, count, "with a fraction means that numbers are learned by regression", "number")
+        return "score", f"numbers are learned by regression, because the label in {with_fraction[0]} has a fraction"
+    return "class", ""
+
+
+def _refuse_few(places: Sequence[str], count: int, what: str, label_type: str) -> None:
+    """Raise CpuftError if too few of `count` labels, those at `places`, have what decides on the kind of all."""
+    if len(places) < _FEW * count:
+        verb = "has" if len(places) == 1 else "have"
+        raise CpuftError(
+            f"a label {what}, and only {len(places)} of {counted(count, 'label')} {verb} one, first in {places[0]}: "
+            f"correct that line, or add --label-type {label_type}, or --label-type class for classes of that name"
+        )
+
+
+def _describe_printed_list(where: str, name: str, cell: str) -> str:
+    """Say that a cell holds a list as Python or NumPy prints it, and name the command that converts a CSV file."""
+    what = f"{where}: {name!r} is a list that was printed as text ({cell!r:.60})"
+    path = Path(where.partition(", line ")[0])
+    if path.suffix != ".csv":
+        return f"{what}: write a list in JSON lines or Parquet instead"
+    target = str(path.with_name(f"{path.stem}-lists.jsonl"))
+    # NumPy puts no commas between the parts, so that Python would join its texts.
+    is_python = cell.lstrip()[0] in "[({" and ("," in cell or not re.search(r"\S\s+\S", cell))
+    parse = "ast.literal_eval(c)" if is_python else "re.findall(r'[^][(){},\\s\\x22\\x27]+', c.strip('array'))"
+    code = (
+        f"import ast, csv, json, re; [print(json.dumps(row | {{{name!r}: list({parse})}})) "
+        f"for row in csv.DictReader(open({str(path)!r}, newline='')) for c in [row[{name!r}]]]"
+    )
+    return (
+        f"{what}: convert it with this command, then give {target} instead: python -c {shlex.quote(code)} > "
+        f"{shlex.quote(target)}"
+    )
 
 
 def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Row]:
@@ -489,12 +670,15 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
         several = task.kind == "labels" and any(isinstance(row.get(task.label), list) for _, row in table.rows)
         needs_list[task.label] = several or task.kind == "tags"
     checks = [(name, is_list, _must_not_be_empty(name, task)) for name, is_list in needs_list.items()]
-    is_empty = True
-    for where, row in table.rows:
+    is_empty, rows = True, iter(table.rows)
+    for where, row in rows:
+        for name in task.texts if is_empty else ():
+            if isinstance(cell := row.get(name), str) and _PRINTED_WORDS.fullmatch(cell.strip()):
+                raise CpuftError(_describe_printed_list(where, name, cell))
         is_empty = False
         for name, is_list, is_needed in checks:
             if name not in row or (is_needed and not _has_text(row[name])):
-                raise CpuftError(f"{where} has no {name!r}: correct or remove that line")
+                raise CpuftError(_describe_gap(where, name, task, rows))
             if isinstance(row[name], list) != is_list:
                 form = "a list" if is_list else "one text"
                 raise CpuftError(f"{where}: {name!r} must be {form}, as in the other lines: correct that line")
@@ -505,6 +689,16 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
         yield where, row
     if is_empty:
         refuse_empty([], table.source)
+
+
+def _describe_gap(where: str, name: str, task: Task, rows: Iterator[Row]) -> str:
+    """Return the message for a cell that is missing. `rows` are those after it, whose labels are counted."""
+    if name != task.label:
+        return f"{where} has no {name!r}: correct or remove that line"
+    others = sum(not _has_text(row.get(name, "")) for _, row in rows)
+    several = f", and {counted(others, 'later line')} {'has' if others == 1 else 'have'} none" if others else ""
+    what = "those lines" if others else "that line"
+    return f"{where} has no {name!r}{several}: correct or remove {what}, or leave out rows with --skip-unlabelled"
 
 
 def _must_not_be_empty(name: str, task: Task) -> bool:
@@ -576,15 +770,16 @@ def _number_labels(task: Task, scans: Sequence[Scan], source: str, check_labels:
     if task.kind == "score":
         return replace(task, labels=(), metrics=choose_metrics("score", ()))
     train, validation = scans
-    found = sorted(train.labels)
+    found = _drop_equal_labels(train.labels) if task.kind == "class" else sorted(train.labels)
+    known = {*found, *(_number_values_of(tuple(found)) if task.kind == "class" else ())}
     if not check_labels:
-        others = sorted(validation.labels.keys() - train.labels.keys())
+        others = sorted(label for label in validation.labels if not {label, _find_value(label)} & known)
         return replace(task, labels=(*found, *others), metrics=choose_metrics(task.kind, found))
     if len(found) < 2:
         what = f"all rows of {source} have the label {found[0]!r}" if found else f"{source} has no labels"
         raise CpuftError(f"{what}: give rows with at least two different labels")
     for label, where in validation.labels.items():
-        if label not in train.labels:
+        if not {label, _find_value(label)} & known:
             raise CpuftError(
                 f"{where}: no row of {source} has the label {label!r}: correct that line, or train on rows that have it"
             )
@@ -624,7 +819,7 @@ def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True) -> E
     has_labels = has_labels and bool(task.label)
     examples = Examples([], [], has_labels)
     several = task.kind in ("labels", "tags")
-    numbers_by_label = {label: float(number) for number, label in enumerate(task.labels)}
+    numbers_by_label = _number_labels_of(tuple(task.labels))
     for where, row in rows:
         cells = [row[name] for name in task.texts]
         examples.texts.append(tuple(cells[0] if task.kind == "tags" else map(str, cells)))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
 import hashlib
 import json
 import re
 import shlex
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -21,8 +19,9 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from cpuft.errors import CpuftError, counted, suggest_names
-from cpuft.files import split_paths
+from cpuft.config import DELIMITERS, TableOptions, TrainConfig
+from cpuft.errors import CpuftError, counted, list_names, suggest_names
+from cpuft.files import describe_lfs_pointer, split_paths
 from cpuft.serialization import load, parse_json
 from cpuft.train.data.columnar import (
     Cell,
@@ -32,11 +31,16 @@ from cpuft.train.data.columnar import (
     read_columnar,
     read_dataset,
 )
+from cpuft.train.data.delimited import Dialect, choose_dialect, split_rows
 from cpuft.train.startup import find_hub_problem
 
 Row = tuple[str, dict[str, Cell]]
 """Where a row is (`train.csv, line 3`, for messages), and its cells by column. In JSON lines a row may lack columns."""
-_JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
+_WORD_COLUMNS = ("tokens", "words")
+"""Names of columns whose cells are lists of words."""
+_ROWS_FOR_LENGTHS = 100
+_DEFAULT = TrainConfig()
 _ROWS_WITH_COLUMNS = 1000
 """Number of rows of JSON lines, the first ones, whose columns count as the columns of the file."""
 
@@ -67,27 +71,35 @@ class Table:
     order. Of several files, the columns that all of them have, in the order of the first one."""
     rows: Iterable[Row]
     """All rows in their order. They can be iterated over several times; each time they are read again."""
+    notes: tuple[str, ...] = ()
+    """What is to be said about how the files are read."""
 
 
-def read_tables(paths: str, option: str = "--train-file", hub_split: str = "train") -> Table:
+def read_tables(
+    paths: str, option: str = "--train-file", options: TableOptions = _DEFAULT, hub_split: str = "train"
+) -> Table:
     """Open files as `read_table` does: paths and patterns, separated by commas, one after another.
 
     A name such as `hub:OWNER/NAME` in place of a path means a data set of the Hugging Face hub (see `parse_hub_name`).
 
     Parameters
     ----------
+    options: those that say how delimited files are read.
     hub_split: the split of a data set of the hub whose name tells none.
 
     Raises CpuftError: a file cannot be read, or a data set cannot be loaded.
     """
     tables = [
-        _load_from_hub(path, option, hub_split) if path.startswith(_HUB_PREFIX) else read_table(Path(path), option)
+        _load_from_hub(path, option, hub_split)
+        if path.startswith(_HUB_PREFIX)
+        else read_table(Path(path), option, options)
         for path in split_paths(paths)
     ]
     if len(tables) == 1:
         return tables[0]
     columns = [name for name in tables[0].columns if all(name in table.columns for table in tables)]
-    return Table(paths, columns, Rows(lambda: chain.from_iterable(table.rows for table in tables)))
+    notes = tuple(note for table in tables for note in table.notes)
+    return Table(paths, columns, Rows(lambda: chain.from_iterable(table.rows for table in tables)), notes)
 
 
 _HUB_PREFIX = "hub:"
@@ -148,40 +160,60 @@ def _load_from_hub(text: str, option: str, split: str) -> Table:
     return Table(text, columns, Rows(number_rows))
 
 
-def read_table(path: Path, option: str = "--train-file") -> Table:
+def read_table(path: Path, option: str = "--train-file", options: TableOptions = _DEFAULT) -> Table:
     """Open a file with rows, whose format the name and the first bytes tell, and read its columns.
 
-    The formats are CSV and TSV with a header line (quoting as in RFC 4180), JSON lines (.json, .jsonl, .ndjson), each
-    also compressed with gzip (.gz); Parquet; Arrow; and a folder of `datasets.save_to_disk`. A name that ends in .tsv
-    means tabs between columns, all other names commas. Blank lines are skipped. A file with only a header gives a table
-    without rows.
+    The formats are CSV and TSV with a header line, JSON lines (.json, .jsonl, .ndjson), each also compressed with gzip;
+    Parquet; Arrow; and a folder of `datasets.save_to_disk`. Blank lines are skipped. A file with only a header gives a
+    table without rows.
 
     Parameters
     ----------
     option: the option that named the file, for messages.
+    options: delimiter, quoting and encoding of CSV and TSV (see `choose_dialect`).
 
-    Raises CpuftError: the file is missing, empty, cut off or not UTF-8 text; or it has another format, such as a
-    spreadsheet, a JSON array, or CSV with another delimiter. Faults after the first lines are found when the rows are
-    iterated over (see `Rows`).
+    Raises CpuftError: the file is missing, empty, cut off or not text; it has another format, such as a spreadsheet or
+    a JSON array; two columns have one name; or it is in doubt what a quotation mark means. Other faults after the first
+    lines are found when the rows are iterated over (see `Rows`).
     """
     with suppress(OSError):  # of a file that is missing; reading it as text says what to do
         if is_columnar(path):
-            columns = list_columns(path, option)
+            if path.is_file():
+                _refuse_other_formats(path)
+            columns = _check_columns(list_columns(path, option), path)
             return Table(str(path), columns, Rows(partial(_number_rows, path, option)))
-    first = next((line for line in _read_lines(path, option) if line.strip()), None)
+    lines = partial(read_lines, path, option, encoding=options.encoding)
+    first = next((line for line in lines() if line.strip()), None)
     if first is None:
         raise CpuftError(f"{path} is empty: give a file with rows")
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if suffix in _JSON_SUFFIXES:
-        _refuse_json_array(first, path)
-        rows = Rows(partial(_read_json_rows, path, option))
+    suffix = get_suffix(path)
+    if suffix in JSON_SUFFIXES or _parse_object(first):
+        by_line = partial(lines, newline="\n")
+        _refuse_json_document(by_line, path)
+        rows = Rows(partial(_read_json_rows, by_line, path))
         # The columns of many lines, not the first line's: if that lacks a column, the error must name the line.
         names = {name for _, cells in islice(rows, _ROWS_WITH_COLUMNS) for name in cells}
         return Table(str(path), sorted(names), rows)
-    delimiter = "\t" if suffix == ".tsv" else ","
-    _, columns = next(_split_cells(path, option, delimiter))
-    _refuse_other_delimiter(columns, path, suffix)
-    return Table(str(path), columns, Rows(partial(_read_delimited_rows, path, option, delimiter, columns)))
+    dialect = choose_dialect(lines, path, suffix, options)
+    columns = _check_columns(dialect.columns, path)
+    notes = (dialect.note,) if dialect.note else ()
+    return Table(str(path), columns, Rows(partial(_read_delimited_rows, lines, path, dialect)), notes)
+
+
+def get_suffix(path: Path) -> str:
+    """Return the ending of a file's name, without that of gzip: `.csv` for x.csv.gz."""
+    return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+
+
+def _check_columns(columns: list[str], path: Path) -> list[str]:
+    """Return the columns. Raises CpuftError: two of them have one name, so that one of them would not be seen."""
+    for number, name in enumerate(columns):
+        if name and name in columns[:number]:
+            raise CpuftError(
+                f"{path} has two columns of the name {name!r:.60} (columns {columns.index(name) + 1} and {number + 1})"
+                f": give one of them another name"
+            )
+    return columns
 
 
 def _number_rows(path: Path, option: str) -> Iterator[Row]:
@@ -189,8 +221,8 @@ def _number_rows(path: Path, option: str) -> Iterator[Row]:
         yield f"{path}, row {number}", row
 
 
-def _read_json_rows(path: Path, option: str) -> Iterator[Row]:
-    for number, line in enumerate(_read_lines(path, option, "\n"), start=1):
+def _read_json_rows(lines: Callable[[], Iterator[str]], path: Path) -> Iterator[Row]:
+    for number, line in enumerate(lines(), start=1):
         if line.strip():
             where = f"{path}, line {number}"
             yield where, parse_json_cells(line, where)
@@ -206,7 +238,7 @@ def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
     """
     for name in split_paths(paths):
         is_first = True
-        for number, line in enumerate(_read_lines(Path(name), option, "\n"), start=1):
+        for number, line in enumerate(read_lines(Path(name), option, "\n"), start=1):
             if line.strip():
                 if is_first:
                     _refuse_json_array(line, Path(name))
@@ -214,30 +246,19 @@ def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
                 yield f"{name}, line {number}", line
 
 
-def _read_delimited_rows(path: Path, option: str, delimiter: str, columns: list[str]) -> Iterator[Row]:
-    rows = _split_cells(path, option, delimiter)
+def _read_delimited_rows(lines: Callable[[], Iterator[str]], path: Path, dialect: Dialect) -> Iterator[Row]:
+    rows, columns = split_rows(lines(), dialect, path), dialect.columns
     next(rows, None)  # the header
-    for number, cells in rows:
+    for line, cells in rows:
         if len(cells) != len(columns):
-            separator = "tab" if delimiter == "\t" else "comma"
+            separator = next(name for name, character in DELIMITERS.items() if character == dialect.delimiter)
+            is_longer = dialect.is_quoted and len(cells) > len(columns)
             quotes = f"put a text that contains a {separator} in quotation marks"
             raise CpuftError(
-                f"{path}, line {number} has {counted(len(cells), 'column')}, but the header has {len(columns)}: "
-                f"{quotes if len(cells) > len(columns) else 'correct that line'}"
+                f"{path}, {line} has {counted(len(cells), 'column')}, but the header has {len(columns)}: "
+                f"{quotes if is_longer else 'correct that line'}"
             )
-        yield f"{path}, line {number}", dict(zip(columns, cells))
-
-
-def _split_cells(path: Path, option: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield line number and cells of each row that has any; of a row that spans several lines, the last number."""
-    csv.field_size_limit(sys.maxsize)  # the format has no limit
-    reader = csv.reader(_read_lines(path, option), delimiter=delimiter)
-    try:
-        for cells in reader:
-            if cells:
-                yield reader.line_num, cells
-    except csv.Error as error:
-        raise CpuftError(f"{path}, line {reader.line_num} is not CSV ({error}): correct that line") from None
+        yield f"{path}, {line}", dict(zip(columns, cells))
 
 
 def read_text(path: Path, option: str = "--data-dir") -> str:
@@ -248,31 +269,46 @@ def read_text(path: Path, option: str = "--data-dir") -> str:
     Raises CpuftError: it is missing, cannot be read, is a folder, cut off, not UTF-8 text, or a spreadsheet. The
     message tells how to convert it.
     """
-    return "".join(_read_lines(path, option))
+    return "".join(read_lines(path, option))
 
 
-def _read_lines(path: Path, option: str, newline: str = "") -> Iterator[str]:
+def read_lines(path: Path, option: str, newline: str = "", encoding: str = "", longest: int = -1) -> Iterator[str]:
     """Yield the lines of a text file with their line ends, without a byte order mark. Raises what `read_text` does.
 
     Parameters
     ----------
     newline: as in `open`: with "" lines end with any line end, with a line feed only with that.
+    encoding: the value of --encoding; empty for UTF-8 where there is no such option.
+    longest: most characters of a line; a longer line is yielded in parts. -1 is no limit.
     """
+    codec = "utf-8" if encoding in ("", "auto") else encoding
     try:
         if path.is_dir():
             raise CpuftError(_describe_folder(path, option))
-        with _open_bytes(path) as file:
-            if problem := _describe_format(path, file.read(2)):
-                raise CpuftError(problem)
-            file.seek(0)
-            with TextIOWrapper(file, encoding="utf-8-sig", newline=newline) as lines:
-                yield from lines
+        mark = _refuse_other_formats(path)[:2]
+        if mark in _UTF_16 and encoding == "auto":
+            codec = "utf-16"
+        elif mark in _UTF_16 and not encoding:
+            advice = _advise_command(*_convert_from("UTF-16", path))
+            raise CpuftError(f"{path} is in UTF-16, which cpuft does not read here: {advice}")
+        with _open_bytes(path) as file, TextIOWrapper(file, encoding=codec, newline=newline) as lines:
+            for number, line in enumerate(iter(partial(lines.readline, longest), ""), start=1):
+                if "\0" in line:
+                    other = ", or name the file's encoding with --encoding" if encoding == "auto" else ""
+                    raise CpuftError(
+                        f"{path}, line {number} has a null byte, so that it is not text: give other files{other}"
+                    )
+                yield line.removeprefix("\ufeff") if number == 1 else line
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}: check {option}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error):
         raise CpuftError(f"{path} is cut off or damaged: copy or download it again, or check {option}") from None
-    except UnicodeDecodeError as error:
-        raise CpuftError(_describe_first_other_byte(path, error)) from None
+    except LookupError:
+        raise CpuftError(f"--encoding {encoding[:60]!r} is unknown: give for example windows-1252 or utf-16") from None
+    except UnicodeError as error:
+        if codec == "utf-8" and isinstance(error, UnicodeDecodeError):
+            raise CpuftError(_describe_first_other_byte(path, error, bool(encoding))) from None
+        raise CpuftError(f"{path} is not text in {codec} ({error}): give another --encoding") from None
     except OSError as error:
         raise CpuftError(f"{path} cannot be read ({error.strerror}): check its permissions and {option}") from None
 
@@ -283,30 +319,51 @@ def _open_bytes(path: Path) -> IO[bytes]:
     return cast("IO[bytes]", gzip.open(path)) if is_compressed else path.open("rb")
 
 
-def _describe_first_other_byte(path: Path, error: UnicodeDecodeError) -> str:
+def _describe_first_other_byte(path: Path, error: UnicodeDecodeError, has_option: bool) -> str:
     """Return the message for a file that is not UTF-8. `error` knows a part of the file only, not the line."""
     with _open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
             try:
                 line.decode("utf-8-sig")
             except UnicodeDecodeError as found:
-                return describe_encoding(path, number, found)
-    return describe_encoding(path, 1, error)
+                return _describe_encoding(path, number, found, has_option)
+    return _describe_encoding(path, 1, error, has_option)
 
 
 _GZIP = b"\x1f\x8b"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_UNPACK = "unpack it, then give the file that it holds"
+_SAVE_AS_CSV = "save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead"
+_SAVE_AS_PARQUET = "save it as CSV or Parquet with the program that wrote it, then give that file instead"
+_OTHER_FORMATS = {
+    b"PK\x03\x04": ("a spreadsheet or another zip archive", f"{_UNPACK}, or {_SAVE_AS_CSV}"),
+    b"\xd0\xcf\x11\xe0": ("a spreadsheet", _SAVE_AS_CSV),
+    b"BZh": ("compressed with bzip2", _UNPACK),
+    b"\xfd7zXZ": ("compressed with xz", _UNPACK),
+    b"\x28\xb5\x2f\xfd": ("compressed with zstd", _UNPACK),
+    b"\x93NUMPY": ("an array of NumPy", _SAVE_AS_PARQUET),
+    b"\x89HDF": ("an HDF5 file", _SAVE_AS_PARQUET),
+    b"SQLite format 3": ("a database of SQLite", _SAVE_AS_PARQUET),
+    b"%PDF": ("a PDF file", "give a file of texts"),
+    b"<!DOCTYPE": ("a web page", "download the file itself"),
+    b"<!doctype": ("a web page", "download the file itself"),
+    b"<html": ("a web page", "download the file itself"),
+}
+"""Other formats by the first bytes of a file, and what to do."""
 
 
-def _describe_format(path: Path, first_bytes: bytes) -> str:
-    """Say that a file has a format that is not supported, and how to convert it; empty if it may be text."""
-    what = f"{path} is {{}}, which cpuft does not read"
+def _refuse_other_formats(path: Path) -> bytes:
+    """Return the first bytes of a file. Raises CpuftError: it has a format that is not supported; says what to do."""
+    with _open_bytes(path) as file:
+        begin = file.read(64)
+    if problem := describe_lfs_pointer(path, begin):
+        raise CpuftError(problem)
+    what, advice = next((found for magic, found in _OTHER_FORMATS.items() if begin.startswith(magic)), ("", ""))
     if path.suffix in (".xlsx", ".xls", ".ods"):
-        advice = "save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead"
-        return f"{what.format('a spreadsheet')}: {advice}"
-    if first_bytes in _UTF_16:
-        return f"{what.format('in UTF-16')}: {_advise_command(*_convert_from('UTF-16', path))}"
-    return ""
+        what, advice = "a spreadsheet", _SAVE_AS_CSV
+    if what:
+        raise CpuftError(f"{path} is {what}, which cpuft does not read: {advice}")
+    return begin
 
 
 def _advise_command(command: str, target: str) -> str:
@@ -334,21 +391,14 @@ def _convert_from(encoding: str, path: Path) -> tuple[str, str]:
     return f"iconv -f {encoding} -t UTF-8 {shlex.quote(str(path))} > {shlex.quote(target)}", target
 
 
-def describe_encoding(path: Path, line: int, error: UnicodeDecodeError) -> str:
-    """Return the error message for a line that is not UTF-8.
-
-    It ends with the command that converts the file from Windows-1252, its most likely encoding. For a file with null
-    bytes, it says that the file is binary.
-
-    Parameters
-    ----------
-    line: number of the line, counted from 1.
-    error: the error of the decoder, with the bytes that it was given.
-    """
+def _describe_encoding(path: Path, line: int, error: UnicodeDecodeError, has_option: bool) -> str:
+    """Return the error message for a line that is not UTF-8: it names --encoding, or ends with a command."""
     if b"\0" in error.object:
         return f"{path} is a binary file, which cpuft does not read: give CSV, TSV or JSON lines in UTF-8"
     byte = error.object[error.start]
     advice = _advise_command(*_convert_from("WINDOWS-1252", path))
+    if has_option:
+        advice = "give --encoding windows-1252"
     return (
         f"{path}, line {line} is not UTF-8 text (byte 0x{byte:02x}): correct that line; or, if the file comes from "
         f"Windows or Excel, {advice}"
@@ -358,53 +408,93 @@ def describe_encoding(path: Path, line: int, error: UnicodeDecodeError) -> str:
 def _refuse_json_array(first_line: str, path: Path) -> None:
     """Raise CpuftError if the file is one JSON array instead of one object on each line."""
     if first_line.lstrip().startswith("["):
-        target = str(path.with_name(f"{path.stem}-lines.jsonl"))
-        code = f"import json; [print(json.dumps(row)) for row in json.load(open({str(path)!r}))]"
-        what = f"{path} is a JSON array, and cpuft reads JSON lines, one object a line"
-        command = f'python -c "{code}" > {shlex.quote(target)}'
-        raise CpuftError(f"{what}: {_advise_command(command, target)}")
+        raise CpuftError(_describe_document(path, "a JSON array", "for row in {}", "row"))
 
 
-_PANDAS = 'python -c "import pandas; pandas.{}"'
-_DELIMITERS = {";": "semicolons", "\t": "tabs", "|": "vertical bars", ",": "commas"}
+def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> None:
+    """Raise CpuftError if a JSON file has its rows in one array or object, with the command that writes them as lines.
+
+    Only a file whose first line is no whole object, or is the only one, can be such a document.
+    """
+    filled = (line for line in lines() if line.strip())
+    first, second = next(filled), next(filled, "")
+    is_line = _parse_object(first) or first.rstrip().endswith("}")
+    if second and is_line:
+        return
+    _refuse_json_array(first, path)
+    try:
+        value = parse_json("".join((first, second, *filled)))
+    except ValueError:
+        return  # the message is that of the line
+    if not isinstance(value, dict) or not value:
+        return
+    tables = [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
+    columns = list(value.values())
+    how, rows = "", ""
+    if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
+        how, rows = "names of columns beside the rows", "[dict(zip(d['columns'], r)) for r in d['data']]"
+    elif len(tables) == 1 and tables[0].isidentifier():
+        how, rows = f"its rows under the key {tables[0]!r}", f"d[{tables[0]!r}]"
+    elif all(isinstance(one, dict) and one for one in columns):
+        by_number = all(key.isdecimal() for one in columns for key in one)
+        how, rows = "a key for each row", "d.values()"
+        if by_number:
+            how, rows = "a key for each column", "zip(*(c.values() for c in d.values()))"
+    elif all(isinstance(one, list) and len(one) > 1 for one in columns) and not set(value) & set(_WORD_COLUMNS):
+        how, rows = "a key for each column", "zip(*d.values())"
+    elif second:
+        how, rows = "one row over several lines", "[d]"
+    if not how:
+        return
+    if rows.startswith("zip"):
+        rows = f"[dict(zip(d, r)) for r in {rows}]"
+    raise CpuftError(_describe_document(path, f"one JSON object with {how}", f"for d in [{{}}] for r in {rows}", "r"))
 
 
-def _refuse_other_delimiter(columns: Sequence[str], path: Path, suffix: str) -> None:
-    """Raise CpuftError if the header has one column that contains another delimiter than the file's `suffix` tells."""
-    wanted = "tabs" if suffix == ".tsv" else "commas"
-    for character, name in _DELIMITERS.items():
-        if len(columns) == 1 and character in columns[0] and name != wanted:
-            if name in ("tabs", "commas"):
-                ending = ".tsv" if name == "tabs" else ".csv"
-                raise CpuftError(f"{path} has {name} between its columns: give it a name that ends in {ending}")
-            target = str(path.with_name(f"{path.stem}-{wanted}{path.suffix}"))
-            options = f"sep={character!r}, dtype=str, keep_default_na=False"  # texts such as NA stay texts
-            code = f"read_csv({str(path)!r}, {options}).to_csv({target!r}, index=False)"
-            what = f"{path} has {name} between its columns, and cpuft reads {wanted}"
-            raise CpuftError(f"{what}: {_advise_command(_PANDAS.format(code), target)}")
+def _describe_document(path: Path, what: str, loop: str, row: str) -> str:
+    target = str(path.with_name(f"{path.stem}-lines.jsonl"))
+    code = f"import json; [print(json.dumps({row})) {loop.format(f'json.load(open({str(path)!r}))')}]"
+    command = f'python -c "{code}" > {shlex.quote(target)}'
+    return f"{path} is {what}, and cpuft reads JSON lines, one object a line: {_advise_command(command, target)}"
+
+
+def _parse_object(line: str) -> bool:
+    """Return whether a line is a JSON object."""
+    with suppress(ValueError):
+        return line.lstrip().startswith("{") and isinstance(parse_json(line), dict)
+    return False
 
 
 def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
     """Parse one JSON object into cells, by column: texts, and lists of texts.
 
-    Numbers become texts, true becomes `True`, null becomes an empty text; in a list, too, numbers become texts. A value
+    Numbers become texts, true becomes `True`, null and NaN an empty text; in a list, too, numbers become texts. A value
     that is an object, or a list that contains null, lists or objects, is left out as if the column were missing.
 
     Parameters
     ----------
     where: the file and the line, for the message.
 
-    Raises CpuftError: it is not a JSON object.
+    Raises CpuftError: it is not a JSON object, or has a key twice.
     """
     try:
-        values = load(dict[str, Any], parse_json(line))
+        values = load(dict[str, Any], parse_json(line, _make_object))
         lists = {k: list(map(str, v)) for k, v in values.items() if isinstance(v, list) and _is_flat(v)}
-        cells = {k: "" if v is None else str(v) for k, v in values.items() if not isinstance(v, (list, dict))}
+        cells = {k: "" if v is None or v != v else str(v) for k, v in values.items() if not isinstance(v, (list, dict))}
         return {**load(dict[str, str], cells), **load(dict[str, list[str]], lists)}
     except ValueError as error:
         raise CpuftError(
             f"{where} is not a JSON object ({error}): write one object a line, {{'text': ..., 'label': ...}}"
         ) from None
+
+
+def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Make a dict of the pairs of a JSON object. Raises ValueError: a key is there twice."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r:.60} is there twice")
+    return made
 
 
 def _is_flat(values: list[Any]) -> bool:
@@ -420,9 +510,23 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
     advice: says which option names the column; without it, the message lists the most similar names.
     """
     if name not in columns:
-        there = f" (its columns are {', '.join(map(repr, columns))})" if advice else ""
-        raise CpuftError(f"{source} has no column {name!r}{there}: {advice or suggest_names(name, columns)}")
+        there = f" (its columns are {list_names([*map(repr, columns)])})" if advice else ""
+        raise CpuftError(
+            f"{source} has no column {name!r}{there}: {advice or suggest_names(name, columns)}{hint_header(columns)}"
+        )
     return columns.index(name)
+
+
+def hint_header(columns: Sequence[str]) -> str:
+    """Return a clause for a message about columns if their names look like the cells of a row; else ""."""
+    is_row = any(name.replace(".", "", 1).isdecimal() for name in columns)
+    return "; if its first line is a row, write a header such as text,label above it" if is_row else ""
+
+
+def find_longest_column(table: Table, names: Sequence[str]) -> str:
+    """Return which of the columns has the longest texts in the first rows: more likely one of texts than one of ids."""
+    rows = [row for _, row in islice(table.rows, _ROWS_FOR_LENGTHS)]
+    return max(names, key=lambda name: sum(len(row.get(name, "")) for row in rows))
 
 
 def split_table(table: Table, share: float, columns: Sequence[str] = ()) -> tuple[Table, Table]:

@@ -1,14 +1,16 @@
 """Texts of the user's own, packed as tokens into examples of one length, on disk: neither has to fit into memory.
 
-Texts are read in pieces: a piece is a line of a text file, or a row of JSON lines. A document is a text file, or a row
-of JSON lines. Blank lines are ignored, unless the texts are for a decoder.
+Texts are read in pieces: a piece is a line of a text file, or a row of a table, such as a CSV file or JSON lines. A
+document is a text file, or a row of a table. Blank lines are ignored, unless the texts are for a decoder.
 """
 
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,11 +18,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.errors import CpuftError
+from cpuft.config import TableOptions, TrainConfig
+from cpuft.errors import CpuftError, list_names
 from cpuft.files import list_tree, split_paths
-from cpuft.train.data.tables import describe_encoding, parse_json_cells
+from cpuft.train.data.columnar import Cell, is_columnar
+from cpuft.train.data.tables import JSON_SUFFIXES, Table, find_longest_column, get_suffix, read_lines, read_table
 
-_JSON_SUFFIXES, _TEXT_SUFFIXES = (".json", ".jsonl", ".ndjson"), (".txt", ".text", ".md")
+_TEXT_SUFFIXES = (".txt", ".text", ".md")
+_TABLE_SUFFIXES = (*JSON_SUFFIXES, ".csv", ".tsv")
+_USUAL_COLUMN = "text"
 MAX_LINE_BYTES = 8 << 20
 """Tokenising a line takes about a hundred times as much memory as the line."""
 _BLOCK_PIECES = 64
@@ -46,6 +52,9 @@ Packed = tuple[NDArray[np.int32], NDArray[np.int64]]
 """Token ids of all examples, mapped from a file; and the offsets at which each example begins and the last one ends."""
 
 
+_DEFAULT = TrainConfig()
+
+
 @dataclass(frozen=True)
 class Corpus:
     """Text files that `scan_texts` has read once."""
@@ -53,88 +62,113 @@ class Corpus:
     files: tuple[Path, ...]
     """The files in the order in which they are read."""
     columns: tuple[str, ...]
-    """Names of the columns of JSON lines whose texts make a piece."""
+    """Names of the columns of tables whose texts make a piece; empty for the column `text`, or the only one."""
     pieces: int
-    """Number of pieces: lines of text files and rows of JSON lines, without blank lines."""
+    """Number of pieces: lines of text files and rows of tables, without blank lines."""
     checksum: str
     """SHA-256 of all pieces and of each file's kind, 64 hexadecimal digits."""
     exact: bool = False
     """Whether pieces are lines as they are, with indentation and line ends, and blank lines are pieces, too."""
+    options: TableOptions = _DEFAULT
+    """Delimiter, quoting and encoding of the files."""
 
 
-def scan_texts(paths: str, columns: str, option: str, exact: bool = False) -> Corpus:
+def scan_texts(paths: str, columns: str, option: str, exact: bool = False, options: TableOptions = _DEFAULT) -> Corpus:
     """Read all texts once, to check and count them and to take their checksum.
 
     Parameters
     ----------
     paths: files, and folders of files, separated by commas. In a folder and those below, files that end in .txt, .text,
-        .md, .json, .jsonl or .ndjson are taken, in alphabetical order; a file that is named may have any ending. The
-        JSON endings mean JSON lines, all others text.
-    columns: names of the columns of JSON lines, separated by commas, whose texts are joined by spaces; empty for the
-        column `text`.
+        .md, .json, .jsonl or .ndjson are taken, in alphabetical order; a file that is named may have any ending. CSV,
+        TSV, JSON lines, Parquet and Arrow files are tables, all others text.
+    columns: names of the columns of tables, separated by commas, whose texts are joined by spaces; empty for the column
+        `text`, or the only one.
     option: the option that names the paths, for messages.
     exact: keep indentation, line ends and blank lines, which a decoder learns as well.
+    options: delimiter, quoting and encoding.
 
     Raises CpuftError: a file is missing or cannot be read, a folder has no such files, all files are empty, or a line
     is not UTF-8, has a null byte, is longer than 8 MB, is no JSON object or lacks a column; the message names the line.
+    Also raised for columns of files that are no tables.
     """
     files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
-    names = tuple(name.strip() for name in columns.split(",")) if columns else ("text",)
+    names = tuple(name.strip() for name in columns.split(",")) if columns else ()
+    corpus = Corpus(files, names, 0, "", exact, options)
     digest, pieces, has_text = hashlib.sha256(), 0, False
+    if names and not any(map(_is_table, files)):
+        raise CpuftError(
+            f"--text-columns {columns!r:.60} names columns, and {files[0]} is a text without columns: leave it out, or "
+            f"give a file that ends in .csv, .tsv or .jsonl"
+        )
     for path in files:
-        digest.update(b"json\n" if path.suffix in _JSON_SUFFIXES else b"text\n")
-        for text in _list_texts(path, names, option, exact):
+        digest.update(b"json\n" if _is_table(path) else b"text\n")
+        for text in _list_texts(path, corpus, option):
             digest.update(text.encode() + b"\n")
             pieces += 1
             has_text = has_text or bool(text.strip())
     if not has_text:
         raise CpuftError(f"{paths} holds no text: give files of text, or of JSON lines, with {option}")
-    return Corpus(files, names, pieces, digest.hexdigest(), exact)
+    return replace(corpus, pieces=pieces, checksum=digest.hexdigest())
+
+
+def _is_table(path: Path) -> bool:
+    """Return whether a file has columns, by its name or its first bytes."""
+    with suppress(OSError):
+        return get_suffix(path) in _TABLE_SUFFIXES or is_columnar(path)
+    return False
 
 
 def _find_files(path: Path, option: str) -> list[Path]:
     found = (
         [path]
-        if not path.is_dir()
-        else sorted(one for one, _ in list_tree(path) if one.suffix in (*_JSON_SUFFIXES, *_TEXT_SUFFIXES))
+        if not path.is_dir() or is_columnar(path)
+        else sorted(one for one, _ in list_tree(path) if one.suffix in (*JSON_SUFFIXES, *_TEXT_SUFFIXES))
     )
     if not found:
         raise CpuftError(
-            f"folder {path} holds no {', '.join((*_TEXT_SUFFIXES, *_JSON_SUFFIXES))}: give other files with {option}"
+            f"folder {path} holds no {', '.join((*_TEXT_SUFFIXES, *JSON_SUFFIXES))}: give other files with {option}"
         )
     return found
 
 
-def _list_texts(path: Path, columns: tuple[str, ...], option: str, exact: bool) -> Iterator[str]:
-    number = 0
-    try:
-        with path.open("rb") as file:
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    raise CpuftError(
-                        f"{path}, line {number} is longer than {MAX_LINE_BYTES >> 20} MB: split it into several lines"
-                    )
-                if b"\0" in line:
-                    raise CpuftError(f"{path}, line {number} has a null byte, so that it is not text: give other files")
-                whole = line.decode("utf-8-sig" if number == 1 else "utf-8")
-                text, is_json = whole.strip(), path.suffix in _JSON_SUFFIXES
-                if text or (exact and not is_json):
-                    yield _join_cells(text, columns, path, number) if is_json else whole if exact else text
-    except FileNotFoundError:
-        raise CpuftError(f"there is no file {path}: check {option}") from None
-    except OSError as error:
-        raise CpuftError(f"{path} cannot be read ({error.strerror}): check {option}") from None
-    except UnicodeDecodeError as error:
-        raise CpuftError(describe_encoding(path, number, error)) from None
+def _list_texts(path: Path, corpus: Corpus, option: str) -> Iterator[str]:
+    encoding = corpus.options.encoding
+    if _is_table(path):
+        table = read_table(path, option, corpus.options)
+        columns = corpus.columns or _choose_column(table, path)
+        for where, row in table.rows:
+            yield _check_length(_join_cells(row, columns, where), where)
+        return
+    # One character more than the longest line, so that a longer one is noticed.
+    for number, line in enumerate(read_lines(path, option, "\n", encoding, MAX_LINE_BYTES + 1), start=1):
+        text = line if corpus.exact else line.strip()
+        if text:
+            yield _check_length(text, f"{path}, line {number}")
 
 
-def _join_cells(line: str, columns: tuple[str, ...], path: Path, number: int) -> str:
-    where = f"{path}, line {number}"
-    cells = parse_json_cells(line, where)
+def _check_length(text: str, where: str) -> str:
+    if len(text) > MAX_LINE_BYTES:
+        raise CpuftError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MB: split it into several lines")
+    return text
+
+
+def _choose_column(table: Table, path: Path) -> tuple[str]:
+    """Return the column `text`, or the only one; a row of JSON lines that lacks the column is named later."""
+    if _USUAL_COLUMN in table.columns or get_suffix(path) in JSON_SUFFIXES:
+        return (_USUAL_COLUMN,)
+    if len(table.columns) > 1:
+        raise CpuftError(
+            f"{path} is a table (it has the columns {list_names(table.columns)}), and none of the columns is named "
+            f"{_USUAL_COLUMN}: name the column of the texts with --text-columns, for example --text-columns "
+            f"{shlex.quote(find_longest_column(table, table.columns))}"
+        )
+    return (table.columns[0],)
+
+
+def _join_cells(cells: dict[str, Cell], columns: tuple[str, ...], where: str) -> str:
     for name in columns:
         if name not in cells:
-            has = f"it has {', '.join(cells) or 'nothing'}"
+            has = f"it has {list_names([*cells]) or 'nothing'}"
             raise CpuftError(f"{where} has no {name!r}: correct it, or name the texts with --text-columns ({has})")
     found = (cells[name] for name in columns)
     return " ".join(cell if isinstance(cell, str) else " ".join(cell) for cell in found)
@@ -143,14 +177,15 @@ def _join_cells(line: str, columns: tuple[str, ...], path: Path, number: int) ->
 def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
     """Read the files of a corpus again; yield the text of each piece, and whether it begins a document.
 
-    Texts have no spaces at their ends, unless the corpus is exact. The first piece of a text file and each row of JSON
-    lines begin a document.
+    Texts have no spaces at their ends, unless the corpus is exact. The first piece of a text file and each row of a
+    table begin a document.
 
     Raises CpuftError: a file has vanished, cannot be read, or has a line that is not valid text or JSON any more.
     """
     for path in corpus.files:
-        for number, text in enumerate(_list_texts(path, corpus.columns, "--train-file", corpus.exact)):
-            yield text, not number or path.suffix in _JSON_SUFFIXES
+        is_table = _is_table(path)
+        for number, text in enumerate(_list_texts(path, corpus, "--train-file")):
+            yield text, is_table or not number
 
 
 def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iterator[Piece]:

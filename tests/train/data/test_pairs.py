@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,3 +150,25 @@ def test_a_batch_of_one_without_negatives_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CpuftError, match="--batch-size 1 leaves an anchor no text"):
         check_negatives(TrainConfig(task="pairs", batch_size=1, gather_negatives=False), prepared, 4)
     check_negatives(TrainConfig(task="pairs", batch_size=1), prepared, 2)
+
+
+def test_queries_and_documents_of_validation_are_told_apart(own_cache: None, tmp_path: Path) -> None:
+    rows = "".join(f"question {number},answer {number}\n" for number in range(180))
+    Path("x.csv").write_text(f"anchor,positive\n{rows}")
+    config = TrainConfig(task="pairs", train_file="x.csv", validation_file="x.csv")
+    told = describe_data(read_prepared(str(prepare(config))), config)
+    assert told.startswith("training on 180 examples, validating on 180 queries among 180 documents; labels: none")
+
+
+def test_pairs_without_a_score_may_be_left_out() -> None:
+    rows = "sentence1,sentence2,score\n" + "".join(f"a {number},b {number},{number / 4}\n" for number in range(4))
+    Path("x.csv").write_text(rows + "c,d,\ne,f,\n")
+    config = TrainConfig(task="scored-pairs", train_file="x.csv", validation_file="x.csv")
+    with pytest.raises(CpuftError, match="line 6 has no 'score', and 1 later line has none"):
+        read_pairs(TASKS[config.task], config)
+    data = read_pairs(TASKS[config.task], replace(config, skip_unlabelled=True))
+    assert len(data.train) == 4
+    assert data.notes[0] == "2 rows of x.csv without a label left out"
+    Path("x.csv").write_text("sentence1,sentence2\na,b\nc,d\n")
+    with pytest.raises(CpuftError, match="name the column of the scores with --label-column"):
+        read_pairs(TASKS[config.task], config)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from cpuft.config import TrainConfig
+from cpuft.errors import CpuftError
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.show import Bin, count_duplicates, find_problems, format_summary, make_histogram, summarize
@@ -110,3 +111,42 @@ def test_names_of_labels_are_safe_on_a_terminal(tmp_path: Path) -> None:
     lines = format_summary(summarize(TrainConfig(task="files", train_file=train, validation_file=train)))
     assert not any("\x1b" in line for line in lines)
     assert Counter("x" * 38 in line for line in lines)[True] == 0
+
+
+def test_texts_that_are_empty_are_counted(tmp_path: Path) -> None:
+    rows = [("nan", "ham"), ("", "spam"), ("None ", "ham"), *((f"text {number}", "ham") for number in range(5))]
+    train = write_csv(tmp_path / "a.csv", rows)
+    config = TrainConfig(task="files", train_file=train, validation_file=train)
+    summary = summarize(config)
+    assert summary.splits[0].without_text == {"text": 3}
+    assert any(line.split() == ["without", "a", "text", "3", "3"] for line in format_summary(summary))
+    told = describe_data(read_prepared(str(prepare(config))), config)
+    assert told.endswith("3 of 8 examples have no text (empty, nan or null)")
+
+
+def test_a_text_column_that_is_empty_is_refused(tmp_path: Path) -> None:
+    rows = [("" if number else "text", ("ham", "spam")[number % 2]) for number in range(20)]
+    config = TrainConfig(task="files", train_file=write_csv(tmp_path / "a.csv", rows))
+    config = replace(config, validation_file=config.train_file)
+    problem = (
+        "19 of 20 examples have no text in 'text' (it is empty, nan or null): name the column of the texts with "
+        "--text-columns, or correct the file"
+    )
+    assert problem in summarize(config).problems
+    with pytest.raises(CpuftError) as error:
+        prepare(config)
+    assert str(error.value) == problem
+
+
+def test_labels_that_may_stand_for_no_label_are_told(tmp_path: Path) -> None:
+    train = write_csv(tmp_path / "a.csv", [("one", "nan"), ("two", "ham"), ("three", "spam")])
+    config = TrainConfig(task="files", train_file=train, validation_file=train)
+    told = describe_data(read_prepared(str(prepare(config))), config)
+    assert "ham (1), nan (1), spam (1) (nan may stand for rows without a label)" in told
+
+
+def test_how_a_file_was_understood_is_told(tmp_path: Path) -> None:
+    train = write_csv(tmp_path / "a.csv", [("one", "a|b"), ("two", "a")])
+    summary = summarize(TrainConfig(task="files", train_file=train, validation_file=train))
+    note = f"an example may have several labels, because the label in {train}, line 2 has a bar"
+    assert f"note: {note}" in format_summary(summary)

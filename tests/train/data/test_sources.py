@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pandas
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -26,6 +27,7 @@ from cpuft.train.data.sources import (
     list_test_splits,
     make_pairs,
     parse_glue_tsv,
+    parse_label,
     read_data,
     read_glue_file,
     read_splits,
@@ -138,8 +140,8 @@ def test_the_users_csv(tmp_path: Path) -> None:
     assert (data.task.labels, data.train.labels, data.validation[""].labels) == (("ham", "spam"), [1.0, 0.0], [0.0])
 
 
-QUOTED = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
-"""Whatever a quoted text may hold: U+2028, U+0085, form feeds, line ends."""
+QUOTED = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), min_size=1)
+"""Whatever a quoted text may hold: U+2028, U+0085, form feeds, line ends. A null byte means that a file is no text."""
 
 LABELS = st.sampled_from("01")
 
@@ -242,15 +244,18 @@ def test_what_is_wrong_with_the_users_files(train: str, message: str, tmp_path: 
     assert message in str(error.value)
 
 
+UNLABELLED = "correct or remove that line, or leave out rows with --skip-unlabelled"
+
+
 @pytest.mark.parametrize(
     "line, message",
     [
-        ('{"text": "a"}', "train.jsonl, line 2 has no 'label': correct or remove that line"),
+        ('{"text": "a"}', f"train.jsonl, line 2 has no 'label': {UNLABELLED}"),
         ('{"label": 1}', "train.jsonl, line 2 has no 'text': correct or remove that line"),
-        ('{"text": "a", "label": null}', "train.jsonl, line 2 has no 'label': correct or remove that line"),
+        ('{"text": "a", "label": null}', f"train.jsonl, line 2 has no 'label': {UNLABELLED}"),
         ('{"text": [["a"]], "label": 1}', "train.jsonl, line 2 has no 'text': correct or remove that line"),
         ('{"text": ["a"], "label": 1}', "line 2: 'text' must be one text, as in the other lines: correct that line"),
-        ('{"text": "a", "label": {"b": 1}}', "train.jsonl, line 2 has no 'label': correct or remove that line"),
+        ('{"text": "a", "label": {"b": 1}}', f"train.jsonl, line 2 has no 'label': {UNLABELLED}"),
     ],
 )
 def test_gaps_in_json_lines(line: str, message: str, tmp_path: Path) -> None:
@@ -319,12 +324,6 @@ def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
             "columns, then give the CSV file instead",
         ),
         (
-            "x.csv",
-            "text,label\n".encode("utf-16"),
-            "x.csv is in UTF-16, which cpuft does not read: convert it with this command, then give x-utf8.csv "
-            "instead: iconv -f UTF-16 -t UTF-8 x.csv > x-utf8.csv",
-        ),
-        (
             "x.bin",
             b"\x00\x01\xff",
             "x.bin is a binary file, which cpuft does not read: give CSV, TSV or JSON lines in UTF-8",
@@ -333,8 +332,7 @@ def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
             "x.csv",
             b"\xef\xbb\xbftext,label\na,b\ncaf\xe9,b\n",
             "x.csv, line 3 is not UTF-8 text (byte 0xe9): correct that line; or, if the file comes from Windows or "
-            "Excel, convert it with this command, then give x-utf8.csv instead: iconv -f WINDOWS-1252 -t UTF-8 x.csv > "
-            "x-utf8.csv",
+            "Excel, give --encoding windows-1252",
         ),
         (
             "x.json",
@@ -345,21 +343,33 @@ def test_rows_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (
             "x.csv",
-            b"text;label\na, b, c;d\n",
-            "x.csv has semicolons between its columns, and cpuft reads commas: convert it with this command, then give "
-            'x-commas.csv instead: python -c "import '
-            "pandas; pandas.read_csv('x.csv', sep=';', dtype=str, keep_default_na=False)"
-            ".to_csv('x-commas.csv', index=False)\"",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n",
+            "x.csv is a pointer of Git LFS, not the file itself: fetch the file with this command in its repository: "
+            "git lfs pull --include x.csv",
+        ),
+        (
+            "x.parquet",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:ab\nsize 3\n",
+            "x.parquet is a pointer of Git LFS, not the file itself: fetch the file with this command in its "
+            "repository: git lfs pull --include x.parquet",
+        ),
+        ("x.csv", b"<!DOCTYPE html>\n", "x.csv is a web page, which cpuft does not read: download the file itself"),
+        (
+            "x.csv",
+            b"PK\x03\x04\x14",
+            "x.csv is a spreadsheet or another zip archive, which cpuft does not read: unpack it, then give the file "
+            "that it holds, or save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead",
         ),
         (
             "x.csv",
-            b"text\tlabel\na\tb\n",
-            "x.csv has tabs between its columns: give it a name that ends in .tsv",
+            b"text,label,text\na,b,c\n",
+            "x.csv has two columns of the name 'text' (columns 1 and 3): give one of them another name",
         ),
         (
-            "x.tsv",
-            b"text,label\na,b\n",
-            "x.tsv has commas between its columns: give it a name that ends in .csv",
+            "x.csv",
+            "text,label\n".encode("utf-16-le"),
+            "x.csv, line 1 has a null byte, so that it is not text: give other files, or name the file's encoding with "
+            "--encoding",
         ),
     ],
 )
@@ -370,18 +380,208 @@ def test_files_of_other_formats_are_answered_with_what_to_do(name: str, content:
     assert str(error.value) == problem
 
 
-def test_the_conversions_that_are_named_work() -> None:
-    """Those that need nothing but Python and iconv."""
-    rows = [{"text": "a, b; c", "label": "d"}, {"text": "é", "label": "e"}]
-    Path("x.json").write_text(json.dumps(rows))
-    Path("x.csv").write_bytes("text,label\né,e\n".encode("cp1252"))
-    for name, made in (("x.json", "x-lines.jsonl"), ("x.csv", "x-utf8.csv")):
-        with pytest.raises(CpuftError) as error:
-            read_table(Path(name))
-        command = str(error.value).partition(f"then give {made} instead: ")[2]
-        line = command.replace("python ", f"{sys.executable} ")
-        subprocess.run(["sh", "-c", line], check=True, timeout=60)
-        assert list(read_table(Path(made)).rows)[-1][1] == rows[-1]
+RECORDS = [{"text": "a, b; c", "label": "d"}, {"text": "\u00e9", "label": "e"}]
+FRAME = pandas.DataFrame(RECORDS)
+
+
+@pytest.mark.parametrize(
+    "text, what",
+    [
+        (json.dumps(RECORDS), "a JSON array"),
+        (json.dumps(RECORDS, indent=1), "a JSON array"),
+        (json.dumps({"version": 1, "data": RECORDS}), "one JSON object with its rows under the key 'data'"),
+        (json.dumps({"rows": RECORDS}, indent=1), "one JSON object with its rows under the key 'rows'"),
+        (FRAME.to_json(), "one JSON object with a key for each column"),
+        (json.dumps(FRAME.to_dict("list")), "one JSON object with a key for each column"),
+        (FRAME.to_json(orient="index"), "one JSON object with a key for each row"),
+        (FRAME.to_json(orient="split"), "one JSON object with names of columns beside the rows"),
+        (FRAME.to_json(orient="table"), "one JSON object with its rows under the key 'data'"),
+    ],
+)
+def test_a_json_document_is_answered_with_the_command_that_makes_lines_of_it(text: str, what: str) -> None:
+    Path("x.json").write_text(text)
+    with pytest.raises(CpuftError, match=what) as error:
+        read_table(Path("x.json"))
+    run_conversion(str(error.value))
+    assert [(row["text"], row["label"]) for _, row in read_table(Path("x-lines.jsonl")).rows] == [
+        (row["text"], row["label"]) for row in RECORDS
+    ]
+
+
+def run_conversion(message: str) -> None:
+    """Run the command at the end of an error message."""
+    command = message.partition(" instead: ")[2].replace("python ", f"{sys.executable} ", 1)
+    subprocess.run(["sh", "-c", command], check=True, timeout=60)
+
+
+def test_a_file_of_windows_is_read_with_its_encoding() -> None:
+    Path("x.csv").write_bytes("text,label\n\u20ac,e\n".encode("cp1252"))
+    table = read_table(Path("x.csv"), options=TrainConfig(encoding="windows-1252"))
+    assert [row["text"] for _, row in table.rows] == ["\u20ac"]
+    Path("x.csv").write_bytes("text\tlabel\n\u20ac\te\n".encode("utf-16"))
+    assert [row["text"] for _, row in read_table(Path("x.csv")).rows] == ["\u20ac"]
+    with pytest.raises(CpuftError, match="--encoding 'utf-9' is unknown: give for example windows-1252"):
+        read_table(Path("x.csv"), options=TrainConfig(encoding="utf-9"))
+
+
+@pytest.mark.parametrize(
+    "cells, labels",
+    [
+        (["['a', 'b']", "['b']", "[]"], [["a", "b"], ["b"], []]),
+        (['["a", "b, c"]', '["b, c"]'], [["a", "b, c"], ["b, c"]]),
+        (["['a' 'b']", "['b']"], [["a", "b"], ["b"]]),
+        (["[0 1]", "[1]"], [["0", "1"], ["1"]]),
+        (["array([0, 1])", "array([1])"], [["0", "1"], ["1"]]),
+        (["{'a', 'b'}", "{'b'}"], [["a", "b"], ["b"]]),
+    ],
+)
+def test_a_list_that_was_printed_is_no_class(cells: list[str], labels: list[list[str]]) -> None:
+    FRAME.iloc[[0] * len(cells)].assign(label=cells).to_csv("x.csv", index=False)
+    config = TrainConfig(task="files", train_file="x.csv", validation_file="x.csv")
+    for label_type in ("auto", "multi"):
+        with pytest.raises(CpuftError, match=r"x.csv, line 2: 'label' is a list that was printed as text") as error:
+            read_data(replace(config, label_type=label_type))
+    run_conversion(str(error.value))
+    found = [row["label"] for _, row in read_table(Path("x-lists.jsonl")).rows]
+    assert list(map(sorted, found)) == labels
+    assert read_data(replace(config, label_type="class")).task.kind == "class"
+
+
+def test_a_key_or_a_column_that_is_there_twice_is_named() -> None:
+    Path("x.jsonl").write_text('{"text": "a", "label": 1, "text": "b"}\n')
+    with pytest.raises(CpuftError, match=r"line 1 is not a JSON object \(the key 'text' is there twice\)"):
+        read_table(Path("x.jsonl"))
+
+
+def table(labels: Sequence[object], texts: str = "text {}") -> str:
+    return "text,label\n" + "".join(f'{texts.format(number)},"{label}"\n' for number, label in enumerate(labels))
+
+
+@pytest.mark.parametrize(
+    "train, validation, labels",
+    [
+        ([0, 1], ["0.0", "1.0"], ("0", "1")),
+        ([0, 1, "1.0"], [0], ("0", "1")),
+        (["True", "False"], [1, 0], ("False", "True")),
+        ([0, 1], ["true", "FALSE"], ("0", "1")),
+        (["True", "False", "1"], ["2"], ()),
+        (["spam", "ham "], ["ham", "spam "], ("ham", "spam")),
+    ],
+)
+def test_labels_of_the_same_value_are_one_class(
+    train: list[object], validation: list[object], labels: tuple[str, ...], tmp_path: Path
+) -> None:
+    config = files(tmp_path, table(train), table(validation))
+    if not labels:
+        with pytest.raises(CpuftError, match="has the label '2'"):
+            read_data(config)
+        return
+    data = read_all(config)
+    assert data.task.labels == labels
+    assert set(data.train.labels) == {0.0, 1.0}
+    assert {float(labels.index(str(one).strip())) for one in train if str(one).strip() in labels} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    "labels, problem, answers",
+    [
+        (
+            [*[0, 1] * 20, "0|1"],
+            "a label with a bar, such as a|b, means several labels, and only 1 of 41 labels has one, first in ",
+            {"multi": "labels", "class": "class"},
+        ),
+        (
+            [*[0, 1] * 20, 0.5],
+            "a label with a fraction means that numbers are learned by regression, and only 2 of 82 labels have one, "
+            "first in ",
+            {"number": "score", "class": "class"},
+        ),
+        (
+            ["0,5", "1,5", "2"],
+            "line 2: the label '0,5' is a number with a comma",
+            {"number": "score", "class": "class"},
+        ),
+        (
+            ["Spam", "ham", "spam"],
+            "line 4 has the label 'spam', and ",
+            {"class": "class", "multi": "labels"},
+        ),
+    ],
+)
+def test_a_convention_that_is_in_doubt_is_refused_until_the_label_type_is_given(
+    labels: list[object], problem: str, answers: dict[str, str], tmp_path: Path
+) -> None:
+    config = files(tmp_path, table(labels), table(labels))
+    with pytest.raises(CpuftError) as error:
+        read_data(config)
+    assert problem in str(error.value)
+    for label_type, kind in answers.items():
+        assert f"--label-type {label_type}" in str(error.value) or f"(or {label_type})" in str(error.value)
+        assert read_data(replace(config, label_type=label_type)).task.kind == kind
+
+
+def test_a_decimal_comma_is_read_in_numbers_and_thousands_are_not(tmp_path: Path) -> None:
+    config = replace(files(tmp_path, table(["0,5", "-1,25", "2"]), table(["0,125"])), label_type="number")
+    data = read_all(config)
+    assert (data.train.labels, data.validation[""].labels) == ([0.5, -1.25, 2.0], [0.125])
+    with pytest.raises(CpuftError, match="score '1,250' is not a number"):
+        read_data(replace(files(tmp_path, table(["1,250"]), table([1])), label_type="number"))
+
+
+def test_the_row_that_decided_on_the_kind_is_told(tmp_path: Path) -> None:
+    data = read_data(files(tmp_path, table(["a|b", "a"]), table(["b"])))
+    assert data.notes == (
+        f"an example may have several labels, because the label in {tmp_path}/train.csv, line 2 has a bar",
+    )
+
+
+def test_rows_without_a_label_are_all_counted_and_may_be_left_out(tmp_path: Path) -> None:
+    config = files(tmp_path, table(["", 1, "", 0, " "]), table([1, ""]))
+    with pytest.raises(CpuftError) as error:
+        read_data(config)
+    assert str(error.value).endswith(
+        "train.csv, line 2 has no 'label', and 2 later lines have none: correct or remove those lines, or leave out "
+        "rows with --skip-unlabelled"
+    )
+    data = read_all(replace(config, skip_unlabelled=True))
+    assert (data.train.texts, data.train.labels) == ([("text 1",), ("text 3",)], [1.0, 0.0])
+    assert len(data.validation[""]) == 1
+    notes = read_data(replace(config, skip_unlabelled=True)).notes
+    assert [note.rpartition("/")[2] for note in notes] == [
+        "train.csv without a label left out",
+        "validation.csv without a label left out",
+    ]
+    assert notes[0].startswith("3 rows of ")
+
+
+def test_the_column_with_the_longest_texts_is_proposed(tmp_path: Path) -> None:
+    rows = "id,body,label\n1,a long text,0\n"
+    with pytest.raises(CpuftError, match="for example --text-columns body"):
+        read_data(files(tmp_path, rows, rows))
+
+
+def test_a_missing_header_is_suspected(tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match="if its first line is a row, write a header such as text,label above it"):
+        read_data(files(tmp_path, "good,1\nbad,0\n", "good,1\n"))
+
+
+@pytest.mark.parametrize(
+    "columns, problem",
+    [
+        ("label", "the column 'label' cannot be text and label"),
+        ("text,label,text", "--text-columns 'text,label,text' names 3 columns: name one column or two"),
+    ],
+)
+def test_text_columns_that_cannot_be_meant(columns: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(CpuftError, match=problem):
+        read_data(replace(files(tmp_path, table([0, 1]), table([0])), text_columns=columns))
+
+
+def test_of_many_labels_a_few_are_listed(tmp_path: Path) -> None:
+    task = replace(TASKS["files"], labels=tuple(map(str, range(250))))
+    with pytest.raises(CpuftError) as error:
+        parse_label("word", task, "x.csv, line 3")
+    assert str(error.value).endswith("17, 18, 19 and 230 others: correct that line")
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import tempfile
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.texts import (
     MAX_LINE_BYTES,
@@ -280,3 +283,51 @@ def test_many_tokens_come_out_as_they_went_in() -> None:
     pieces = [(False, said(words[start : start + 1000]), start == 0) for start in range(0, len(words), 1000)]
     rows, _ = pack_rows(pieces, 128)
     assert [word for row in rows for word in row[1:-1]] == words
+
+
+TABLE = "id,body\n" + "".join(f"{number},word {number}\n" for number in range(3))
+
+
+def test_a_column_of_a_table_is_learned_and_not_its_lines() -> None:
+    pandas.read_csv(StringIO(TABLE)).to_parquet("x.parquet")
+    write(x_csv=TABLE, x_tsv=TABLE.replace(",", "\t"), y_csv="body\nword 0\nword 1\nword 2\n")
+    wanted = [(f"word {number}", True) for number in range(3)]
+    for name, columns in (("x.csv", "body"), ("x.tsv", "body"), ("x.parquet", "body"), ("y.csv", "")):
+        assert pieces_of(name, columns) == wanted
+
+
+@pytest.mark.parametrize(
+    "name, columns, problem",
+    [
+        (
+            "x.csv",
+            "txt",
+            "x.csv, line 2 has no 'txt': correct it, or name the texts with --text-columns (it has id, body)",
+        ),
+        (
+            "x.csv",
+            "",
+            "x.csv is a table (it has the columns id, body), and none of the columns is named text: name the column of "
+            "the texts with --text-columns, for example --text-columns body",
+        ),
+        (
+            "x.txt",
+            "body",
+            "--text-columns 'body' names columns, and x.txt is a text without columns: leave it out, or give a file "
+            "that ends in .csv, .tsv or .jsonl",
+        ),
+    ],
+)
+def test_columns_that_are_not_there(name: str, columns: str, problem: str) -> None:
+    write(**{name.replace(".", "_"): TABLE})
+    with pytest.raises(CpuftError) as error:
+        pieces_of(name, columns)
+    assert str(error.value) == problem
+
+
+def test_texts_of_other_encodings() -> None:
+    Path("a.txt").write_bytes("\u00e9\n".encode("utf-16"))
+    assert pieces_of("a.txt") == [("\u00e9", True)]
+    Path("a.txt").write_bytes("\u00e9\n".encode("latin-1"))
+    corpus = scan_texts("a.txt", "", "--train-file", options=TrainConfig(encoding="latin-1"))
+    assert list(list_pieces(corpus)) == [("\u00e9", True)]

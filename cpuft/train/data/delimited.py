@@ -1,0 +1,138 @@
+"""CSV files and their relatives: which delimiter and which quoting a file has, and the cells of its rows."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from cpuft.config import DELIMITERS, TableOptions
+from cpuft.errors import CpuftError, counted
+
+Lines = Callable[[], Iterator[str]]
+"""Begins to read the lines of a file, with their line ends."""
+_MANY_LINES = 10
+"""Largest number of lines of a cell that nobody wonders about in a file whose other cells have line breaks, too."""
+_UNQUOTED = "give --quoting none if quotation marks are a part of the texts"
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """How the cells of a file are told apart."""
+
+    delimiter: str
+    is_quoted: bool
+    """Whether a quotation mark at the begin of a cell surrounds the cell."""
+    columns: list[str]
+    """The cells of the header."""
+    note: str = ""
+    """What decided, if that is to be said."""
+
+
+def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions) -> Dialect:
+    """Return the dialect of a file: that of the options, or the one that fits the header and the quotation marks.
+
+    Of the delimiters, the usual one of the suffix is taken unless the header has more columns with another one.
+
+    Raises CpuftError: a quotation mark opens a cell that is not closed, or it is in doubt whether it opens one.
+    """
+    csv.field_size_limit(sys.maxsize)  # the format has no limit
+    usual = "\t" if suffix == ".tsv" else ","
+    order = [usual, *(other for other in DELIMITERS.values() if other != usual)]
+    if options.delimiter != "auto":
+        order = [DELIMITERS[options.delimiter]]
+    is_quoted = options.quoting != "none"
+    headers = {one: _read_header(lines, one, is_quoted) for one in order}
+    delimiter = max(order, key=lambda one: len(headers[one]))  # of several, the first one
+    dialect = Dialect(delimiter, is_quoted, headers[delimiter])
+    return _find_quoting(lines, dialect, path) if options.quoting == "auto" else dialect
+
+
+def _read_header(lines: Lines, delimiter: str, is_quoted: bool) -> list[str]:
+    rows = csv.reader(lines(), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE)
+    return [name.strip() for name in next(filter(None, rows))]
+
+
+def split_rows(lines: Iterator[str], dialect: Dialect, path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield where each row ends (`line 3`, and where it begins if it has several lines), and its cells; no blank rows.
+
+    Raises CpuftError: a quotation mark opens a cell and does not close it.
+    """
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if dialect.is_quoted else csv.QUOTE_NONE
+    reader = csv.reader(lines, delimiter=dialect.delimiter, quoting=quoting, strict=True)
+    begin = 1
+    try:
+        for cells in reader:
+            if cells:
+                several = f" (a quotation mark in line {begin} opens it)" if reader.line_num > begin else ""
+                yield f"line {reader.line_num}{several}", cells
+            begin = reader.line_num + 1
+    except csv.Error as error:
+        raise CpuftError(_describe_open_quote(path, begin, error)) from None
+
+
+def _describe_open_quote(path: Path, line: int, error: csv.Error) -> str:
+    return (
+        f"{path}, line {line}: a quotation mark opens a cell there and does not close it at the end of a cell "
+        f"({error}): write a quotation mark within a quoted cell twice, or {_UNQUOTED}"
+    )
+
+
+def _find_quoting(lines: Lines, dialect: Dialect, path: Path) -> Dialect:
+    """Return the dialect, without quoting if the file can only be read so.
+
+    If all lines as they are have the header's number of columns, quotation marks that open a cell over several lines
+    are most likely a part of the texts: line breaks would divide the columns. Commas in texts stand before a space,
+    those between columns do not.
+
+    Raises CpuftError: as `choose_dialect`.
+    """
+    count = len(dialect.columns) - 1
+    fits, divides, last = True, True, ""  # whether all lines have that many columns, and no delimiter is in a text
+    numbers: list[int] = []  # of delimiters in the lines of the present row
+
+    def watch() -> Iterator[str]:
+        nonlocal fits, divides, last
+        for last in lines():
+            if last.strip("\r\n"):
+                numbers.append(last.count(dialect.delimiter))
+                fits = fits and numbers[-1] == count
+                divides = divides and (dialect.delimiter not in ",;" or f"{dialect.delimiter} " not in last)
+            yield last
+
+    watched = watch()
+    reader = csv.reader(watched, delimiter=dialect.delimiter, strict=True)
+    begin, first, most = 1, 0, 0
+    try:
+        for _ in reader:
+            if reader.line_num > begin:
+                first = first or begin
+                if count and len(numbers) > _MANY_LINES and set(numbers) == {count}:
+                    raise CpuftError(_describe_doubt(path, begin, len(numbers)))
+                most = most or len(numbers)
+            begin = reader.line_num + 1
+            numbers.clear()
+    except csv.Error as error:
+        is_escaped = '\\"' in last  # by a backslash, so that the quotation marks around it surround a cell
+        for _ in watched:
+            pass
+        if not fits or is_escaped:
+            raise CpuftError(_describe_open_quote(path, begin, error)) from None
+        note = f"{path} read without quoting, because of the quotation mark in line {begin}"
+        return Dialect(dialect.delimiter, False, dialect.columns, note)
+    header = next(line for line in lines() if line.strip())
+    cells = header.strip("\r\n").split(dialect.delimiter)
+    all_quoted = all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in cells)
+    if first and fits and divides and count and not all_quoted:
+        raise CpuftError(_describe_doubt(path, first, most))
+    return dialect
+
+
+def _describe_doubt(path: Path, line: int, count: int) -> str:
+    return (
+        f"{path}, line {line}: a quotation mark opens a cell of {counted(count, 'line')}, and each of these lines has "
+        f"as many columns as the header: {_UNQUOTED}, or --quoting csv if they surround cells with line breaks"
+    )
