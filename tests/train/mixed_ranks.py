@@ -1,4 +1,4 @@
-"""Run by mpirun: a run whose ranks are not alike. Usage: mixed_ranks.py CONFIG.json RUN [NAME=VALUE | damage | slow ...].
+"""Run by mpirun: a run whose ranks are not alike. Usage: mixed_ranks.py CONFIG.json RUN [NAME=VALUE|damage|slow ...].
 
 The variables are set on rank 1 alone. With `damage`, rank 1 changes a parameter after the last update; with `slow`,
 metrics take longer than a message may. Each rank writes
