@@ -213,7 +213,7 @@ def begin(
     checkpoints = Checkpoints(exchange)
     if state and writes_checkpoints:
         writer = None
-        if world.rank in choose_writer_ranks(header.ranks):
+        if world.rank in choose_writer_ranks(gather(world.local_rank)):
             every = config.checkpoint_every or math.inf
             writer = CheckpointWriter(state, root, world.rank, every, exchange.contribute_to_checkpoint)
             writer.begin(record_text.splitlines(), point.update)

@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +23,7 @@ from cpuft.config import CHANGEABLE_ON_RESUME
 from cpuft.errors import CpuftError
 from cpuft.rank.interruption import describe_cause, is_host_leaving, is_interrupted
 from cpuft.rank.world import World
-from cpuft.record import InterruptedLine, Line, Record, RecordedRank, StepLine, format_line, parse_record
+from cpuft.record import InterruptedLine, Line, Record, StepLine, format_line, parse_record
 from cpuft.train.checkpoint.files import (
     BEST,
     RECORD,
@@ -228,13 +228,12 @@ def wait_for_disks() -> Iterator[None]:
         dist.barrier(group)
 
 
-def choose_writer_ranks(ranks: list[RecordedRank]) -> list[int]:
-    """Return the ranks that write checkpoints: [0], or [0, N] with several hosts.
+def choose_writer_ranks(local_ranks: Sequence[int]) -> list[int]:
+    """Return the ranks that write checkpoints: [0], or with several hosts [0, N], where N is the next host's first rank.
 
-    N is the first rank on another host than rank 0's. `ranks`: all ranks of the run, in their order.
+    `local_ranks`: of all ranks of the run, in their order. Hosts are not told by their names, which may be equal.
     """
-    others = [rank.rank for rank in ranks if rank.host != ranks[0].host]
-    return [0, *others[:1]]
+    return [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0][:2]
 
 
 class CheckpointWriter:

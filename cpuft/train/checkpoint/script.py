@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from cpuft.errors import CpuftError
 from cpuft.rank.interruption import is_interrupted
 from cpuft.rank.world import World, parse_world
-from cpuft.record import RecordedRank
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.files import FOLDER, STATE, VALUES, remove_after, to_view, write_checkpoint
 from cpuft.train.checkpoint.policy import choose_writer_ranks, find_newest_checkpoint
@@ -70,9 +68,8 @@ def save_state(step: int, **things: Any) -> bool:
     world, root = _find_checkpoints()
     tensors: dict[str, Tensor] = {}
     tree = {name: _separate_tensors(_state_of(thing), name, tensors) for name, thing in things.items()}
-    ranks = [RecordedRank(rank, host, []) for rank, host in enumerate(gather(socket.gethostname()))]
     problem = None
-    if world.rank in choose_writer_ranks(ranks):
+    if world.rank in choose_writer_ranks(gather(world.local_rank)):
         files = {STATE: pack_tensors(tensors).numpy().data, VALUES: to_view([json.dumps(tree)])}
         try:
             write_checkpoint(root, step, world.rank, files)
