@@ -229,7 +229,7 @@ def wait_for_disks() -> Iterator[None]:
 
 
 def choose_writer_ranks(local_ranks: Sequence[int]) -> list[int]:
-    """Return the ranks that write checkpoints: [0], or with several hosts [0, N], where N is the next host's first rank.
+    """Return the ranks that write checkpoints: [0], or with several hosts [0, N], N being the next host's first rank.
 
     `local_ranks`: of all ranks of the run, in their order. Hosts are not told by their names, which may be equal.
     """
