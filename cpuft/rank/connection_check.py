@@ -144,7 +144,8 @@ class ConnectionCheck:
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
-        if self.steps and (self._is_unused() or (self.steps > 1 and self._start is not None)):
+        has_only_started = self.steps > 1 and self._start is not None and count_mpi_ranks() != self.size
+        if self.steps and (self._is_unused() or has_only_started):
             raise RefusedScriptError(self._describe_unused("ended with an error"))
 
     def before_processes(self) -> None:
@@ -232,7 +233,8 @@ class ConnectionCheck:
     def _describe(self, when: str) -> str:
         formed = f" (only one of {self.group_size})" if self.group_size else ""
         has_children = any(name.startswith("multiprocessing.popen_") for name in sys.modules) and not self.steps
-        advice = self.advice or (_OWN_PROCESSES if has_children else _REMEDY)
+        own = f". If the script starts the processes that train: {_OWN_PROCESSES}" if has_children else ""
+        advice = self.advice or _REMEDY + own
         return (
             f"the script {when} because its {self.size} ranks are not connected: they formed no process group of "
             f"{self.size} ranks{formed}, so each rank works on a copy of its own. Next: {advice}"
