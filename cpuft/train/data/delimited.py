@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import csv
+import re
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -40,6 +42,12 @@ def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions)
     Raises CpuftError: a quotation mark opens a cell that is not closed, or it is in doubt whether it opens one.
     """
     csv.field_size_limit(sys.maxsize)  # the format has no limit
+    if re.fullmatch("sep=.?", first := next(lines()).strip(), re.IGNORECASE):
+        target = str(path.with_name(f"{path.stem}-rows{path.suffix}"))
+        raise CpuftError(
+            f"{path} begins with the line {first!r}, which only Excel reads: convert it with this command, then give "
+            f"{target} instead: tail -n +2 {shlex.quote(str(path))} > {shlex.quote(target)}"
+        )
     usual = "\t" if suffix == ".tsv" else ","
     order = [usual, *(other for other in DELIMITERS.values() if other != usual)]
     if options.delimiter != "auto":
@@ -91,16 +99,22 @@ def _find_quoting(lines: Lines, dialect: Dialect, path: Path) -> Dialect:
     Raises CpuftError: as `choose_dialect`.
     """
     count = len(dialect.columns) - 1
-    fits, divides, last = True, True, ""  # whether all lines have that many columns, and no delimiter is in a text
+    fits, divides = True, True  # whether all lines have that many columns, and no delimiter is in a text
+    surrounded, opened = 0, 0  # cells between quotation marks, and cells that only begin with one
+    last = ""
     numbers: list[int] = []  # of delimiters in the lines of the present row
 
     def watch() -> Iterator[str]:
-        nonlocal fits, divides, last
+        nonlocal fits, divides, surrounded, opened, last
         for last in lines():
             if last.strip("\r\n"):
                 numbers.append(last.count(dialect.delimiter))
                 fits = fits and numbers[-1] == count
                 divides = divides and (dialect.delimiter not in ",;" or f"{dialect.delimiter} " not in last)
+            for cell in last.rstrip("\r\n").split(dialect.delimiter) if '"' in last else ():
+                if cell.startswith('"'):
+                    is_surrounded = len(cell) > 1 and cell.endswith('"')
+                    surrounded, opened = surrounded + is_surrounded, opened + (not is_surrounded)
             yield last
 
     watched = watch()
@@ -119,14 +133,11 @@ def _find_quoting(lines: Lines, dialect: Dialect, path: Path) -> Dialect:
         is_escaped = '\\"' in last  # by a backslash, so that the quotation marks around it surround a cell
         for _ in watched:
             pass
-        if not fits or is_escaped:
+        if not fits or is_escaped or surrounded > opened:
             raise CpuftError(_describe_open_quote(path, begin, error)) from None
         note = f"{path} read without quoting, because of the quotation mark in line {begin}"
         return Dialect(dialect.delimiter, False, dialect.columns, note)
-    header = next(line for line in lines() if line.strip())
-    cells = header.strip("\r\n").split(dialect.delimiter)
-    all_quoted = all(len(cell) > 1 and cell[0] == cell[-1] == '"' for cell in cells)
-    if first and fits and divides and count and not all_quoted:
+    if first and fits and divides and count and surrounded <= opened:
         raise CpuftError(_describe_doubt(path, first, most))
     return dialect
 

@@ -561,9 +561,8 @@ def _describe_labels(prepared: Prepared, config: TrainConfig) -> str:
     shown = prepared.labels if len(prepared.labels) <= _MAX_LISTED_LABELS else [label for label, _ in common]
     named = ", ".join(f"{label} ({count:,})" for label, count in zip(prepared.labels, counts) if label in shown)
     rest = f" and {len(prepared.labels) - len(shown)} rarer ones" if len(shown) < len(prepared.labels) else ""
-    missing = [label for label in prepared.labels if label.lower() in MISSING]
-    if missing:
-        rest += f" ({missing[0]} may stand for rows without a label)"
+    if missing := [label for label in prepared.labels if label in MISSING]:
+        rest += f" ({missing[0]} may stand for rows without a label, which --skip-unlabelled leaves out)"
     are_numbers = prepared.kind == "class" and config.task == "files" and all(map(_is_number, prepared.labels))
     hint = " (the labels are numbers: --label-type number learns them by regression)" * are_numbers
     return f"labels: {len(prepared.labels)} {what}, {named}{rest}{hint}"

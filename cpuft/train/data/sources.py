@@ -365,7 +365,7 @@ def _are_whole(labels: Iterable[str]) -> bool:
     """Return whether all labels are whole numbers; True and False are, if no other number than 0 and 1 is there."""
     values = set(map(_find_value, labels))
     has_boolean = any(label.lower() in _BOOLEANS for label in labels)
-    return all(value.isdecimal() for value in values) and (not has_boolean or values <= {"0", "1"})
+    return all(value.removeprefix("-").isdecimal() for value in values) and (not has_boolean or values <= {"0", "1"})
 
 
 def _drop_equal_labels(labels: Iterable[str]) -> list[str]:
@@ -374,13 +374,13 @@ def _drop_equal_labels(labels: Iterable[str]) -> list[str]:
     return sorted({_find_value(one): one for one in reversed(known)}.values()) if _are_whole(known) else known
 
 
-MISSING = ("nan", "none", "null", "na", "n/a", "<na>")
-"""What other programs write for a cell without a value, in lower case."""
+MISSING = ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>")
+"""What other programs write for a cell without a value."""
 
 
 def is_blank(text: str) -> bool:
     """Return whether a text is empty, or only says that there is none."""
-    return not text or text.isspace() or (len(text) < 7 and text.strip().lower() in MISSING)
+    return not text or text.isspace() or (len(text) < 9 and text.strip() in MISSING)
 
 
 LABEL_SEPARATOR = "|"
@@ -429,7 +429,7 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
     task = replace(task, kind=kind)
     scans = [scan_rows(table, task) for table in (train, validation)]
     if check_labels and config.label_type == "auto" and kind in ("class", "labels"):
-        _refuse_case(scans[0].labels)
+        _refuse_case({**scans[0].labels, **{k: v for k, v in scans[1].labels.items() if k not in scans[0].labels}})
     task = _number_labels(task, scans, train.source, check_labels)
     found, found_validation = (
         FileExamples(table, task, scan.count, scan.checksum) for table, scan in zip((train, validation), scans)
@@ -439,10 +439,10 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
 
 
 def drop_unlabelled(table: Table, label: str) -> Table:
-    """Return a table without the rows whose label is missing, for --skip-unlabelled, with a note on their number."""
+    """Return a table without the rows whose label is empty or one of MISSING, with a note on their number."""
 
     def is_labelled(row: Row) -> bool:
-        return isinstance(cell := row[1].get(label, ""), list) or bool(cell.strip())
+        return isinstance(cell := row[1].get(label, ""), list) or not is_blank(cell)
 
     kept = Rows(lambda: filter(is_labelled, table.rows))
     count = sum(1 for _ in table.rows) - sum(1 for _ in kept)

@@ -39,6 +39,8 @@ Row = tuple[str, dict[str, Cell]]
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _WORD_COLUMNS = ("tokens", "words")
 """Names of columns whose cells are lists of words."""
+_JSON_BEGIN = re.compile(r"\s*(\{|\[\s*(\{|$))")
+"""How the first line of a file with JSON begins, whatever its name."""
 _ROWS_FOR_LENGTHS = 100
 _DEFAULT = TrainConfig()
 _ROWS_WITH_COLUMNS = 1000
@@ -187,7 +189,7 @@ def read_table(path: Path, option: str = "--train-file", options: TableOptions =
     if first is None:
         raise CpuftError(f"{path} is empty: give a file with rows")
     suffix = get_suffix(path)
-    if suffix in JSON_SUFFIXES or _parse_object(first):
+    if suffix in JSON_SUFFIXES or _JSON_BEGIN.match(first):
         by_line = partial(lines, newline="\n")
         _refuse_json_document(by_line, path)
         rows = Rows(partial(_read_json_rows, by_line, path))

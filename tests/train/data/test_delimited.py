@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -86,6 +87,19 @@ def test_quoted_cells_are_read_as_before(text: str) -> None:
     ((_, row),) = list(found.rows)[1:]
     assert row == {"text": text[1:-4].replace('""', '"'), "label": "1"}
     assert not found.notes
+
+
+def test_quotation_marks_that_surround_most_cells_are_not_taken_for_texts() -> None:
+    path = write("x.csv", '"text","label"\n"a","1"\n"b,"0"\n"c","0"\n')
+    with pytest.raises(CpuftError, match=r"x\.csv, line 3: a quotation mark opens a cell there"):
+        read_table(path)
+
+
+def test_a_line_that_only_excel_reads_is_named() -> None:
+    with pytest.raises(CpuftError, match=r"x\.csv begins with the line 'sep=;', which only Excel reads") as error:
+        read_table(write("x.csv", "sep=;\ntext;label\na;1\n"))
+    subprocess.run(["sh", "-c", str(error.value).partition(" instead: ")[2]], check=True, timeout=60)
+    assert list_texts(read_table(Path("x-rows.csv"))) == ["a"]
 
 
 @pytest.mark.parametrize("line", ['"He said \\"yes\\" twice",1', '"a, b" c,1', '"a, b'])

@@ -142,7 +142,7 @@ def test_labels_that_may_stand_for_no_label_are_told(tmp_path: Path) -> None:
     train = write_csv(tmp_path / "a.csv", [("one", "nan"), ("two", "ham"), ("three", "spam")])
     config = TrainConfig(task="files", train_file=train, validation_file=train)
     told = describe_data(read_prepared(str(prepare(config))), config)
-    assert "ham (1), nan (1), spam (1) (nan may stand for rows without a label)" in told
+    assert "ham (1), nan (1), spam (1) (nan may stand for rows without a label, which --skip-" in told
 
 
 def test_how_a_file_was_understood_is_told(tmp_path: Path) -> None:

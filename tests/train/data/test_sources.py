@@ -414,6 +414,16 @@ def run_conversion(message: str) -> None:
     subprocess.run(["sh", "-c", command], check=True, timeout=60)
 
 
+@pytest.mark.parametrize("name", ["x.txt", "x.csv"])
+def test_json_is_known_by_its_first_line(name: str) -> None:
+    Path(name).write_text(lines(*RECORDS))
+    assert [row for _, row in read_table(Path(name)).rows] == RECORDS
+    for text in (json.dumps(RECORDS), json.dumps({"data": RECORDS}, indent=1)):
+        Path(name).write_text(text)
+        with pytest.raises(CpuftError, match="and cpuft reads JSON lines, one object a line"):
+            read_table(Path(name))
+
+
 def test_a_file_of_windows_is_read_with_its_encoding() -> None:
     Path("x.csv").write_bytes("text,label\n\u20ac,e\n".encode("cp1252"))
     table = read_table(Path("x.csv"), options=TrainConfig(encoding="windows-1252"))
@@ -464,6 +474,7 @@ def table(labels: Sequence[object], texts: str = "text {}") -> str:
         ([0, 1, "1.0"], [0], ("0", "1")),
         (["True", "False"], [1, 0], ("False", "True")),
         ([0, 1], ["true", "FALSE"], ("0", "1")),
+        (["-1", "1", "-1.0"], ["1.0"], ("-1", "1")),
         (["True", "False", "1"], ["2"], ()),
         (["spam", "ham "], ["ham", "spam "], ("ham", "spam")),
     ],
@@ -552,6 +563,12 @@ def test_rows_without_a_label_are_all_counted_and_may_be_left_out(tmp_path: Path
         "validation.csv without a label left out",
     ]
     assert notes[0].startswith("3 rows of ")
+
+
+def test_labels_that_programs_write_for_none_may_be_left_out(tmp_path: Path) -> None:
+    cells = table([1, "nan", 0, "None", "NA", "<NA>", "NULL", 1])
+    data = read_all(replace(files(tmp_path, cells, cells), skip_unlabelled=True))
+    assert (data.task.labels, data.train.labels) == (("0", "1"), [1.0, 0.0, 1.0])
 
 
 def test_the_column_with_the_longest_texts_is_proposed(tmp_path: Path) -> None:
