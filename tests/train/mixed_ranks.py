@@ -1,6 +1,6 @@
 """Run by mpirun: a run whose ranks are not alike. Usage: mixed_ranks.py CONFIG.json RUN [WORD ...].
 
-A word NAME=VALUE is a variable of rank 1 alone. With `damage`, rank 1 changes its parameters after the last update. With
+A word NAME=VALUE is a variable of rank 1 alone. With `damage`, rank 1 changes its parameters at the end. With
 `slow`, metrics take longer than a message may. Each rank writes RUN.RANK.json: how often it drew masks of training
 examples, and how often it computed metrics.
 """
