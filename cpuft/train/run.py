@@ -101,9 +101,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
         ranks = check_ranks(world)
         kernels, kernel_warning = find_kernels(config, ranks, worker.independent)
         if kernels == "absent" and not worker.independent:
-            stack.enter_context(
-                plain_torch()
-            )  # before the model gets its layers, which keep the kernels that they have
+            stack.enter_context(plain_torch())  # now, because layers keep the kernels with which they are made
 
         # Load data and model.
         prepared = read_prepared(worker.prepared or str(prepare(config)))

@@ -1,8 +1,8 @@
-"""Run by mpirun: a run whose ranks are not alike. Usage: mixed_ranks.py CONFIG.json RUN [NAME=VALUE|damage|slow ...].
+"""Run by mpirun: a run whose ranks are not alike. Usage: mixed_ranks.py CONFIG.json RUN [WORD ...].
 
-The variables are set on rank 1 alone. With `damage`, rank 1 changes a parameter after the last update; with `slow`,
-metrics take longer than a message may. Each rank writes
-RUN.RANK.json: how often it drew masks of training examples, and how often it computed metrics.
+A word NAME=VALUE is a variable of rank 1 alone. With `damage`, rank 1 changes its parameters at the end. With
+`slow`, metrics take longer than a message may. Each rank writes RUN.RANK.json: how often it drew masks of training
+examples, and how often it computed metrics.
 """
 
 from __future__ import annotations
