@@ -34,7 +34,7 @@ from cpuft.train.data.tables import (
     read_text,
     split_table,
 )
-from cpuft.train.startup import find_hub_problem
+from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 _EXAMPLES_AT_ONCE = 4096
 """Number of examples of a batch."""
@@ -273,8 +273,8 @@ def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Exampl
     except Exception as error:  # the hub's client raises many kinds of errors
         if problem:
             raise CpuftError(
-                f"the data of --task {task.name} is not in the cache of data sets, and {problem}: either check the "
-                f"network and the proxy settings; or give --data-dir a folder that contains "
+                f"the data of --task {task.name} is not in the cache of data sets, and {problem}: either "
+                f"{advise_on_hub(problem)}; or give --data-dir a folder that contains "
                 f"{task.folder}/train.tsv, from a GLUE download; or use --task demo"
             ) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]

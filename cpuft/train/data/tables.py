@@ -32,7 +32,7 @@ from cpuft.train.data.columnar import (
     read_dataset,
 )
 from cpuft.train.data.delimited import Dialect, choose_dialect, split_rows
-from cpuft.train.startup import find_hub_problem
+from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 Row = tuple[str, dict[str, Cell]]
 """Where a row is (`train.csv, line 3`, for messages), and its cells by column. In JSON lines a row may lack columns."""
@@ -146,8 +146,8 @@ def _load_from_hub(text: str, option: str, split: str) -> Table:
     except Exception as error:  # the hub's client raises many kinds of errors
         if problem:
             raise CpuftError(
-                f"{text} is not in the cache of data sets, and {problem}: check the network and the proxy settings, or "
-                f"give files with {option}"
+                f"{text} is not in the cache of data sets, and {problem}: "
+                f"{advise_on_hub(problem)}, or give files with {option}"
             ) from None
         reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
         raise CpuftError(
