@@ -36,21 +36,21 @@ echo 'cpuft: check and tokenize the examples once, before any rank starts' >&2
 python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.train.data.prepare /runs/one/data.npz \
     --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 --data-dir= \
     --train-file= --validation-file= --text-columns= --label-column=label --label-type=auto \
-    --max-length=128 --validation-split=0.1 --causal=False --chat-template= --pack=False \
-    --mlm-probability=0.15 --whole-word-mask=False --pooling=auto --query-prompt=auto \
-    --document-prompt=auto --hard-negatives=0 --mining-model= --epochs=3.0 --max-steps=0 \
-    --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=-1 \
-    --learning-rate=2e-05 --lr-schedule=linear --warmup-ratio=0.0 --warmup-steps=0 \
-    --weight-decay=0.0 --adam-beta1=0.9 --adam-beta2=0.999 --adam-epsilon=1e-08 \
-    --layerwise-lr-decay=1.0 --label-smoothing=0.0 --class-weights= --temperature=-1.0 \
-    --symmetric-loss=False --gather-negatives=True --similarity-loss=cosent --matryoshka= \
-    --micro-batch=0 --max-grad-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
-    --base-precision=auto --padding=dynamic --engine=torch --fast-path=True --compile=False \
-    --gradient-checkpointing=False --emulate-bf16=False --eval-batch-size=32 --backend=auto \
-    --grad-compression=auto --sync-every=1 --sync-schedule=constant --outer-momentum=0.0 \
-    --shard=none --comm-timeout=300.0 --eval-every=none --best-metric= --save-best=False \
-    --early-stopping=0 --save-model=True --lora-merge=False --report-to= --record-layer-times=False \
-    --checkpoint-every=-1.0 </dev/null
+    --skip-unlabelled=False --delimiter=auto --quoting=auto --encoding=auto --max-length=128 \
+    --validation-split=0.1 --causal=False --chat-template= --pack=False --mlm-probability=0.15 \
+    --whole-word-mask=False --pooling=auto --query-prompt=auto --document-prompt=auto \
+    --hard-negatives=0 --mining-model= --epochs=3.0 --max-steps=0 --max-train-samples=0 \
+    --batch-size=32 --gradient-accumulation=1 --lora-rank=-1 --learning-rate=2e-05 \
+    --lr-schedule=linear --warmup-ratio=0.0 --warmup-steps=0 --weight-decay=0.0 --adam-beta1=0.9 \
+    --adam-beta2=0.999 --adam-epsilon=1e-08 --layerwise-lr-decay=1.0 --label-smoothing=0.0 \
+    --class-weights= --temperature=-1.0 --symmetric-loss=False --gather-negatives=True \
+    --similarity-loss=cosent --matryoshka= --micro-batch=0 --max-grad-norm=1.0 --dropout=-1.0 \
+    --seed=42 --precision=auto --base-precision=auto --padding=dynamic --engine=torch \
+    --fast-path=True --compile=False --gradient-checkpointing=False --emulate-bf16=False \
+    --eval-batch-size=32 --backend=auto --grad-compression=auto --sync-every=1 \
+    --sync-schedule=constant --outer-momentum=0.0 --shard=none --comm-timeout=300.0 \
+    --eval-every=none --best-metric= --save-best=False --early-stopping=0 --save-model=True \
+    --lora-merge=False --report-to= --record-layer-times=False --checkpoint-every=-1.0 </dev/null
 echo 'cpuft: start 2 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
     -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
@@ -64,8 +64,9 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.rank \
     -m cpuft.train --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 \
     --data-dir= --train-file= --validation-file= --text-columns= --label-column=label \
-    --label-type=auto --max-length=128 --validation-split=0.1 --causal=False --chat-template= \
-    --pack=False --mlm-probability=0.15 --whole-word-mask=False --pooling=auto --query-prompt=auto \
+    --label-type=auto --skip-unlabelled=False --delimiter=auto --quoting=auto --encoding=auto \
+    --max-length=128 --validation-split=0.1 --causal=False --chat-template= --pack=False \
+    --mlm-probability=0.15 --whole-word-mask=False --pooling=auto --query-prompt=auto \
     --document-prompt=auto --hard-negatives=0 --mining-model= --epochs=3.0 --max-steps=0 \
     --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=-1 \
     --learning-rate=2e-05 --lr-schedule=linear --warmup-ratio=0.0 --warmup-steps=0 \
