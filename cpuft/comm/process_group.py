@@ -9,6 +9,7 @@ objects and Futures.
 
 from __future__ import annotations
 
+import functools
 import queue
 import threading
 from collections.abc import Callable, Sequence
@@ -230,6 +231,16 @@ def _flatten(result: Any) -> Tensors:
     return [tensor for part in result for tensor in _flatten(part)]
 
 
+def _begin_span(name: str, tensors: Tensors) -> Callable[[], object]:
+    """Begin an event of torch's profiler, as torch's own groups do. Returns what ends it, on any thread."""
+    autograd: Any = torch.autograd
+    if not autograd._profiler_enabled():
+        return lambda: None
+    return functools.partial(
+        autograd._record_function_with_args_exit, autograd._record_function_with_args_enter(name, *tensors)
+    )
+
+
 class CollectiveGroup(dist.ProcessGroup):
     """The process group of the backends ccl and mpi.
 
@@ -354,13 +365,17 @@ class CollectiveGroup(dist.ProcessGroup):
         work = QueuedWork(result)
         nbytes = count_bytes(payload)
         key = f"{name} {channel}" if channel else _COLLECTIVES
+        end_span = _begin_span(f"{self.name()}:{name}", payload)
 
         def task() -> None:
             operation = self._register.begin(
                 channel or self._membership.label, name, nbytes, ranks or self._membership.ranks, self._timeout
             )
             try:
-                source = body()
+                try:
+                    source = body()
+                finally:
+                    end_span()
             except Exception as error:
                 self._watchdog.exit_if_rank_lost(operation, error)
                 self._register.end(operation)
@@ -693,7 +708,7 @@ class CollectiveGroup(dist.ProcessGroup):
         wait() then raises CpuftError.
         """
         body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
-        return self._launch("recv", tensors, tensors, body, channel, self._membership.ranks)
+        return self._launch("recvAnySource", tensors, tensors, body, channel, self._membership.ranks)
 
     def _make_receiver(self, tensors: Tensors, peer: int | None, tag: int) -> Callable[[], int]:
         arguments.check_message("recv", self._membership, tensors, peer, tag)
