@@ -116,6 +116,7 @@ def test_ranks_draw_masks_of_their_own_examples_only(tmp_path: Path, whole: bool
         batch_size=8,
         max_steps=3,
         whole_word_mask=whole,
+        grad_compression="none",
         precision="fp32",
     )
     read(tmp_path, start(tmp_path, config))
