@@ -10,18 +10,22 @@ from typing import Any
 import pytest
 from transformers import AutoModelForSequenceClassification
 
+from cpuft.config import TrainConfig
 from cpuft.record import Record, read_record
 from tests.comm.ranks import mpirun
 from tests.train.fast.test_kernels import build_for
-from tests.train.tiny import make_config
+from tests.train.tiny import make_config, save_tiny
 
 pytestmark = pytest.mark.real
 
 
-def train(folder: Path, *words: str, kind: str = "class", **options: Any) -> subprocess.CompletedProcess[str]:
+def train(folder: Path, *words: str, **options: Any) -> subprocess.CompletedProcess[str]:
     """Train 30 updates, clipped, on two ranks, in fp32 unless the options say otherwise."""
     usual = {"max_steps": 30, "precision": "fp32", "max_grad_norm": 0.5, "batch_size": 8, "comm_timeout": 60.0}
-    config = make_config(folder, kind, **usual | options)
+    return start(folder, make_config(folder, "class", **usual | options), *words)
+
+
+def start(folder: Path, config: TrainConfig, *words: str) -> subprocess.CompletedProcess[str]:
     (folder / "config.json").write_text(json.dumps(vars(config)))
     return mpirun(2, "tests.train.mixed_ranks", str(folder / "config.json"), str(folder / "run"), *words)
 
@@ -103,8 +107,19 @@ def test_metrics_are_computed_by_one_rank(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_ranks_draw_masks_of_their_own_examples_only(tmp_path: Path, whole: bool) -> None:
-    options: dict[str, Any] = {"task": "text", "whole_word_mask": whole, "mlm_probability": 0.4, "max_length": 16}
-    read(tmp_path, train(tmp_path, max_steps=3, save_model=False, **options))
+    (tmp_path / "a.txt").write_text("the quick brown fox jumps over a lazy dog\n" * 400)
+    config = TrainConfig(
+        task="text",
+        model=save_tiny(tmp_path / "tiny"),
+        train_file=str(tmp_path / "a.txt"),
+        max_length=16,
+        batch_size=8,
+        max_steps=3,
+        whole_word_mask=whole,
+        grad_compression="none",
+        precision="fp32",
+    )
+    read(tmp_path, start(tmp_path, config))
     for rank in range(2):
         calls = json.loads((tmp_path / f"run.{rank}.json").read_text())
         # The first update's batch is also that of the warm-up. With whole words, counting draws once more.
