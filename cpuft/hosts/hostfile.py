@@ -82,14 +82,15 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
 
 
 def _parse_words(words: list[str], where: str) -> list[Host]:
-    if len(words) == 4 and is_count(words[1]) and not any("=" in word for word in words[:3]):  # SGE's $PE_HOSTFILE
+    # SGE's $PE_HOSTFILE; of two numbers, the second one belongs to another host, as in LSF's $LSB_MCPU_HOSTS.
+    if len(words) == 4 and is_count(words[1]) and not is_count(words[3]) and not any("=" in word for word in words[:3]):
         words = [words[0], f"slots={words[1]}"]
     user, _, rest = words[0].rpartition("@")
     name, colon, count = rest.partition(":") if rest.count(":") == 1 else (rest, "", "")
     numbers = {"slots": _number(count, "slots", where) if colon else 0, "max_slots": 0, "port": 0}
     names = list(_expand(name, where))
     if not all(map(NAME.fullmatch, names)):
-        if rest.count(":") > 1:
+        if rest.count(":") > 1 and re.match(r"\[?[0-9a-fA-F:.]*([]%]|$)", rest):
             raise CpuftError(f"{where}: {words[0]!r} {NEEDS_IPV4}")
         raise CpuftError(f"{where}: {words[0]!r} is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1")
     for word in words[1:]:

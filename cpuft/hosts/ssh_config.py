@@ -219,7 +219,8 @@ def _read_lines(path: str, depth: int = 0) -> Iterator[str]:
             yield line
             continue
         for pattern in shlex.split(value):
-            for included in sorted(glob.glob(os.path.join(os.path.expanduser("~/.ssh"), os.path.expanduser(pattern)))):
+            found = glob.glob(os.path.join(os.path.expanduser("~/.ssh"), os.path.expanduser(pattern)))
+            for included in filter(os.path.isfile, sorted(found)):  # ssh takes a folder for an empty file
                 yield from _read_lines(included, depth + 1)
         yield block
 

@@ -33,9 +33,12 @@ def renew_leases(access: Access, say: Callable[[str], None]) -> Iterator[None]:
     def renew() -> None:
         while not is_over.is_set():
             hosts = [host for name, host in list(known.hosts.items()) if name not in known.unresponsive]
-            answers = try_hosts(lambda host: transport.run(host, command, seconds=_ANSWER_SECONDS), hosts)
-            for host, answer in zip(hosts, answers):
-                line = _describe_renewal(host.name, answer)
+            try:
+                answers = try_hosts(lambda host: transport.run(host, command, seconds=_ANSWER_SECONDS), hosts)
+                lines = [_describe_renewal(host.name, answer) for host, answer in zip(hosts, answers)]
+            except Exception as error:  # such as no more threads: the next time may go well, and hosts end without it
+                lines = [f"leases could not be renewed ({error!r}): check them with cpuft provision status"]
+            for line in lines:
                 if line not in said and not is_over.is_set():
                     said.add(line)
                     say(f"cpuft: {line}")

@@ -636,7 +636,7 @@ def _plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None)
 
 def _plan_claim(run_dir: str, host_folder: str, is_resumed: bool) -> Step:
     """Return the step that makes the run folder on this machine, and notes there the run's folder on its hosts."""
-    make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}" && mkdir "$1"'
+    make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}/" && mkdir "$1"'
     script = f'{make} && printf "%s\\n" "$3" >"$2.new" && mv "$2.new" "$2"'
     words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{HOST_FOLDER}", host_folder)
     return Step("make the run folder on this machine", words)

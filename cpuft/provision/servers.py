@@ -61,8 +61,9 @@ _KEYS = _HERE.with_name("servers_keys.sh").read_text(encoding="utf-8")
 _LOGIN = _HERE.with_name("servers_login.sh").read_text(encoding="utf-8")
 _DOWN = f"set -eu\n{REMOVE}{_KEYS}" + _HERE.with_name("servers_down.sh").read_text(encoding="utf-8")
 _AUTHORIZE = f"set -eu\n{_KEYS}" + _HERE.with_name("servers_authorize.sh").read_text(encoding="utf-8")
-_KEY_LINE = re.compile(r"ssh-ed25519 [^ ]* (cpuft-[a-z0-9]+)")
-"""Line of a cluster's key in authorized_keys. Its group is the comment."""
+_KEY_LINE = re.compile(r"(?!.* AAAA.* AAAA)(?:[^#].*\s)?(ssh-ed25519 [^ ]* (cpuft-[a-z0-9]+))")
+"""Line of a cluster's key in authorized_keys, perhaps with options of the user's. Its groups are the key and its
+comment."""
 
 
 @dataclass(frozen=True)
@@ -398,7 +399,7 @@ def plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     login = [
         Step("let the head host log in", ("sh", "-c", _AUTHORIZE), host=member.address, stdin="".join(new))
         for member, found in facts.servers
-        if (new := [f"{key}\n" for key in keys if key not in found.authorized])
+        if (new := [f"{key}\n" for key in keys if key not in _list_keys(found)])
     ]
     why = "generate the cluster's own key"
     make_keys = [Step(why, keygen, host=member.address) for member, own in facts.head_hosts if not own.key]
@@ -459,7 +460,7 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
     steps = tuple(
         Step(why[_is_shared(own, comment)], command, host=member.address)
         for member, own in facts.servers
-        if own.marked or own.stamp or own.key or comment in _list_clusters(own)
+        if own.marked or own.stamp or own.key or comment in _list_keys(own).values()
     )
     removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
@@ -468,12 +469,12 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
 
 def _is_shared(server: ServerFacts, comment: str) -> bool:
     """Return whether the key of another cluster than the one with this comment may log in on a server."""
-    return bool(_list_clusters(server) - {comment})
+    return any(one != comment for one in _list_keys(server).values())
 
 
-def _list_clusters(server: ServerFacts) -> set[str]:
-    """Return the comments of the clusters' keys that may log in on a server."""
-    return {match[1] for match in map(_KEY_LINE.fullmatch, server.authorized) if match}
+def _list_keys(server: ServerFacts) -> dict[str, str]:
+    """Return the clusters' keys that may log in on a server, each with its comment."""
+    return {match[1]: match[2] for match in map(_KEY_LINE.fullmatch, server.authorized) if match}
 
 
 class Servers(Provider[HostsConfig, ClusterFacts]):

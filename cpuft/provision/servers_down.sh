@@ -3,8 +3,8 @@
 #   arguments: PREFIX NAME KEY_COMMENT WORK_ROOT
 prefix=$1
 file=$HOME/.ssh/authorized_keys
-# Prints the lines with which clusters other than $1 log in.
-list_others() { grep -a '^ssh-ed25519 [^ ]* cpuft-[a-z0-9]*$' "$file" 2>/dev/null | grep -v " $1\$"; }
+# Prints the lines with which clusters other than $1 log in. The user may have written options before a key.
+list_others() { grep -aE "$keys cpuft-[a-z0-9]+$blank\$" "$file" 2>/dev/null | grep -avE " $1$blank\$|$two"; }
 # Another cluster on this server has a folder here if this is one of its head hosts, and its key may log in on all hosts.
 is_shared() {
     for folder in "$prefix"/clusters/*/; do
@@ -33,7 +33,7 @@ trap 'rm -f "$new"; unlock' EXIT
 cp -a "$file" "$new" # keeps owner and mode
 unmark=
 list_others "$3" >/dev/null || unmark="/^$mark\$/d"
-sed -e "/^ssh-ed25519 [^ ]* $3\$/d" -e "$unmark" "$file" >"$new"
+sed -E -e "/$two/!{/$keys $3$blank\$/d;}" -e "$unmark" "$file" >"$new"
 ! cmp -s "$file" "$new" || exit 0
 if [ ! -s "$new" ] && grep -aqxF "$mark" "$file"; then
     rm -f "$file" "$new"

@@ -2,9 +2,13 @@
 # of the file is gone. Hosts may share a home, and every file system makes a folder only once.
 export LC_ALL=C
 mark='# cpuft provision made this file, and removes it with the last key of a cluster.'
-unlock() { rmdir "$file.lock" || true; }
+# Patterns: the beginning of a cluster's line, its end, and a line of the user to which a key was appended by mistake.
+keys='^([^#].*[[:space:]])?ssh-ed25519 [^ ]*'
+blank='[[:space:]]*'
+two=' AAAA.* AAAA'
+unlock() { rmdir "$file.lock" 2>/dev/null || true; }
 lock() {
-    file=$(readlink -f "$HOME/.ssh/authorized_keys") || return 1 # a link stays a link
+    file=$(readlink -vf "$HOME/.ssh/authorized_keys") || return 1 # a link stays a link
     tries=0
     # Whoever has a lock for 5 s was killed.
     until mkdir "$file.lock" 2>/dev/null || [ $((tries += 1)) -gt 50 ]; do

@@ -314,10 +314,10 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
     with folder.with_name(f"{folder.name}.lock").open("w") as lock:
         with suppress(OSError):  # not every shared file system has locks
             fcntl.flock(lock, fcntl.LOCK_EX)
+            for unfinished in folder.parent.glob(f"{folder.name}.*.new"):  # of a process that was killed
+                shutil.rmtree(unfinished, ignore_errors=True)
         if folder.exists():
             return
-        for unfinished in folder.parent.glob(f"{folder.name}.*.new"):  # of a process that was killed
-            shutil.rmtree(unfinished, ignore_errors=True)
         with write_folder_atomically(folder) as beside:
             _fill_folder(beside, python, environ)
 

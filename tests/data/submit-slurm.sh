@@ -24,12 +24,12 @@ task=${SLURM_ARRAY_TASK_ID:+-$SLURM_ARRAY_TASK_ID} job=$SLURM_JOB_ID
 cpuft=/opt/cpuft/env/bin/cpuft retries=9
 launch() { exec "$cpuft" launch --np 8 --ppn 2 --task mrpc --seed 1 "$@" ; }
 run=runs/mrpc-np8$task progress=record.jsonl restarted=${SLURM_RESTART_COUNT#0}
-# A restarted job resumes its run if the run has got far enough: $run/$progress is there. Otherwise the run starts again,
-# and what an earlier start left is moved aside.
+# A restarted job resumes its run if the run has got far enough: $run/$progress is there, or a copy of a checkpoint.
+# Otherwise the run starts again, and what an earlier start left is moved aside.
 set -- --run-dir "$run"
-if [ "$restarted" ] && [ -s "$run/$progress" ]; then
+if [ "$restarted" ] && { [ -s "$run/$progress" ] || [ -d "$run/checkpoints" ]; }; then
     set -- --resume "$run" --run-dir ''
-elif [ "$restarted" ] && [ -d "$run/logs" ]; then
+elif [ "$restarted" ] && { [ -d "$run/logs" ] || [ -e "$run/.host-folder" ]; }; then
     mv "$run" "$run-$(date +%s)" || exit 1
 fi
 # Shortly before the time limit Slurm sends USR1 to this shell alone. The shell passes it on: the ranks save a

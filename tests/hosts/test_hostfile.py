@@ -94,6 +94,8 @@ def test_forms(text: str, hosts: tuple[Host, ...]) -> None:
         ("n[2-1]", "hf, line 1: 'n[2-1]' has a range of no or too many hosts: write e.g. node[01-04]"),
         ("n[1-99999]", "hf, line 1: 'n[1-99999]' has a range of no or too many hosts: write e.g. node[01-04]"),
         ("n[1-]", "hf, line 1: 'n[1-]' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("n1:2,n2:2", "hf, line 1: 'n1:2,n2:2' is not a host name or address: write e.g. node1, node1:4 or 10.0.0.1"),
+        ("n1 2 n2 4", "hf, line 1: '2' is not understood: write slots=N, user=NAME or port=N"),
         (
             "[fe80::1]:4",
             "hf, line 1: '[fe80::1]:4' is an IPv6 address, and ranks connect over IPv4: write the IPv4 address, or a "

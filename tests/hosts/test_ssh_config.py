@@ -71,7 +71,7 @@ def test_paths_of_known_hosts_may_have_spaces(value: str, paths: tuple[str, ...]
 def test_included_files_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Relative names are below ~/.ssh; files that include themselves end; the block goes on after an Include."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / ".ssh" / "more").mkdir(parents=True)
+    (tmp_path / ".ssh" / "more" / "folder").mkdir(parents=True)
     (tmp_path / ".ssh" / "config").write_text(
         'Include more/* "~/.ssh/none"\nHost b\n  include=more/1\n  User me\nHost *\n  Port 7\n'
     )

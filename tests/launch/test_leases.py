@@ -125,6 +125,22 @@ def test_a_failed_renewal_is_reported_once_and_ends_nothing(
     assert told == [f"cpuft: the lease of host a could not be renewed ({why}): check it with cpuft provision status"]
 
 
+def test_an_error_of_the_program_does_not_end_the_renewals(monkeypatch: pytest.MonkeyPatch, asked: list[str]) -> None:
+    tries = list[int]()
+
+    def try_hosts(function: Callable[[Host], Answer], hosts: Sequence[Host]) -> list[Answer]:
+        tries.append(1)
+        if len(tries) == 1:
+            raise RuntimeError("can't start new thread")
+        return [function(host) for host in hosts]
+
+    monkeypatch.setattr(leases, "try_hosts", try_hosts)
+    told = list[str]()
+    with renew_leases(rent("a"), told.append):
+        wait_until(lambda: len(asked) > 1)
+    assert told[0].startswith('cpuft: leases could not be renewed (RuntimeError("can\'t start new thread")): check')
+
+
 def test_own_hosts_are_not_asked() -> None:
     before = threading.active_count()
     with renew_leases(replace(rent("a"), renewal=""), print):

@@ -366,6 +366,24 @@ def test_down_leaves_the_users_own_keys_as_they_were(tmp_path: Path, before: byt
     assert form == "file" or other.samefile(file)
 
 
+@pytest.mark.parametrize("line", [f'from="10.*",restrict {KEY}\n', f"{KEY}\r\n", f"{KEY} \n"])
+def test_keys_that_the_user_edited_still_belong_to_their_clusters(tmp_path: Path, line: str) -> None:
+    """The user wrote options before the key, or saved the file on Windows."""
+    own, other = replace(DONE, authorized=(line.strip(),)), line.replace("cpuft-lab", "cpuft-office")
+    file = tmp_path / "home" / ".ssh" / "authorized_keys"
+    before = f"# {KEY}\nssh-rsa AAAA me@home ssh-ed25519 AAAA cpuft-lab\n"
+    assert why((DONE, own)) == []
+    file.parent.mkdir(parents=True)
+    file.write_text(before + line, newline="")
+    run_scripts(tmp_path / "home", "down")
+    assert file.read_text() == before
+    (tmp_path / "cpuft").mkdir()
+    (tmp_path / "cpuft" / "install.lock").touch()
+    file.write_text(line + other, newline="")
+    run_scripts(tmp_path / "home", "down")
+    assert (file.read_bytes(), (tmp_path / "cpuft" / "install.lock").exists()) == (other.encode(), True)
+
+
 def test_down_removes_a_file_of_keys_that_cpuft_made(tmp_path: Path) -> None:
     home, file = tmp_path / "home", tmp_path / "home" / ".ssh" / "authorized_keys"
     home.mkdir()

@@ -1,5 +1,6 @@
 """The wheel of this cpuft, and the other wheels of an environment."""
 
+import errno
 import importlib.metadata
 import json
 import multiprocessing
@@ -162,6 +163,21 @@ def test_a_failed_download_leaves_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(CpuftError, match="pip download failed"):
         wheels.download_wheels("3.11", environ)
     assert list(folder.parent.glob("*/*.whl")) == []
+
+
+def test_without_locks_the_download_of_another_process_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    environ = {"XDG_CACHE_HOME": str(tmp_path)}
+    folder = wheels.downloads_folder("3.11", environ)
+    other = folder.with_name(f"{folder.name}.123.new")
+    other.mkdir(parents=True)
+
+    def refuse(file: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    monkeypatch.setattr(wheels, "_fill_folder", lambda *_: None)
+    wheels.download_wheels("3.11", environ)
+    assert [other.is_dir(), folder.is_dir()] == [True, True]
 
 
 def test_two_first_downloads_at_once_download_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -221,9 +221,12 @@ def test_a_job_resumes_only_the_run_that_it_has_begun(run_dir: str) -> None:
     Path(run, "record.jsonl").unlink()
     Path(run).rmdir()
     assert start("b") == begins
-    Path(run, "logs").mkdir(parents=True)
-    assert start("b") == begins  # after it has moved aside what came to nothing
-    assert not Path(run).exists()
+    for left in "logs", ".host-folder":
+        Path(run, left).mkdir(parents=True)
+        assert start("b") == begins  # after it has moved aside what came to nothing
+        assert not Path(run).exists()
+    Path(run, "checkpoints").mkdir(parents=True)
+    assert start("b") == resumes
 
 
 def test_a_job_continues_only_the_sweep_that_it_has_begun() -> None:
