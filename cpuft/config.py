@@ -240,8 +240,8 @@ class TrainConfig:
     )
     skip_unlabelled: bool = _data(
         False,
-        "With --task files, scored-pairs and rerank, leave out rows without a label (empty, nan, None, null or NA), "
-        "and say how many they are, instead of refusing them",
+        "With --task files, scored-pairs and rerank, leave out rows without a label (empty, nan, None or NA), and "
+        "say how many they are, instead of refusing them",
     )
     delimiter: str = _delimiter(SECTIONS[1])
     quoting: str = _quoting(SECTIONS[1])
