@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from cpuft.errors import CpuftError
+from cpuft.train.data.sources import find_value
 
 _MAX_NAMED = 8
 """Number of labels that a message names."""
@@ -17,18 +18,38 @@ _MAX_NAMED = 8
 def match_labels(stored: Sequence[str], labels: Sequence[str]) -> list[int]:
     """Return for each label the number of the output that a head with the labels `stored` has for it, or -1.
 
-    Names are equal if they differ only in case, spaces, - and _. Where a side has only numbers, or LABEL_0, and the
-    other one has as many other labels, both are taken to be in the same order.
+    Names are equal if they differ only in case, spaces, - and _, or are forms of one number (see `find_value`). Where a
+    side has only numbers, or LABEL_0, and the other one has as many other labels, both are taken to be in the same
+    order: numbers in that of their values.
     """
     old, new = _make_keys(stored), _make_keys(labels)
-    if len(old) == len(new) and {*old} != {*new} and any(all(map(str.isdecimal, keys)) for keys in (old, new)):
-        return list(range(len(labels)))
+    if len(old) == len(new) and {*old} != {*new} and any(map(_read_numbers, (stored, labels))):
+        places = dict(zip(_list_in_order(labels), _list_in_order(stored)))
+        return [places[place] for place in range(len(labels))]
     return [old.index(key) if key in old else -1 for key in new]
 
 
 def _make_keys(names: Sequence[str]) -> list[str]:
-    keys = [re.sub(r"[ _-]+", "_", name.strip().casefold()).removeprefix("label_") for name in names]
+    keys = [re.sub(r"[ _-]+", "_", _strip_prefix(name)).casefold() for name in names]
     return keys if len({*keys}) == len(keys) else list(names)
+
+
+def _strip_prefix(name: str) -> str:
+    return find_value(re.sub(r"^label[ _-]", "", name.strip(), flags=re.IGNORECASE))
+
+
+def _read_numbers(names: Sequence[str]) -> list[int]:
+    """Return the numbers that labels are; empty if not all are whole numbers."""
+    try:
+        return [int(_strip_prefix(name)) for name in names]
+    except ValueError:
+        return []
+
+
+def _list_in_order(names: Sequence[str]) -> list[int]:
+    """Return the places of labels: of numbers in the order of their values."""
+    numbers = _read_numbers(names)
+    return sorted(range(len(names)), key=lambda place: numbers[place] if numbers else place)
 
 
 def match_head(stored: Any, head: Mapping[str, Any]) -> list[int]:
@@ -97,6 +118,9 @@ def _describe(source: str, stored: list[str], labels: list[str], rows: Sequence[
         return f"{begin} was trained for other labels ({_join(stored)}): the model gets a new, untrained head"
     if list(rows) == list(range(len(stored))):
         return f"{begin} is used as it is: its labels {_join(stored)} are taken for {_join(labels)}, in this order"
+    if any(_make_keys([stored[row]]) != _make_keys([label]) for label, row in zip(labels, rows) if row >= 0):
+        pairs = [f"{stored[row]} for {label}" for label, row in zip(labels, rows)]
+        return f"the outputs of {begin} are taken for labels in the order of their numbers: {_join(pairs)}"
     text = f"each output of {begin} stays with the name of its label"
     if untrained:
         text += f"; its outputs for {_join(untrained)} are new and untrained"

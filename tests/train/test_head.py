@@ -35,6 +35,10 @@ from tests.train.tiny import save_tiny
         (("1 star", "2 stars"), ("1", "2"), [0, 1]),
         (("us", "US"), ("US", "us"), [1, 0]),
         (("O", "B-PER"), ("B-per", "O", "I-PER"), [1, 0, -1]),
+        (("True", "False"), ("0", "1"), [1, 0]),
+        (("0.0", "1.0"), ("0", "1", "2"), [0, 1, -1]),
+        (("Negative", "Neutral", "Positive"), ("-1", "0", "1"), [0, 1, 2]),
+        ([f"c{one}" for one in range(11)], sorted(map(str, range(11))), [0, 1, 10, *range(2, 10)]),
     ],
 )
 def test_labels_are_matched_by_name(stored: Sequence[str], labels: Sequence[str], rows: list[int]) -> None:

@@ -14,7 +14,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -141,25 +141,30 @@ def is_conversation(line: str) -> bool:
         names = load(dict[str, Any], parse_json(line)).keys()
     except ValueError:
         return False
-    return not names.isdisjoint(("messages", "conversations")) or names >= {"instruction", "input"}
+    return not names.isdisjoint(("messages", "conversations")) or (
+        "instruction" in names and not names.isdisjoint(("input", "context"))
+    )
 
 
 def _list_messages(row: dict[str, Any]) -> Any:
     """Return the messages of a row of any form, with roles and contents that are not checked yet."""
     if "messages" in row:
-        return row["messages"]
-    if "conversations" in row:  # ShareGPT
+        messages = load(list[dict[str, Any]], row["messages"], "messages")
+        if not isinstance(row.get("system"), str) or any(message.get("role") == "system" for message in messages):
+            return messages
+    elif "conversations" in row:  # ShareGPT
         messages = load(list[dict[str, Any]], row["conversations"], "conversations")
         for turn in messages:
             if "from" in turn:
-                turn["role"], turn["content"] = (
-                    _SPEAKERS.get(str(turn["from"]), turn.pop("from")),
-                    turn.pop("value", None),
-                )
-    elif "instruction" in row:  # Alpaca
-        texts = [load(str, row.get(name) or "", name) for name in ("instruction", "input")]
-        messages = _as_messages("user", "\n\n".join(filter(None, texts)))
-        messages += _as_messages(_ASSISTANT, row["output"]) if "output" in row else []
+                name = str(turn.pop("from")).lower()
+                turn["role"], turn["content"] = _SPEAKERS.get(name, name), turn.pop("value", None)
+    elif "instruction" in row:  # Alpaca, with the history of LLaMA-Factory, and Dolly
+        texts = [load(str, row.get(name) or "", name) for name in ("instruction", "input", "context")]
+        history = load(list[list[str]], row.get("history") or [], "history")
+        turns = [_as_messages(role, text) for turn in history for role, text in zip(("user", _ASSISTANT), turn)]
+        messages = [*chain.from_iterable(turns), *_as_messages("user", "\n\n".join(filter(None, texts)))]
+        answers = [row[name] for name in ("output", "response") if name in row]
+        messages += _as_messages(_ASSISTANT, answers[0]) if answers else []
     elif "prompt" in row and "completion" in row:
         messages = [*_as_messages("user", row["prompt"]), *_as_messages(_ASSISTANT, row["completion"])]
     else:

@@ -6,8 +6,9 @@ import csv
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +19,8 @@ Lines = Callable[[], Iterator[str]]
 """Begins to read the lines of a file, with their line ends."""
 _MANY_LINES = 10
 """Largest number of lines of a cell that nobody wonders about in a file whose other cells have line breaks, too."""
+_LINES_OF_BEGIN = 1000
+"""Number of lines within which header and first row end, unless a quotation mark opens a cell without an end."""
 _UNQUOTED = "give --quoting none if quotation marks are a part of the texts"
 
 
@@ -37,7 +40,8 @@ class Dialect:
 def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions) -> Dialect:
     """Return the dialect of a file: that of the options, or the one that fits the header and the quotation marks.
 
-    Of the delimiters, the usual one of the suffix is taken unless the header has more columns with another one.
+    The delimiter is the one that divides header and first row into the same number of columns, the largest one; of
+    several, the usual one of the suffix. If there is none, it is the one that gives the header the most columns.
 
     Raises CpuftError: a quotation mark opens a cell that is not closed, or it is in doubt whether it opens one.
     """
@@ -53,15 +57,21 @@ def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions)
     if options.delimiter != "auto":
         order = [DELIMITERS[options.delimiter]]
     is_quoted = options.quoting != "none"
-    headers = {one: _read_header(lines, one, is_quoted) for one in order}
-    delimiter = max(order, key=lambda one: len(headers[one]))  # of several, the first one
-    dialect = Dialect(delimiter, is_quoted, headers[delimiter])
+    begins = {one: _read_begin(lines, one, is_quoted) for one in order}
+    delimiter = max(order, key=lambda one: _rate(*begins[one]))  # of several, the first one
+    dialect = Dialect(delimiter, is_quoted, [name.strip() for name in begins[delimiter][0]])
     return _find_quoting(lines, dialect, path) if options.quoting == "auto" else dialect
 
 
-def _read_header(lines: Lines, delimiter: str, is_quoted: bool) -> list[str]:
-    rows = csv.reader(lines(), delimiter=delimiter, quoting=csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE)
-    return [name.strip() for name in next(filter(None, rows))]
+def _read_begin(lines: Lines, delimiter: str, is_quoted: bool) -> list[list[str]]:
+    """Return the cells of the header, and of the first row if there is one."""
+    quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if is_quoted else csv.QUOTE_NONE
+    rows = csv.reader(islice(lines(), _LINES_OF_BEGIN), delimiter=delimiter, quoting=quoting)
+    return list(islice(filter(None, rows), 2))
+
+
+def _rate(header: list[str], row: Sequence[str] = ()) -> tuple[bool, int]:
+    return 1 < len(header) == len(row), len(header)
 
 
 def split_rows(lines: Iterator[str], dialect: Dialect, path: Path) -> Iterator[tuple[str, list[str]]]:

@@ -326,8 +326,9 @@ def parse_label(text: str, task: Task, where: str) -> float:
         with suppress(ValueError):
             if abs(float(text)) < _MAX_SCORE:
                 return float(text)
-        raise CpuftError(f"{where}: score {text!r:.60} is not a number: correct that line")
-    number = _number_labels_of(task.labels).get(text, _number_values_of(task.labels).get(_find_value(text)))
+        others = ", or leave out rows without a label with --skip-unlabelled" * is_blank(text)
+        raise CpuftError(f"{where}: score {text!r:.60} is not a number: correct that line{others}")
+    number = _number_labels_of(task.labels).get(text, _number_values_of(task.labels).get(find_value(text)))
     if number is None:
         raise CpuftError(f"{where}: label {text!r:.60} is not one of {list_names(task.labels)}: correct that line")
     return number
@@ -350,20 +351,20 @@ def _number_labels_of(labels: tuple[str, ...]) -> dict[str, float]:
 @cache
 def _number_values_of(labels: tuple[str, ...]) -> dict[str, float]:
     """Return the numbers of the classes by their labels' values; empty if the labels are not all whole numbers."""
-    return {_find_value(label): float(number) for number, label in enumerate(labels)} if _are_whole(labels) else {}
+    return {find_value(label): float(number) for number, label in enumerate(labels)} if _are_whole(labels) else {}
 
 
 _BOOLEANS = {"true": "1", "false": "0"}
 
 
-def _find_value(label: str) -> str:
+def find_value(label: str) -> str:
     """Return a label in the one form of its value: 1 for 1.0 and True."""
     return re.sub(r"(?<=\d)\.0*$", "", _BOOLEANS.get(label.lower(), label))
 
 
 def _are_whole(labels: Iterable[str]) -> bool:
     """Return whether all labels are whole numbers; True and False are, if no other number than 0 and 1 is there."""
-    values = set(map(_find_value, labels))
+    values = set(map(find_value, labels))
     has_boolean = any(label.lower() in _BOOLEANS for label in labels)
     return all(value.removeprefix("-").isdecimal() for value in values) and (not has_boolean or values <= {"0", "1"})
 
@@ -371,7 +372,7 @@ def _are_whole(labels: Iterable[str]) -> bool:
 def _drop_equal_labels(labels: Iterable[str]) -> list[str]:
     """Return labels in alphabetical order; of 0 and 0.0, or other forms of one whole number, only the first one."""
     known = sorted(labels)
-    return sorted({_find_value(one): one for one in reversed(known)}.values()) if _are_whole(known) else known
+    return sorted({find_value(one): one for one in reversed(known)}.values()) if _are_whole(known) else known
 
 
 MISSING = ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>")
@@ -428,6 +429,8 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
     kind, decided = _choose_kind(train, validation, task, config.label_type)
     task = replace(task, kind=kind)
     scans = [scan_rows(table, task) for table in (train, validation)]
+    if kind == "labels":
+        _refuse_vectors(train, task, scans[0].labels)
     if check_labels and config.label_type == "auto" and kind in ("class", "labels"):
         _refuse_case({**scans[0].labels, **{k: v for k, v in scans[1].labels.items() if k not in scans[0].labels}})
     task = _number_labels(task, scans, train.source, check_labels)
@@ -448,6 +451,23 @@ def drop_unlabelled(table: Table, label: str) -> Table:
     count = sum(1 for _ in table.rows) - sum(1 for _ in kept)
     note = f"{counted(count, 'row')} of {table.source} without a label left out"
     return replace(table, rows=kept, notes=(*table.notes, *([note] if count else [])))
+
+
+def _refuse_vectors(table: Table, task: Task, labels: Iterable[str]) -> None:
+    """Raise CpuftError if the lists of labels are vectors with a number for each label, such as [0, 1, 0]."""
+    try:
+        numbers = {float(find_value(label)) for label in labels}
+    except ValueError:
+        return
+    if numbers <= {0, 1} or not all(map(float.is_integer, numbers)):
+        where = next(where for where, _ in table.rows)
+        lengths = {len(cell) if isinstance(cell := row[task.label], list) else 0 for _, row in table.rows}
+        if len(lengths) == 1 and max(lengths) > 1:
+            raise CpuftError(
+                f"{where}: {task.label!r} has a number for each label, as all lists of {table.source}: write the names "
+                f"of the labels that an example has, such as ['sports', 'news'], or their numbers, such as [1] for "
+                f"[0, 1, 0]"
+            )
 
 
 def _refuse_case(labels: Mapping[str, str]) -> None:
@@ -561,7 +581,10 @@ _KINDS = {"class": "class", "number": "score", "multi": "labels"}
 
 _FEW = 0.05
 """Share of the labels that is too small to decide on the kind of all of them."""
-_PRINTED_LIST = re.compile(r"(array|tensor|set)?\(?[\[{].*[\]}](, dtype=.*)?\)?|\(['\"\d].*\)", re.DOTALL)
+_PRINTED_LIST = re.compile(
+    r"(?!\[[A-Za-z][\w-]*\]$)(array|tensor|set)?\(?[\[{].*[\]}](, dtype=.*)?\)?|\(['\"\d].*,.*\)", re.DOTALL
+)
+"""A list, set or tuple as Python prints it; a name in brackets, such as [NEG] or (1), is a label."""
 _PRINTED_WORDS = re.compile(r"\[\s*(['\"]).*\1\s*\]", re.DOTALL)
 
 
@@ -580,7 +603,7 @@ def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tu
         return "tags", ""
     if wanted in ("class", "number"):
         return _KINDS[wanted], ""
-    with_bar, with_fraction, with_comma = list[str](), list[str](), ""
+    with_bar, with_fraction, with_comma, missing = list[str](), list[str](), "", ""
     count, train_count, are_numbers = 0, 0, True
     for table in (train, validation):
         for where, row in table.rows:
@@ -589,7 +612,8 @@ def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tu
                 if table is train:
                     return "labels", ""
                 are_numbers = False
-            elif not cell.strip():
+            elif is_blank(cell):
+                missing = missing or (f"{where} has the label {cell.strip()!r}" if cell.strip() else "")
                 continue
             elif _PRINTED_LIST.fullmatch(cell.strip()):
                 raise CpuftError(_describe_printed_list(where, task.label, cell))
@@ -612,6 +636,11 @@ def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tu
         return "labels", f"an example may have several labels, because the label in {with_bar[0]} has a bar"
     if not are_numbers:
         return "class", ""
+    if missing:
+        raise CpuftError(
+            f"{missing}, and all others are numbers: leave out rows without a label with --skip-unlabelled, correct "
+            f"that line, or add --label-type class if it is the name of a class"
+        )
     if with_comma:
         raise CpuftError(
             f"{with_comma} is a number with a comma: add --label-type number if the comma stands for a decimal point, "
@@ -773,13 +802,13 @@ def _number_labels(task: Task, scans: Sequence[Scan], source: str, check_labels:
     found = _drop_equal_labels(train.labels) if task.kind == "class" else sorted(train.labels)
     known = {*found, *(_number_values_of(tuple(found)) if task.kind == "class" else ())}
     if not check_labels:
-        others = sorted(label for label in validation.labels if not {label, _find_value(label)} & known)
+        others = sorted(label for label in validation.labels if not {label, find_value(label)} & known)
         return replace(task, labels=(*found, *others), metrics=choose_metrics(task.kind, found))
     if len(found) < 2:
         what = f"all rows of {source} have the label {found[0]!r}" if found else f"{source} has no labels"
         raise CpuftError(f"{what}: give rows with at least two different labels")
     for label, where in validation.labels.items():
-        if not {label, _find_value(label)} & known:
+        if not {label, find_value(label)} & known:
             raise CpuftError(
                 f"{where}: no row of {source} has the label {label!r}: correct that line, or train on rows that have it"
             )

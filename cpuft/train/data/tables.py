@@ -39,6 +39,8 @@ Row = tuple[str, dict[str, Cell]]
 JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 _WORD_COLUMNS = ("tokens", "words")
 """Names of columns whose cells are lists of words."""
+_TEXT_KEYS = ("text", "sentence", "sentence1", "prompt", "query")
+"""Keys whose texts tell a row from an object that holds all rows of a file."""
 _JSON_BEGIN = re.compile(r"\s*(\{|\[\s*(\{|$))")
 """How the first line of a file with JSON begins, whatever its name."""
 _ROWS_FOR_LENGTHS = 100
@@ -175,14 +177,14 @@ def read_table(path: Path, option: str = "--train-file", options: TableOptions =
     options: delimiter, quoting and encoding of CSV and TSV (see `choose_dialect`).
 
     Raises CpuftError: the file is missing, empty, cut off or not text; it has another format, such as a spreadsheet or
-    a JSON array; two columns have one name; or it is in doubt what a quotation mark means. Other faults after the first
+    a JSON array; or it is in doubt what a quotation mark means. Other faults after the first
     lines are found when the rows are iterated over (see `Rows`).
     """
     with suppress(OSError):  # of a file that is missing; reading it as text says what to do
         if is_columnar(path):
             if path.is_file():
                 _refuse_other_formats(path)
-            columns = _check_columns(list_columns(path, option), path)
+            columns = _name_columns(list_columns(path, option))
             return Table(str(path), columns, Rows(partial(_number_rows, path, option)))
     lines = partial(read_lines, path, option, encoding=options.encoding)
     first = next((line for line in lines() if line.strip()), None)
@@ -197,9 +199,9 @@ def read_table(path: Path, option: str = "--train-file", options: TableOptions =
         names = {name for _, cells in islice(rows, _ROWS_WITH_COLUMNS) for name in cells}
         return Table(str(path), sorted(names), rows)
     dialect = choose_dialect(lines, path, suffix, options)
-    columns = _check_columns(dialect.columns, path)
+    dialect = replace(dialect, columns=_name_columns(dialect.columns))
     notes = (dialect.note,) if dialect.note else ()
-    return Table(str(path), columns, Rows(partial(_read_delimited_rows, lines, path, dialect)), notes)
+    return Table(str(path), dialect.columns, Rows(partial(_read_delimited_rows, lines, path, dialect)), notes)
 
 
 def get_suffix(path: Path) -> str:
@@ -207,15 +209,12 @@ def get_suffix(path: Path) -> str:
     return Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
 
 
-def _check_columns(columns: list[str], path: Path) -> list[str]:
-    """Return the columns. Raises CpuftError: two of them have one name, so that one of them would not be seen."""
-    for number, name in enumerate(columns):
-        if name and name in columns[:number]:
-            raise CpuftError(
-                f"{path} has two columns of the name {name!r:.60} (columns {columns.index(name) + 1} and {number + 1})"
-                f": give one of them another name"
-            )
-    return columns
+def _name_columns(columns: list[str]) -> list[str]:
+    """Return the columns. Those of one name get their place in it, so that none is taken for the other."""
+    return [
+        f"{name} (column {number})" if name and columns.count(name) > 1 else name
+        for number, name in enumerate(columns, start=1)
+    ]
 
 
 def _number_rows(path: Path, option: str) -> Iterator[Row]:
@@ -236,9 +235,10 @@ def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
 
     Files may be compressed with gzip. `paths` are paths and patterns, separated by commas; `option` named them.
 
-    Raises CpuftError: a file is missing, cannot be read, is not UTF-8, or is one JSON array.
+    Raises CpuftError: a file is missing, cannot be read, is not UTF-8, is one JSON array, or has its rows in columns.
     """
     for name in split_paths(paths):
+        _refuse_columnar(name, option)
         is_first = True
         for number, line in enumerate(read_lines(Path(name), option, "\n"), start=1):
             if line.strip():
@@ -246,6 +246,20 @@ def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
                     _refuse_json_array(line, Path(name))
                 is_first = False
                 yield f"{name}, line {number}", line
+
+
+def _refuse_columnar(name: str, option: str) -> None:
+    """Raise CpuftError if rows with nested values would have to come from another kind of file than JSON lines."""
+    path, read = Path(name), ""
+    if name.startswith(_HUB_PREFIX):
+        arguments = {key: value for key, value in parse_hub_name(name, option, "train").items() if value}
+        path, read = Path(arguments["path"].replace("/", "-")), f"load_dataset(**{arguments})"
+    elif path.exists() and is_columnar(path):
+        read = f"load_from_disk({name!r})" if path.is_dir() else f"Dataset.from_parquet({name!r})"
+    if read:
+        target = str(path.with_name(f"{path.stem}-lines.jsonl"))
+        command = f'python -c "import datasets; datasets.{read}.to_json({target!r})"'
+        raise CpuftError(f"{name} is no file of JSON lines, which are needed here: {_advise_command(command, target)}")
 
 
 def _read_delimited_rows(lines: Callable[[], Iterator[str]], path: Path, dialect: Dialect) -> Iterator[Row]:
@@ -408,8 +422,13 @@ def _describe_encoding(path: Path, line: int, error: UnicodeDecodeError, has_opt
 
 
 def _refuse_json_array(first_line: str, path: Path) -> None:
-    """Raise CpuftError if the file is one JSON array instead of one object on each line."""
+    """Raise CpuftError if the file is one JSON array, or has arrays, instead of one object on each line."""
     if first_line.lstrip().startswith("["):
+        if not _JSON_BEGIN.match(first_line):
+            raise CpuftError(
+                f"{path} has a list in a line: write one object a line, such as {{'text': ..., 'label': ...}}, which "
+                f"names the parts of the list"
+            )
         raise CpuftError(_describe_document(path, "a JSON array", "for row in {}", "row"))
 
 
@@ -431,18 +450,18 @@ def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> Non
     if not isinstance(value, dict) or not value:
         return
     tables = [key for key, rows in value.items() if isinstance(rows, list) and rows and isinstance(rows[0], dict)]
-    columns = list(value.values())
+    columns, is_row = list(value.values()), any(isinstance(value.get(key), str) for key in _TEXT_KEYS)
     how, rows = "", ""
     if isinstance(value.get("columns"), list) and isinstance(value.get("data"), list):
         how, rows = "names of columns beside the rows", "[dict(zip(d['columns'], r)) for r in d['data']]"
-    elif len(tables) == 1 and tables[0].isidentifier():
+    elif len(tables) == 1 and tables[0].isidentifier() and not is_row:
         how, rows = f"its rows under the key {tables[0]!r}", f"d[{tables[0]!r}]"
     elif all(isinstance(one, dict) and one for one in columns):
         by_number = all(key.isdecimal() for one in columns for key in one)
         how, rows = "a key for each row", "d.values()"
         if by_number:
             how, rows = "a key for each column", "zip(*(c.values() for c in d.values()))"
-    elif all(isinstance(one, list) and len(one) > 1 for one in columns) and not set(value) & set(_WORD_COLUMNS):
+    elif all(isinstance(one, list) and len(one) > 1 for one in columns) and value.keys().isdisjoint(_WORD_COLUMNS):
         how, rows = "a key for each column", "zip(*d.values())"
     elif second:
         how, rows = "one row over several lines", "[d]"
@@ -512,7 +531,8 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
     advice: says which option names the column; without it, the message lists the most similar names.
     """
     if name not in columns:
-        there = f" (its columns are {list_names([*map(repr, columns)])})" if advice else ""
+        nested = "" if source.endswith((".csv", ".tsv")) else "; objects and nested lists are no columns"
+        there = f" (its columns are {list_names([*map(repr, columns)])}{nested})" if advice else ""
         raise CpuftError(
             f"{source} has no column {name!r}{there}: {advice or suggest_names(name, columns)}{hint_header(columns)}"
         )

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 from hypothesis import given
@@ -212,6 +215,20 @@ def test_what_is_no_conversation_is_named(line: str, message: str) -> None:
             [{"role": "user", "content": "Who\nbarks?"}, ANSWER],
         ),
         ({"messages": [USER, ANSWER], "prompt": "Who?", "completion": "x"}, [USER, ANSWER]),
+        ({"system": "Be brief.", "messages": [USER, ANSWER]}, [SYSTEM, USER, ANSWER]),
+        ({"system": "Be long.", "messages": [SYSTEM, USER, ANSWER]}, [SYSTEM, USER, ANSWER]),
+        (
+            {"conversations": [{"from": "Human", "value": "Who barks?"}, {"from": "Assistant", "value": "Dogs bark."}]},
+            [USER, ANSWER],
+        ),
+        (
+            {"instruction": "Who barks?", "output": "Dogs bark.", "history": [["Who barks?", "Dogs bark."]]},
+            [USER, ANSWER, USER, ANSWER],
+        ),
+        (
+            {"instruction": "Translate.", "context": "Hund", "response": "Dogs bark.", "category": "qa"},
+            [{"role": "user", "content": "Translate.\n\nHund"}, ANSWER],
+        ),
     ],
 )
 def test_conversations_of_other_forms_are_read(row: dict[str, Any], messages: list[Message]) -> None:
@@ -238,6 +255,20 @@ def test_what_is_wrong_in_other_forms_is_named(row: dict[str, Any], message: str
     with pytest.raises(CpuftError) as error:
         parse_conversation(json.dumps(row), "a.jsonl, line 1")
     assert str(error.value).startswith(f"a.jsonl, line 1 {message}")
+
+
+def test_other_kinds_of_files_are_answered_with_the_command_that_converts(tmp_path: Path) -> None:
+    rows = datasets.Dataset.from_list([{"messages": [USER, ANSWER]}] * 2)
+    rows.to_parquet(tmp_path / "x.parquet")
+    rows.save_to_disk(tmp_path / "x")
+    for name in ("x.parquet", "x"):
+        with pytest.raises(CpuftError, match="is no file of JSON lines, which are needed here: convert it") as error:
+            scan_chats(str(tmp_path / name), "--train-file")
+        command = str(error.value).partition(" instead: ")[2].replace("python", sys.executable, 1)
+        subprocess.run(["sh", "-c", command], check=True, timeout=60)
+        assert len(scan_chats(str(tmp_path / "x-lines.jsonl"), "--train-file").checksums) == 2
+    with pytest.raises(CpuftError, match=r"load_dataset\(\*\*{'path': 'a/b', 'split': 'test'}\).to_json\('a-b-lines"):
+        scan_chats("hub:a/b:test", "--train-file")
 
 
 def test_files_of_conversations(tmp_path: Path) -> None:

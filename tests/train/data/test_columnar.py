@@ -143,7 +143,8 @@ def test_a_file_that_is_cut_off_is_named(written: Path, name: str, size: int) ->
 
 def test_a_column_that_is_missing_is_answered_with_those_that_are_there(written: Path) -> None:
     with pytest.raises(
-        CpuftError, match=r"x.parquet has no column 'body' \(its columns are 'text', 'label', 'score'\)"
+        CpuftError,
+        match=r"x.parquet has no column 'body' \(its columns are 'text', 'label', 'score'; objects",
     ):
         read_data(TrainConfig(task="files", train_file="x.parquet", text_columns="body"))
 

@@ -95,6 +95,17 @@ def test_quotation_marks_that_surround_most_cells_are_not_taken_for_texts() -> N
         read_table(path)
 
 
+@pytest.mark.parametrize(
+    "name, delimiter, other",
+    [("x.tsv", "\t", "notes, remarks, doubts"), ("x.csv", ",", "a;b;c;d"), ("x.csv", ";", "one, two, three")],
+)
+def test_delimiters_within_names_of_columns_do_not_divide(name: str, delimiter: str, other: str) -> None:
+    columns = ["text", "label", other]
+    table = read_table(write(name, f"{delimiter.join(columns)}\n{delimiter.join(('a', '1', 'b'))}\n"))
+    assert table.columns == columns
+    assert list_texts(table) == ["a"]
+
+
 def test_a_line_that_only_excel_reads_is_named() -> None:
     with pytest.raises(CpuftError, match=r"x\.csv begins with the line 'sep=;', which only Excel reads") as error:
         read_table(write("x.csv", "sep=;\ntext;label\na;1\n"))
