@@ -57,11 +57,6 @@ COMMANDS: list[tuple[str, Files, str]] = [
         "hosts, line 2: 'slot=4' is not understood: write slots=N, user=NAME or port=N",
     ),
     (
-        "launch --hostfile hosts",
-        {"hosts": "localhost\nlocalhost\n"},
-        "hosts, line 2: host localhost is on line 1 already: remove this line; for several ranks on one host, write for example localhost slots=2",
-    ),
-    (
         "launch --np 2 --hostfile hosts",
         {"hosts": "localhost\n127.0.0.9 port=9\n"},
         "host 127.0.0.9 cannot be used over ssh (Connection refused on port 9: check its name and its port, and that sshd runs there and accepts connections from this machine)",

@@ -76,5 +76,7 @@ EXEMPT = {
     "read_task_data": "read_data, read_pairs and read_relevance",
     "read_tables": "read_table, of each file",
     "read_text": "a text, whatever it holds",
+    "read_lines": "read_table and scan_texts",
+    "read_decimal_comma": "a text, whatever it holds",
 }
 """Why that is so."""

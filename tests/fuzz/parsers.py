@@ -43,7 +43,7 @@ from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.plan import parse_ssh_from
 from cpuft.provision.servers import parse_lock, parse_survey
 from cpuft.provision.wheels import parse_pins
-from cpuft.rank.process import FAILED_MARK, parse_failure, parse_missing_ranks
+from cpuft.rank.process import FAILED_MARK, STEPS_MARK, parse_failure, parse_missing_ranks, parse_steps
 from cpuft.rank.progress import ProgressEvent, format_evaluation, format_event, parse_evaluation, parse_event
 from cpuft.rank.world import parse_world
 from cpuft.record import (
@@ -362,6 +362,7 @@ _MEASURED = st.tuples(*(values.damaged_json(json.loads(format_line(line))) for l
 
 _EVENTS = values.damaged([format_event(ProgressEvent(3, 60, 0.53, 64.2, 12.5, "accuracy 0.8603", True))])
 _FAILURES = values.damaged([f"{FAILED_MARK} rank 0 on a exit code 2\n", f"{FAILED_MARK} rank 0 on a exit code 1 2 3\n"])
+_STEPS = values.damaged([f"{STEPS_MARK} rank 1 on a ended after 5\n", f"{STEPS_MARK} rank 0 on a failed after 6\n"])
 _KEPT = values.damaged([f"there\nbroke off\nsteps 3\n{format_line(make_record(2).header)}\ncheckpoint 000000002.1\n"])
 
 _REPORTS = values.damaged_json(json.loads(str(found()["report"]))).map(lambda text: values.dump(found(report=text)))
@@ -512,6 +513,7 @@ PARSERS: dict[str, Parser] = {
     "parse_event": Parser(parse_event, _EVENTS),
     "parse_failure": Parser(parse_failure, _FAILURES),
     "parse_missing_ranks": Parser(parse_missing_ranks, _FAILURES),
+    "parse_steps": Parser(parse_steps, _STEPS),
     "parse_stack": Parser(parse_stack, values.damaged([DUMP]) | values.TEXTS),
     "parse_rank_dump": Parser(
         lambda text: format_dumps((parse_rank_dump(serialization.parse_json(text), "h"),)),

@@ -133,11 +133,12 @@ def test_the_first_timed_step_does_not_pay_for_what_the_first_pass_takes() -> No
 def test_ranks_are_compared_after_the_first_updates_and_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[str] = []
 
-    def note(model: torch.nn.Module, when: str) -> str:
+    def note(model: torch.nn.Module, when: str) -> tuple[str, str]:
         found.append(when)
-        return ""
+        return "", ""
 
-    monkeypatch.setattr("cpuft.train.loop.prove_equal_parameters", note)
+    monkeypatch.setattr("cpuft.train.process_group.compare_parameters", note)
+    monkeypatch.setattr("cpuft.train.loop.compare_parameters", note)
     averaged, short = replace(CONFIG, sync_every=2), replace(CONFIG, max_steps=2)
     for config, done in ((CONFIG, 0), (CONFIG, 1), (averaged, 0), (short, 0)):
         loop = make_loop(config)

@@ -317,7 +317,7 @@ def read_lines(path: Path, option: str, newline: str = "", encoding: str = "", l
                 yield line.removeprefix("\ufeff") if number == 1 else line
     except FileNotFoundError:
         raise CpuftError(f"there is no file {path}: check {option}") from None
-    except (gzip.BadGzipFile, EOFError, zlib.error):
+    except _DAMAGED:
         raise CpuftError(f"{path} is cut off or damaged: copy or download it again, or check {option}") from None
     except LookupError:
         raise CpuftError(f"--encoding {encoding[:60]!r} is unknown: give for example windows-1252 or utf-16") from None
@@ -347,6 +347,8 @@ def _describe_first_other_byte(path: Path, error: UnicodeDecodeError, has_option
 
 
 _GZIP = b"\x1f\x8b"
+_DAMAGED = (gzip.BadGzipFile, EOFError, zlib.error)
+"""What reading a damaged compressed file raises."""
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 _UNPACK = "unpack it, then give the file that it holds"
 _SAVE_AS_CSV = "save it as CSV in UTF-8 with commas between the columns, then give the CSV file instead"
@@ -371,7 +373,10 @@ _OTHER_FORMATS = {
 def _refuse_other_formats(path: Path) -> bytes:
     """Return the first bytes of a file. Raises CpuftError: it has a format that is not supported; says what to do."""
     with _open_bytes(path) as file:
-        begin = file.read(64)
+        try:
+            begin = file.read(64)
+        except _DAMAGED:
+            raise CpuftError(f"{path} is cut off or damaged: copy or download it again") from None
     if problem := describe_lfs_pointer(path, begin):
         raise CpuftError(problem)
     what, advice = next((found for magic, found in _OTHER_FORMATS.items() if begin.startswith(magic)), ("", ""))
