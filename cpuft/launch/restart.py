@@ -23,7 +23,7 @@ from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, try_hosts
 from cpuft.launch.failures import Failure, ended_to_be_resumed, explain_exit, read_failures
-from cpuft.launch.plan import Job, Launch, plan_run
+from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
 from cpuft.launch.results import (
     FILES_LEFT,
     HeadHostLostError,
@@ -85,10 +85,6 @@ class AttemptResult:
     """Why a connection to a host failed before the ranks started, although the host answers."""
     hosts: tuple[str, ...] = ()
     """The name of each rank's host, indexed by rank."""
-
-
-class _HasFinishedError(CpuftError):
-    """The run that was to be restarted has finished on its head host."""
 
 
 @dataclass(frozen=True)
@@ -331,13 +327,13 @@ def run_with_restarts(
             with cluster.access.transport.keep_sessions():
                 plan_next = partial(plan_next_attempt, launch, history, plan, cluster, tried, reason)
                 plan, cluster, update = retry_connections(plan_next)
-        except _HasFinishedError:
-            fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
-            clean_up_lost_hosts(history, cluster, launch.run_dir, say)
-            return 0
         except CpuftError as error:
             reason = f"{reason}, and {error}"
             break
+        if not plan.ranks:
+            fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
+            clean_up_lost_hosts(history, cluster, launch.run_dir, say)
+            return 0
         policy.restarts += 1
         hosts = [assignment.host.name for assignment in cluster.assignments]
         ranks = len(cluster.rank_hosts)
@@ -475,7 +471,8 @@ def plan_next_attempt(
 
     Returns
     -------
-    The plan, its cluster, and the update of the checkpoint that the run continues from (0 for none).
+    The plan, its cluster, and the update of the checkpoint that the run continues from (0 for none). If the run has
+    finished on a host that answers again, the plan only fetches it from there.
 
     Raises CpuftError: no host is left, or fewer ranks fit on the remaining hosts than --min-np requires; the newest
     checkpoint is on a host that would not be used; a host does not answer any more; or the job cannot be planned on
@@ -494,12 +491,14 @@ def plan_next_attempt(
             f"only {counted(np, 'rank')} would be left, and --min-np requires {job.config.min_np}: lower --min-np"
         )
     kill_ranks(last, run_dir, [host for host in remaining if host.name not in last.rank_hosts])
-    clean_up_left_out_hosts(launch, plan, last, remaining)
+    if not tried.unfetched_from:  # otherwise the head host has the only record, and may even have finished
+        clean_up_left_out_hosts(launch, plan, last, remaining)
     job = replace(job, config=replace(job.config, np=np))
     cluster = gather_cluster(job.config, remaining, last.access, last.works_remotely)
     copies = _ask_hosts(remaining, cluster, run_dir, history.used_hosts.keys()) if cluster.works_remotely else ()
-    if any(copy.is_finished and not copy.is_active for copy in copies):
-        raise _HasFinishedError("the run has finished, and its head host answers again")
+    if finished := [copy.host for copy in copies if copy.is_finished and not copy.is_active]:
+        cluster = gather_cluster(replace(job.config, np=1), tuple(finished[:1]), last.access, last.works_remotely)
+        return plan_fetching(cluster, ResumedRun(run_dir, host_copies=copies)), cluster, 0
     updates, fetched_from = (
         (-1, "") if tried.unfetched_from else (tried.result.update, last.head if last.works_remotely else "")
     )

@@ -28,7 +28,7 @@ for folder in "$4"/cpuft-*; do
     rmdir "$folder" 2>/dev/null || true
 done
 [ -e "$file" ] && lock && [ -e "$file" ] || exit 0
-new=$(mktemp "$file.XXXXXX")
+new=$(mktemp "$file.XXXXXX" 2>/dev/null || mktemp) # only the file may be this user's, and not its folder
 trap 'rm -f "$new"; unlock' EXIT
 cp -a "$file" "$new" # keeps owner and mode
 unmark=

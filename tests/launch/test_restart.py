@@ -15,11 +15,12 @@ from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
-from cpuft.hosts.cluster import FROM_STDIN, HOST_FOLDER, Cluster, gather_cluster
+from cpuft.hosts.cluster import FROM_STDIN, HOST_FOLDER, Assignment, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure
 from cpuft.launch.plan import Job, Launch, plan_run
 from cpuft.launch.restart import (
+    Attempt,
     AttemptResult,
     RestartDecision,
     RestartHistory,
@@ -31,6 +32,7 @@ from cpuft.launch.restart import (
     describe_restart,
     find_limit,
     make_attempt,
+    plan_next_attempt,
     retry_connections,
     run_with_restarts,
 )
@@ -298,6 +300,36 @@ def test_a_run_that_has_finished_is_never_started_again(
     with pytest.raises(NotStoredError, match=r"^the run has finished, but the results of the run could not be fetched"):
         run_with_restarts(Launch(script(3), str(folder), os.environ), plan, away, start, lambda line: None)
     assert len(starts) == 1
+
+
+def test_a_run_that_finished_on_an_earlier_head_host_is_fetched_from_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """node1 was lost when its ranks had finished, node2 went on, and node1 answers again when node2 has failed."""
+    last = replace(make_cluster((1, 1)), works_remotely=True, command_prefixes={"node1": (), "node2": ()})
+    hosts = tuple(assignment.host for assignment in last.assignments)
+
+    def gather(config: LaunchConfig, hosts: Sequence[Host], *others: object) -> Cluster:
+        return replace(last, assignments=tuple(Assignment(host, 1) for host in hosts[: config.np]))
+
+    def ask(*given: object) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
+        return (HostCopy(hosts[0], True, is_finished=True), HostCopy(hosts[1], True, has_data=True)), []
+
+    for name, fake in {
+        "read_hosts": lambda config: hosts,
+        "kill_ranks": lambda *given: None,
+        "_find_unreachable": lambda *given: set[str](),
+        "clean_up_left_out_hosts": lambda *given: pytest.fail("removed"),
+        "gather_cluster": gather,
+        "gather_host_copies": ask,
+    }.items():
+        monkeypatch.setattr(f"cpuft.launch.restart.{name}", fake)
+    second = replace(last, assignments=last.assignments[1:])
+    error = HeadHostLostError("the connection to node2 was lost: look at it")
+    error.unfetched_from = "node2"
+    tried, launch = Attempt(AttemptResult(1), 0.0, error), Launch(script(3), "/runs/run", {})
+    plan, cluster, _ = plan_next_attempt(launch, RestartHistory(last), RunPlan(), second, tried, "why")
+    (fetch,), removals = plan.results
+    assert (plan.ranks, cluster.head, fetch.why) == ((), "node1", "fetch the run from node1")
+    assert [step.host for step in removals] == ["node1", "node2"]
 
 
 def test_a_restart_does_not_take_a_host_that_could_not_be_asked_for_one_without_checkpoints(

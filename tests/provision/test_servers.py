@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 from contextlib import nullcontext
 from dataclasses import replace
@@ -396,6 +397,23 @@ def test_down_removes_a_file_of_keys_that_cpuft_made(tmp_path: Path) -> None:
         text.write(MINE)
     run_scripts(home, "down")
     assert file.read_bytes() == MINE
+
+
+def test_down_removes_the_key_where_only_the_file_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "home" / ".ssh" / "authorized_keys"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(MINE + b"\n")
+    run_scripts(tmp_path / "home", "authorize")
+    for program in "mktemp", "mv":
+        (tmp_path / program).write_text(f"#!/bin/sh\n[ $# = 0 ] && exec {shutil.which(program)}\nexit 1\n")
+        (tmp_path / program).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run_scripts(tmp_path / "home", "down")
+    assert file.read_bytes() == MINE + b"\n"
+    assert list(tmp_path.glob("tmp.*")) == []
 
 
 def test_a_lock_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
