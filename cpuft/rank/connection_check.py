@@ -132,6 +132,9 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe("was stopped before its first optimizer step"))
         if self.steps == 1:
             self._start = _find_last_exchanges() if (list_operations() or {""}).issubset(_OF_A_START) else None
+        if self.steps == 2 and self._store:
+            with suppress(RuntimeError):  # the store is gone
+                self._store.set(f"cpuft/trains/{os.environ['RANK']}", b"1")
         if self.steps in _CHECKED_STEPS:
             self._note_exchange()
         if self.steps <= _LAST_CHECKED_STEP and self.wrapped and optimizer is not None:
@@ -143,13 +146,13 @@ class ConnectionCheck:
         """Check at the end of a script that has run without an error.
 
         Raises RefusedScriptError: the ranks never formed a process group of all ranks, or made optimizer steps and
-        exchanged no data, or none after the first of several steps.
+        exchanged no data, or none after the first of several steps, which not only this rank has made.
         """
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
         has_only_started = self.steps > 1 and self._start is not None and count_mpi_ranks() != self.size
-        if self.steps and (self._is_unused() or has_only_started):
+        if self.steps and (self._is_unused() or (has_only_started and self._others_train())):
             raise RefusedScriptError(self._describe_unused("ended with an error"))
 
     def before_processes(self) -> None:
@@ -220,6 +223,13 @@ class ConnectionCheck:
             self._store.set(names[int(os.environ["RANK"])], own)
             return any(self._store.get(name) != own for name in names if self._store.check([name]))
         return False
+
+    def _others_train(self) -> bool:
+        """Whether another rank is known to make steps, too. A single rank may train something for all of them."""
+        others = [rank for rank in range(self.size) if rank != int(os.environ["RANK"])]
+        with suppress(RuntimeError):  # the store is gone
+            return not self._store or any(self._store.check([f"cpuft/trains/{rank}"]) for rank in others)
+        return True
 
     def _is_joined(self) -> bool:
         return self.group_size == self.size or count_mpi_ranks() == self.size
