@@ -47,7 +47,7 @@ _NOT_FOR_USERS = re.compile(
 )
 """Lines of mpirun and of ranks that help no user. They stay in the logs and are not shown on the terminal."""
 _DIFFERENT_SIZES = re.compile(
-    r"Received data size doesn't match expected size|Truncation error\(-265\)|MPI_ERR_TRUNCATE|Message truncated"
+    r"Received data size doesn't match expected size|Truncation error\(-265\)|MPI_ERR_TRUNCATE|Message truncated;"
 )
 """What gloo, oneCCL and MPI print when ranks pass different sizes to an operation."""
 _NOTHING = "(it printed nothing)"
@@ -284,7 +284,7 @@ def explain_exit(code: int, text: str = "") -> tuple[str, str]:
         return "out of memory", _LESS_MEMORY
     if _NO_PROCESS.search(_last_error(text)):
         return f"exit code {code}", NO_MORE_PROCESSES
-    if _DIFFERENT_SIZES.search(text):
+    if _DIFFERENT_SIZES.search(_last_error(text)):
         ended = f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
         return (
             f"{ended}, because ranks passed different sizes to a collective operation",

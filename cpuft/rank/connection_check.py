@@ -25,7 +25,7 @@ import weakref
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -42,8 +42,8 @@ _CHECKED_STEPS = (2, 10, 50, 100)
 """Optimizer steps before which the rank notes whether its process group has exchanged data. The flight recorder of
 torch keeps only the last 64 operations, so that one look at the end could miss those of the training."""
 _LAST_CHECKED_STEP = _CHECKED_STEPS[-1]
-_COMPARED_AFTER = (2, 3, 10, 50)
-"""Numbers of optimizer steps in a row without a call of the wrapped model, after which its parameters are compared."""
+_COMPARED_AFTER = (1, 2, 9, 49)
+"""Numbers of missed calls of the wrapped model in a row, after which its parameters are compared."""
 _WITHOUT_DATA = ("barrier", "monitored_barrier")
 """Collective operations that exchange no data: libraries also run them where each rank trains by itself."""
 _OF_A_START = (*_WITHOUT_DATA, "broadcast", "all_gather", "_allgather_base")
@@ -71,10 +71,12 @@ class _WrappedModel:
     """A model in DistributedDataParallel, and whether the script calls it."""
 
     model: weakref.ref[Any]
-    is_called: bool = False
-    """Whether it was called with gradients since the last optimizer step that changed its parameters."""
+    optimizers: set[int] = field(default_factory=set)
+    """The `id()` of each optimizer that has changed its parameters since the model was last called for training."""
     missed: int = 0
-    """Number of such steps in a row before which it was not called."""
+    """Number of steps since then by an optimizer that had already made one."""
+    steps: int = 0
+    """Number of all optimizer steps that have changed its parameters."""
 
 
 class ConnectionCheck:
@@ -112,9 +114,11 @@ class ConnectionCheck:
             self.group_size, self._store = size, store
 
     def note_call(self, model: Any) -> None:
-        """Note that a model in DistributedDataParallel is called with gradients."""
+        """Note that a model in DistributedDataParallel is called for training."""
         for wrapped in self.wrapped:
-            wrapped.is_called = wrapped.is_called or wrapped.model() is model
+            if wrapped.model() is model:
+                wrapped.optimizers.clear()
+                wrapped.missed = 0
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
         """Count an optimizer step and check before it. Registered as a hook of all optimizers of torch.
@@ -128,6 +132,9 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe("was stopped before its first optimizer step"))
         if self.steps == 1:
             self._start = _find_last_exchanges() if (list_operations() or {""}).issubset(_OF_A_START) else None
+        if self.steps == 2 and self._store:
+            with suppress(RuntimeError):  # the store is gone
+                self._store.set(f"cpuft/trains/{os.environ['RANK']}", b"1")
         if self.steps in _CHECKED_STEPS:
             self._note_exchange()
         if self.steps <= _LAST_CHECKED_STEP and self.wrapped and optimizer is not None:
@@ -139,13 +146,13 @@ class ConnectionCheck:
         """Check at the end of a script that has run without an error.
 
         Raises RefusedScriptError: the ranks never formed a process group of all ranks, or made optimizer steps and
-        exchanged no data, or none after the first of several steps.
+        exchanged no data, or none after the first of several steps, which not only this rank has made.
         """
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
         has_only_started = self.steps > 1 and self._start is not None and count_mpi_ranks() != self.size
-        if self.steps and (self._is_unused() or has_only_started):
+        if self.steps and (self._is_unused() or (has_only_started and self._others_train())):
             raise RefusedScriptError(self._describe_unused("ended with an error"))
 
     def before_processes(self) -> None:
@@ -186,15 +193,20 @@ class ConnectionCheck:
             parameters = [one for one in getattr(wrapped.model(), "parameters", list)() if one.requires_grad]
             if stepped.isdisjoint(map(id, parameters)):
                 continue
-            wrapped.missed, wrapped.is_called = 0 if wrapped.is_called else wrapped.missed + 1, False
-            if wrapped.missed in _COMPARED_AFTER and self._differs(f"{number}/{self.steps}", parameters):
+            wrapped.steps += 1
+            if id(optimizer) not in wrapped.optimizers:  # several may share the parameters, or the call
+                wrapped.optimizers.add(id(optimizer))
+                continue
+            wrapped.missed += 1
+            if wrapped.missed in _COMPARED_AFTER and self._differs(f"{number}/{wrapped.steps}", parameters):
                 name = type(getattr(wrapped.model(), "module", None)).__name__
                 raise RefusedScriptError(
                     f"the script was stopped before optimizer step {self.steps} because each rank trains a copy of its "
                     f"own of {name}: the model is wrapped in DistributedDataParallel, but the script calls the model "
                     f"inside, so gradients are not averaged, and parameters differ between ranks. Next: call the "
                     f"wrapped model in the training loop, model(...) instead of model.module(...) or of the model from "
-                    f"before DistributedDataParallel or accelerator.prepare"
+                    f"before DistributedDataParallel or accelerator.prepare; or start the script with cpuft launch "
+                    f"--independent if its ranks are meant to train apart for some steps"
                 )
 
     def _differs(self, key: str, parameters: list[Any]) -> bool:
@@ -203,14 +215,21 @@ class ConnectionCheck:
         Nothing waits: ranks need not make the same steps.
         """
         uint8, checksum = sys.modules["torch"].uint8, 0
-        for one in parameters:
-            checksum = zlib.crc32(one.detach().contiguous().reshape(-1).view(uint8).numpy(), checksum)
-        own = str(checksum).encode()
         names = [f"cpuft/parameters/{key}/{rank}" for rank in range(self.size)]
-        with suppress(RuntimeError):  # the store is gone
+        with suppress(RuntimeError, TypeError):  # the store is gone, or a parameter is no plain tensor
+            for one in parameters:
+                checksum = zlib.crc32(one.detach().contiguous().reshape(-1).view(uint8).numpy(), checksum)
+            own = str(checksum).encode()
             self._store.set(names[int(os.environ["RANK"])], own)
             return any(self._store.get(name) != own for name in names if self._store.check([name]))
         return False
+
+    def _others_train(self) -> bool:
+        """Whether another rank is known to make steps, too. A single rank may train something for all of them."""
+        others = [rank for rank in range(self.size) if rank != int(os.environ["RANK"])]
+        with suppress(RuntimeError):  # the store is gone
+            return not self._store or any(self._store.check([f"cpuft/trains/{rank}"]) for rank in others)
+        return True
 
     def _is_joined(self) -> bool:
         return self.group_size == self.size or count_mpi_ranks() == self.size
@@ -373,7 +392,7 @@ def _watch_wrapped_models(distributed: Any, check: ConnectionCheck) -> None:
 
     @functools.wraps(forward)
     def note_and_forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
+        if self.training and torch.is_grad_enabled():  # a validation may forget no_grad()
             check.note_call(self)
         return forward(self, *args, **kwargs)
 

@@ -163,6 +163,8 @@ def test_what_libraries_say_about_different_sizes_is_explained(text: str) -> Non
     cause, advice = explain_exit(134, text)
     assert cause == "killed by signal 6, because ranks passed different sizes to a collective operation"
     assert advice.startswith("pass tensors of the same shape and type on all ranks")
+    assert explain_exit(1, f"{text}\nretried{RAISED}") == ("exit code 1", "")
+    assert explain_exit(1, "Message truncated to 512 tokens") == ("exit code 1", "")
 
 
 def test_ranks_that_only_waited_do_not_determine_the_exit_code() -> None:

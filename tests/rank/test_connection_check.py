@@ -72,7 +72,7 @@ class Ranks:
     def wrap(self, check: ConnectionCheck, module: Any) -> Any:
         class DistributedDataParallel:
             def __init__(self, module: Any) -> None:
-                self.module, self.parameters = module, module.parameters
+                self.module, self.parameters, self.training = module, module.parameters, True
 
             def forward(self, x: Any) -> Any:
                 return self.module(x)
@@ -108,16 +108,51 @@ def test_a_wrapped_model_that_the_script_does_not_call_is_noticed(ranks: Ranks) 
         "the script was stopped before optimizer step 2 because each rank trains a copy of its own of Linear: the "
         "model is wrapped in DistributedDataParallel, but the script calls the model inside, so gradients are not "
         "averaged, and parameters differ between ranks. Next: call the wrapped model in the training loop, model(...) "
-        "instead of model.module(...) or of the model from before DistributedDataParallel or accelerator.prepare"
+        "instead of model.module(...) or of the model from before DistributedDataParallel or accelerator.prepare; or "
+        "start the script with cpuft launch --independent if its ranks are meant to train apart for some steps"
     )
 
 
 def test_a_model_that_stops_to_be_called_is_noticed(ranks: Ranks) -> None:
     for _ in range(20):
         ranks.step()
-    ranks.step(is_wrapped=False)
-    with pytest.raises(RefusedScriptError, match="before optimizer step 22 because each rank trains a copy"):
+    with pytest.raises(RefusedScriptError, match="before optimizer step 21 because each rank trains a copy"):
         ranks.step(is_wrapped=False)
+
+
+def test_a_validation_through_the_wrapper_is_no_training(ranks: Ranks) -> None:
+    for model in ranks.models:
+        model.training = False
+    ranks.step(is_wrapped=False)
+    for model in ranks.models:
+        model.forward(ranks.torch.ones(1, 2))
+    with pytest.raises(RefusedScriptError, match="before optimizer step 2 because each rank trains a copy"):
+        ranks.step(is_wrapped=False)
+
+
+def test_a_call_is_enough_for_several_optimizers(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ConnectionCheck, "_differs", lambda *_: pytest.fail("parameters are compared"))
+    others = [[ranks.torch.optim.SGD([one], lr=0.1) for one in model.parameters()] for model in ranks.models]
+    for _ in range(120):
+        for model in ranks.models:
+            model.forward(ranks.torch.ones(1, 2)).sum().backward()
+        for rank, check in enumerate(ranks.checks):
+            for optimizer in (*others[rank], ranks.optimizers[rank]):
+                check.before_step(optimizer, (), {})
+
+
+def test_steps_of_a_model_that_one_rank_has_alone_are_not_counted(ranks: Ranks) -> None:
+    probe = ranks.torch.nn.Linear(2, 1)
+    probe(ranks.torch.ones(1, 2)).sum().backward()
+    alone = ranks.torch.optim.SGD(probe.parameters(), lr=0.1)
+    for _ in range(30):
+        ranks.step(is_wrapped=False, is_averaged=True)
+        ranks.checks[0].before_step(alone, (), {})
+
+
+def test_parameters_that_are_no_plain_tensors_are_not_compared(ranks: Ranks) -> None:
+    check = ranks.checks[0]
+    assert not check._differs("0/1", [ranks.torch.nn.Parameter(ranks.torch.ones(2, device="meta"))])
 
 
 def test_models_whose_ranks_differ_on_purpose_or_agree_by_other_means_are_left_alone(ranks: Ranks) -> None:
@@ -128,15 +163,22 @@ def test_models_whose_ranks_differ_on_purpose_or_agree_by_other_means_are_left_a
         averaged.step(is_wrapped=False, is_averaged=True)  # as with an average of the script's own
 
 
-@pytest.mark.parametrize("later, is_refused", [((), True), (("all_gather",), False)])
+@pytest.mark.parametrize(
+    "later, has_others, is_refused",
+    [((), True, True), (("all_gather",), True, False), ((), False, False)],
+    ids=["apart", "together", "one rank trains for all"],
+)
 def test_only_the_broadcast_of_a_start_is_no_training_together(
-    later: tuple[str, ...], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+    later: tuple[str, ...], has_others: bool, is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RANK", "0")
     register = OperationRegister()
     monkeypatch.setattr(connection_check, "read_operations", register.report)
     monkeypatch.delitem(sys.modules, "torch._C._distributed_c10d", raising=False)
-    check = ConnectionCheck(2)
-    check.note_group(2)
+    check, store = ConnectionCheck(2), Store()
+    check.note_group(2, store)
+    if has_others:
+        store.set("cpuft/trains/1", b"1")
     for name in ("all_gather", "broadcast"):
         register.begin("the world", name, 8, (0, 1), 60.0)
     take_steps(check, 3)
