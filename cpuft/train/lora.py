@@ -145,6 +145,8 @@ def merge_adapters(model: Any, folder: str) -> Any:
     except (OSError, ValueError, RuntimeError, LookupError, AttributeError, TypeError, UnpicklingError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         kind = type(model).__name__
+        if "merge_and_unload" in reason:
+            reason = "they are no changes of its weights, but for example prompts, which cannot be merged"
         raise CpuftError(f"the adapters in {folder} do not fit {kind} ({reason}): give another --model") from None
 
 

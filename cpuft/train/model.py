@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.config import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
-from cpuft.errors import CpuftError, install_command, suggest_names
+from cpuft.errors import CpuftError, install_command, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, find_task
@@ -67,7 +67,9 @@ def find_model(name: str) -> str:
     if (folder / "model" / "config.json").exists():
         raise CpuftError(f"--model {name} is the folder of a run, not of a model: give --model {name}/model")
     if folder.is_dir():
-        raise CpuftError(f"folder {name} holds no model (no config.json): give a folder made with save_pretrained")
+        parts = sorted(folder.glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+        advice = f"--model {parts[-1].parent}, the newest one in it" if parts else "a folder made with save_pretrained"
+        raise CpuftError(f"folder {name} holds no model (no config.json): give {advice}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise CpuftError(
             f"there is no folder {name}: give --model a folder that holds a saved model, the name of a model on the "
@@ -462,9 +464,10 @@ def describe_load_failure(name: str, error: Exception) -> str:
 
     Raises CpuftError: `name` is a folder that is missing or holds no model.
     """
-    if not Path(find_model(name)).is_dir() and (problem := find_hub_problem()):
+    source = find_config(find_model(name))  # of adapters: their base model
+    if not Path(source).is_dir() and (problem := find_hub_problem()):
         return (
-            f"model {name} is neither a folder here nor in the cache of models, and {problem}: "
+            f"model {source} is neither a folder here nor in the cache of models, and {problem}: "
             f"{advise_on_hub(problem)}, name a folder with --model, or use --model {DEFAULT_MODEL}, which needs no hub"
         )
     if "trust_remote_code" in str(error) or "contains custom code" in str(error):
@@ -476,6 +479,12 @@ def describe_load_failure(name: str, error: Exception) -> str:
         return (
             f"model {name} has no config.json on the Hugging Face hub: if it holds adapters of peft, download them by "
             f"hf download {name} --local-dir FOLDER, and give --model FOLDER; else give another model"
+        )
+    if "no file named model.safetensors" in str(error):
+        return (
+            f"folder {name} has no weights of PyTorch, model.safetensors or pytorch_model.bin (it has "
+            f"{list_names(sorted(path.name for path in Path(source).iterdir()))}): download one of them, or save the "
+            f"model with save_pretrained by transformers"
         )
     if "Weights only load failed" in str(error):
         return (

@@ -95,6 +95,27 @@ def test_adapters_of_peft_are_merged_into_their_base_model(tmp_path: Path) -> No
         load(folder)
 
 
+def test_a_base_model_of_adapters_that_is_only_on_the_hub_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_peft(tmp_path / "adapters", save_tiny(tmp_path / "base"))
+    change_json(tmp_path / "adapters" / "adapter_config.json", base_model_name_or_path="someone/some-encoder")
+    monkeypatch.setattr("cpuft.train.model.find_hub_problem", lambda: "the hub sleeps")
+    said = describe_load_failure(str(tmp_path / "adapters"), OSError("x"))
+    assert said.startswith(
+        "model someone/some-encoder is neither a folder here nor in the cache of models, and the hub "
+    )
+
+
+def test_adapters_that_cannot_be_merged_are_named(tmp_path: Path) -> None:
+    base = save_tiny(tmp_path / "base")
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(base)
+    prompts = peft.PromptTuningConfig(task_type="SEQ_CLS", num_virtual_tokens=2)
+    peft.get_peft_model(model, prompts).save_pretrained(tmp_path / "adapters")
+    with pytest.raises(CpuftError, match="but for example prompts, which cannot be merged"):
+        load(tmp_path / "adapters")
+
+
 class Program:
     """Runs a program when it is unpickled."""
 
@@ -140,6 +161,14 @@ POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize
         (
             lambda f: change_weights(f, lambda w: {"epoch": 1, "state_dict": w}, "pytorch_model.bin"),
             "are not for BertForSequenceClassification (they are named epoch, state_dict): copy config.json and the",
+        ),
+        (
+            lambda f: (f / "model.safetensors").rename(f / "model.onnx"),
+            "has no weights of PyTorch, model.safetensors or pytorch_model.bin (it has config.json, model.onnx, ",
+        ),
+        (
+            lambda f: shutil.copytree(f, f / "checkpoint-7") and (f / "config.json").unlink(),
+            "/model/checkpoint-7, the newest one in it",
         ),
     ],
 )

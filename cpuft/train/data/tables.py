@@ -180,7 +180,8 @@ def read_table(path: Path, option: str = "--train-file", options: TableOptions =
     a JSON array; or it is in doubt what a quotation mark means. Other faults after the first
     lines are found when the rows are iterated over (see `Rows`).
     """
-    with suppress(OSError):  # of a file that is missing; reading it as text says what to do
+    # A file that is missing or damaged: reading it as text says what to do.
+    with suppress(OSError, EOFError, zlib.error):
         if is_columnar(path):
             if path.is_file():
                 _refuse_other_formats(path)
@@ -254,8 +255,9 @@ def _refuse_columnar(name: str, option: str) -> None:
     if name.startswith(_HUB_PREFIX):
         arguments = {key: value for key, value in parse_hub_name(name, option, "train").items() if value}
         path, read = Path(arguments["path"].replace("/", "-")), f"load_dataset(**{arguments})"
-    elif path.exists() and is_columnar(path):
-        read = f"load_from_disk({name!r})" if path.is_dir() else f"Dataset.from_parquet({name!r})"
+    with suppress(OSError):  # of a file that is missing; reading it says what to do
+        if is_columnar(path):
+            read = f"load_from_disk({name!r})" if path.is_dir() else f"Dataset.from_parquet({name!r})"
     if read:
         target = str(path.with_name(f"{path.stem}-lines.jsonl"))
         command = f'python -c "import datasets; datasets.{read}.to_json({target!r})"'

@@ -154,7 +154,7 @@ def _check_length(text: str, where: str) -> str:
 
 def _choose_column(table: Table, path: Path) -> tuple[str]:
     """Return the column `text`, or the only one; a row of JSON lines that lacks the column is named later."""
-    if _USUAL_COLUMN in table.columns or get_suffix(path) in JSON_SUFFIXES:
+    if _USUAL_COLUMN in table.columns or not table.columns or get_suffix(path) in JSON_SUFFIXES:
         return (_USUAL_COLUMN,)
     if len(table.columns) > 1:
         raise CpuftError(

@@ -422,6 +422,12 @@ def test_vectors_in_place_of_lists_of_labels_are_refused(vectors: tuple[list[flo
     assert read_data(TrainConfig(task="files", train_file=str(path))).task.kind == "labels"
 
 
+def test_a_damaged_file_of_gzip_with_the_name_of_another_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(b"\x1f\x8b\x08\0\0\0\0\0\0\0\xff\xff")
+    with pytest.raises(CpuftError, match=r"x.parquet is cut off or damaged"):
+        read_table(tmp_path / "x.parquet")
+
+
 def test_one_row_with_a_nested_list_is_no_document(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"text": "Ann barks", "entities": [{"start": 0}]}\n')

@@ -57,6 +57,12 @@ def test_rows_of_json_lines_are_documents() -> None:
     assert pieces_of("a.jsonl", "text,n") == [("One. 1", True), ("Two. 2", True)]
 
 
+def test_objects_without_texts_are_named_whatever_the_name_of_their_file() -> None:
+    write(**{"x.csv": '{"a": {}}\n'})
+    with pytest.raises(CpuftError, match=r"x.csv, line 1 has no 'text'"):
+        pieces_of("x.csv")
+
+
 def test_a_folder_stands_for_its_texts_in_their_order() -> None:
     Path("c/d").mkdir(parents=True)
     write(**{"c/b_txt": "b", "c/d/a_txt": "d", "c/a_jsonl": '{"text": "a"}', "c/x_bin": "\0"})
