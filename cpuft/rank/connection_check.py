@@ -464,7 +464,7 @@ def explain_exception(error: BaseException, check: ConnectionCheck | None) -> st
 
     Parameters
     ----------
-    check: its advice is the result unless the exception itself says more.
+    check: before the first optimizer step, its advice is the result unless the exception itself says more.
     """
     found = [error.name or ""] if isinstance(error, ImportError) else []
     traceback = error.__traceback__
@@ -478,7 +478,7 @@ def explain_exception(error: BaseException, check: ConnectionCheck | None) -> st
             f"{package} cannot be imported, and PyTorch itself has what it was for. Remove the import and calls such "
             f'as ipex.optimize, and write import cpuft.comm if the script uses the backends "ccl" or "mpi"'
         )
-    return check.advice if check else ""
+    return check.advice if check and not check.steps else ""
 
 
 def _is_here(address: str) -> bool:

@@ -106,6 +106,11 @@ def unusual(group: Any, rank: int, folder: Path) -> Iterator[tuple[str, Case]]:
         dist.all_reduce(own)
         return own.to_dense().tolist()
 
+    def strided() -> Any:
+        own, sources = zeros(3, 2), [torch.arange(6.0).view(2, 3).t() * (2 * one + 1) for one in range(2)]
+        dist.scatter(own, sources if rank == 0 else None, 0)
+        return own.tolist()
+
     def conjugated() -> Any:
         places = [zeros(1, dtype=torch.complex64) for _ in range(2)]
         group.allgather([places], [torch.tensor([complex(rank, 1)]).conj()]).wait()
@@ -130,6 +135,7 @@ def unusual(group: Any, rank: int, folder: Path) -> Iterator[tuple[str, Case]]:
     yield "form barrier", lambda: group.barrier(timeout=timedelta(seconds=5)).wait()
     yield "sparse gradients", sparse_gradients
     yield "sparse sum", sparse_sum
+    yield "strided", strided
     yield "conjugated", conjugated
     yield "async_save", save
     yield "timeout", set_timeout

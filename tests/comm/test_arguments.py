@@ -47,6 +47,9 @@ def test_arguments_of_collectives(backend: str, tmp_path: Path) -> None:
             "unusual: form barrier": True,
             "unusual: sparse gradients": [[0.5, 0.5] if row < 2 else [float(row == 4)] * 2 for row in range(10)],
             "unusual: sparse sum": [2.0, 1.0, 0.0],
+            "unusual: strided": [
+                [value * (2 * rank + 1) for value in row] for row in ([0.0, 3.0], [1.0, 4.0], [2.0, 5.0])
+            ],
             "unusual: async_save": True,
             "unusual: timeout": 17.0,
             "unusual: device types": ["cpu"],

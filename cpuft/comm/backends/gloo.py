@@ -291,6 +291,13 @@ def _to_contiguous(value: Any) -> Any:
     return [_to_contiguous(part) for part in value] if isinstance(value, list) else value
 
 
+def _is_contiguous(value: Any) -> bool:
+    """Return whether a tensor, or all tensors in nested lists, are contiguous or sparse."""
+    if isinstance(value, torch.Tensor):
+        return value.is_sparse or value.is_contiguous()
+    return all(map(_is_contiguous, value))
+
+
 @torch.no_grad()
 def _copy_back(copies: Any, tensors: Any) -> None:
     if isinstance(tensors, list):
@@ -381,7 +388,7 @@ def _make_watched_method(name: str, method: _Method) -> Callable[..., dist.Work]
             return self._reduce_scatter(name, *given)
         if method is _GATHER_SINGLE and self._can_gather_in_pairs(*given[:2]):
             return self._gather_in_pairs(*given[:2])
-        if name in _UNSAFE_IF_STRIDED and not all(one.is_sparse or one.is_contiguous() for one in given[0]):
+        if name in _UNSAFE_IF_STRIDED and not _is_contiguous(given[: method.tensors]):
             return self._run_on_copies(name, method.operation, given)
         nbytes = count_bytes(given[method.contribution]) if method.tensors else 0
         return self._watch(method.operation, lambda: getattr(self._gloo, name)(*given), nbytes)
