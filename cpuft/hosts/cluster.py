@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import secrets
-import socket
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -32,8 +31,6 @@ WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep the files of runs, in a folder cpuft-UID for each user."""
 HOST_FOLDER = ".host-folder"
 """File in the run folder on the launcher's machine with the path of the run's folder on hosts, below the user's."""
-CHECKPOINT_HOSTS = "kept.txt"
-"""File in the local run folder that lists the hosts that have checkpoints of an interrupted run."""
 FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 """Argument of `python -c` on a host, to run a program that the launcher sends on standard input."""
 
@@ -219,9 +216,7 @@ def read_host_folder(run_dir: str) -> str:
     try:
         name = Path(run_dir, HOST_FOLDER).read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n")
     except OSError:
-        # Earlier versions of cpuft did not write it down.
-        old = f"{hash_text(f'{socket.gethostname()}:{run_dir}', 12)}/{os.path.basename(run_dir)}"
-        return old if Path(run_dir, CHECKPOINT_HOSTS).exists() else ""
+        return ""
     return name if re.fullmatch(r"[0-9a-f]{12}/(?!\.\.?$)[^/\n]+", name) else ""
 
 

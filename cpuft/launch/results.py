@@ -29,8 +29,8 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
-from cpuft.hosts.cluster import CHECKPOINT_HOSTS, HOST_FOLDER, Cluster
-from cpuft.launch.resume import CHECKPOINTS, read_lost_hosts
+from cpuft.hosts.cluster import HOST_FOLDER, Cluster
+from cpuft.launch.resume import CHECKPOINT_HOSTS, CHECKPOINTS, read_lost_hosts
 from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]

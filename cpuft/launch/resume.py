@@ -13,21 +13,14 @@ from pathlib import Path
 from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
-from cpuft.hosts.cluster import (
-    CHECKPOINT_HOSTS,
-    HOST_FOLDER,
-    WORK_ROOT,
-    Access,
-    Cluster,
-    find_access,
-    read_host_folder,
-    read_hosts,
-)
+from cpuft.hosts.cluster import HOST_FOLDER, WORK_ROOT, Access, Cluster, find_access, read_host_folder, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import try_hosts
 from cpuft.record import FILE_NAME, EarlierMeasurements, parse_record, read_measurements, read_record
 from cpuft.serialization import load
 
+CHECKPOINT_HOSTS = "kept.txt"
+"""File in the local run folder that lists the hosts that have checkpoints of an interrupted run."""
 CHECKPOINTS, BEST = "checkpoints", "best"
 """Folder of checkpoints in the folder of a run, and the folder in it for the checkpoint of the best evaluation."""
 _CHECKPOINT = re.compile(r"[0-9]{1,15}\.[0-9]{1,9}")

@@ -32,14 +32,15 @@ new=$(mktemp "$file.XXXXXX" 2>/dev/null || mktemp) # only the file may be this u
 trap 'rm -f "$new"; unlock' EXIT
 cp -a "$file" "$new" # keeps owner and mode
 unmark=
-list_others "$3" >/dev/null || unmark="/^$mark\$/d"
+list_others "$3" >/dev/null || unmark="/^$mark/d"
 sed -E -e "/$two/!{/$keys $3$blank\$/d;}" -e "$unmark" "$file" >"$new"
 ! cmp -s "$file" "$new" || exit 0
-if [ ! -s "$new" ] && grep -aqxF "$mark" "$file"; then
+if [ ! -s "$new" ] && grep -aq "^$mark" "$file"; then
+    made_folder=$(grep -a "^$mark and its folder" "$file" || true)
     rm -f "$file" "$new"
     trap - EXIT
     unlock
-    rmdir "$HOME/.ssh" 2>/dev/null || true
+    [ ! "$made_folder" ] || rmdir "$HOME/.ssh" 2>/dev/null || true
 # A file with several names, or one that is mounted, is not replaced.
 elif [ "$(stat -c %h "$file")" != 1 ] || ! mv -f "$new" "$file" 2>/dev/null; then
     cat "$new" >"$file"

@@ -1,7 +1,8 @@
 # Shell function `lock`: let only this process change authorized_keys, whose path is then $file. It fails if the folder
 # of the file is gone. Hosts may share a home, and every file system makes a folder only once.
 export LC_ALL=C
-mark='# cpuft provision made this file, and removes it with the last key of a cluster.'
+# Beginning of the line that says what cpuft made, and so removes with the last key of a cluster.
+mark='# cpuft provision made this file'
 # Patterns: the beginning of a cluster's line, its end, and a line of the user to which a key was appended by mistake.
 keys='^([^#].*[[:space:]])?ssh-ed25519 [^ ]*'
 blank='[[:space:]]*'

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import json
 import os
-import socket
 import subprocess
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -19,7 +18,6 @@ from cpuft.argv import pack_argv
 from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.files import hash_text
 from cpuft.hosts.cluster import HOST_FOLDER, Access, Cluster, gather_cluster, read_host_folder
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
@@ -525,14 +523,6 @@ def test_a_new_run_does_not_take_an_existing_folder(tmp_path: Path) -> None:
 def test_a_note_that_names_no_folder_of_a_run_is_ignored(name: str, tmp_path: Path) -> None:
     (tmp_path / HOST_FOLDER).write_text(f"{name}\n")
     assert read_host_folder(str(tmp_path)) == ""
-
-
-def test_an_interrupted_run_of_an_earlier_version_is_found_on_its_hosts(tmp_path: Path) -> None:
-    """That version computed the folder from the name of the launcher's machine."""
-    digits = hash_text(f"{socket.gethostname()}:{tmp_path}", 12)
-    assert read_host_folder(str(tmp_path)) == ""
-    (tmp_path / "kept.txt").write_text("node1\n")
-    assert read_host_folder(str(tmp_path)) == f"{digits}/{tmp_path.name}"
 
 
 def test_no_host_says_where_the_files_of_a_run_are(tmp_path: Path) -> None:

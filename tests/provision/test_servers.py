@@ -392,6 +392,10 @@ def test_down_removes_a_file_of_keys_that_cpuft_made(tmp_path: Path) -> None:
     assert (file.stat().st_mode & 0o777, file.read_text().splitlines()[1:]) == (0o600, [KEY])
     run_scripts(home, "down")
     assert list(home.iterdir()) == []
+    (home / ".ssh").mkdir()
+    run_scripts(home, "authorize", "down")
+    assert list((home / ".ssh").iterdir()) == [], "an empty folder of the user's stays"
+    (home / ".ssh").rmdir()
     run_scripts(home, "authorize")
     with file.open("ab") as text:
         text.write(MINE)
