@@ -68,9 +68,10 @@ class RefusedScriptError(CpuftError, RuntimeError):
 
 @dataclass
 class _WrappedModel:
-    """A model in DistributedDataParallel, and whether the script calls it."""
+    """A model in DistributedDataParallel, and whether the script calls the wrapper, which it may even throw away."""
 
-    model: weakref.ref[Any]
+    module: weakref.ref[Any]
+    """The model inside."""
     optimizers: set[int] = field(default_factory=set)
     """The `id()` of each optimizer that has changed its parameters since the model was last called for training."""
     missed: int = 0
@@ -116,7 +117,7 @@ class ConnectionCheck:
     def note_call(self, model: Any) -> None:
         """Note that a model in DistributedDataParallel is called for training."""
         for wrapped in self.wrapped:
-            if wrapped.model() is model:
+            if wrapped.module() is model.module:
                 wrapped.optimizers.clear()
                 wrapped.missed = 0
 
@@ -190,7 +191,7 @@ class ConnectionCheck:
     def _check_wrapped(self, optimizer: Any) -> None:
         stepped = {id(one) for group in optimizer.param_groups for one in group["params"] if one.grad is not None}
         for number, wrapped in enumerate(self.wrapped):
-            parameters = [one for one in getattr(wrapped.model(), "parameters", list)() if one.requires_grad]
+            parameters = [one for one in getattr(wrapped.module(), "parameters", list)() if one.requires_grad]
             if stepped.isdisjoint(map(id, parameters)):
                 continue
             wrapped.steps += 1
@@ -199,7 +200,7 @@ class ConnectionCheck:
                 continue
             wrapped.missed += 1
             if wrapped.missed in _COMPARED_AFTER and self._differs(f"{number}/{wrapped.steps}", parameters):
-                name = type(getattr(wrapped.model(), "module", None)).__name__
+                name = type(wrapped.module()).__name__
                 raise RefusedScriptError(
                     f"the script was stopped before optimizer step {self.steps} because each rank trains a copy of its "
                     f"own of {name}: the model is wrapped in DistributedDataParallel, but the script calls the model "
@@ -388,7 +389,7 @@ def _watch_wrapped_models(distributed: Any, check: ConnectionCheck) -> None:
     @functools.wraps(make)
     def make_and_note(self: Any, *args: Any, **kwargs: Any) -> None:
         make(self, *args, **kwargs)
-        check.wrapped.append(_WrappedModel(weakref.ref(self)))
+        check.wrapped.append(_WrappedModel(weakref.ref(self.module)))
 
     @functools.wraps(forward)
     def note_and_forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
@@ -111,6 +112,14 @@ def test_a_wrapped_model_that_the_script_does_not_call_is_noticed(ranks: Ranks) 
         "instead of model.module(...) or of the model from before DistributedDataParallel or accelerator.prepare; or "
         "start the script with cpuft launch --independent if its ranks are meant to train apart for some steps"
     )
+
+
+def test_a_wrapper_that_the_script_throws_away_is_remembered(ranks: Ranks) -> None:
+    ranks.models = [types.SimpleNamespace(module=model.module) for model in ranks.models]
+    gc.collect()
+    ranks.step(is_wrapped=False)
+    with pytest.raises(RefusedScriptError, match="each rank trains a copy of its own of Linear"):
+        ranks.step(is_wrapped=False)
 
 
 def test_a_model_that_stops_to_be_called_is_noticed(ranks: Ranks) -> None:
