@@ -47,7 +47,6 @@ def test_tasks_of_the_option_are_those_of_the_trainer() -> None:
         (["launch", "--np", "999"], "999 ranks on localhost, which has"),
         (["launch", "--hostfile", "none"], "hostfile none: there is no such file"),
         (["launch", "--hostfile", "bad"], "bad, line 2: 'slot=4' is not understood: write slots=N, user=NAME or"),
-        (["launch", "--hostfile", "twice"], "twice, line 2: host localhost is on line 1 already"),
         (["launch", "--hostfile", "same"], "localhost and 127.0.0.1 are the same host: keep one line"),
         (["launch", "--np", "2", "--hostfile", "away"], "host 127.0.0.9 cannot be used over ssh"),
         (["launch", "--mpirun", "/none"], "there is no mpirun at /none"),
@@ -97,7 +96,6 @@ def test_bad_input_gets_one_line_and_starts_nothing(words: list[str], message: s
     files = {
         "half.yaml": "max-steps: 3.5\n",
         "bad": "localhost\nb slot=4\n",
-        "twice": "localhost\nlocalhost\n",
         "same": "localhost\n127.0.0.1\n",
         "away": "localhost\n127.0.0.9 port=9\n",
         "bad.yaml": "tsk: mrpc\n",

@@ -247,7 +247,7 @@ def test_good_requests(tmp_path: Path) -> None:
         ),
         (
             (".", "--split", "test"),
-            ". holds no record.jsonl: give the folder of an earlier run, for example runs/mrpc-np2",
+            ". holds no record.jsonl: give the folder of an earlier run, for example bare",
         ),
         (
             ("bare", "--file", "x.csv"),
@@ -261,6 +261,7 @@ def test_good_requests(tmp_path: Path) -> None:
 )
 def test_what_is_no_run_with_a_model_is_said_in_one_line(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
     make_run(tmp_path / "run")
+    os.utime(tmp_path / "run" / "record.jsonl", (0, 0))  # so that the other run is the newest one
     write_record(make_record(1), tmp_path / "bare")
     done = run_cpuft("predict", *words)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"cpuft: error: {message}\n")
