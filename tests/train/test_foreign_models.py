@@ -195,7 +195,7 @@ def test_adapters_on_the_hub_are_answered_with_how_to_download_them(monkeypatch:
 @pytest.mark.parametrize(
     "error, package",
     [
-        (ImportError("You need to install fugashi to use MecabTokenizer. See https://pypi.org."), "fugashi"),
+        (ImportError("You need to install fugashi to use MecabTokenizer. See https://example.org."), "fugashi"),
         (ImportError("\nSpmConverter requires the protobuf library but it was not found."), "protobuf"),
         (ImportError("\nSentencePieceExtractor requires the SentencePiece library but it was"), "sentencepiece"),
         (ValueError("`tiktoken` is required to read a `tiktoken` file. Install it with `pip install tiktoken`."), ""),
