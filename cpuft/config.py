@@ -763,6 +763,17 @@ class ResumeConfig:
 
 
 @dataclass(frozen=True)
+class DetachConfig:
+    """Whether the command stays on this machine."""
+
+    detach: bool = _hosts(
+        False,
+        "Move the command to the head host and return when its run has begun there. The run goes on when you log out "
+        "or this machine is off; cpuft attach shows it and fetches its results",
+    )
+
+
+@dataclass(frozen=True)
 class CompareConfig:
     """What `cpuft compare` varies."""
 

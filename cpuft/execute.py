@@ -377,7 +377,7 @@ def start_process(
 
 
 def start_with_log(
-    command: Sequence[str], environ: Mapping[str, str], path: str, folder: str | None = None
+    command: Sequence[str], environ: Mapping[str, str], path: str, folder: str | None = None, stays: bool = False
 ) -> subprocess.Popen[bytes]:
     """Start a process that writes its output and its errors to a file, and return it without waiting.
 
@@ -387,12 +387,13 @@ def start_with_log(
     Parameters
     ----------
     folder: in which the process starts; None for that of this process.
+    stays: whether the process goes on when the calling thread ends.
 
     Raises
     ------
     OSError: the file cannot be opened, or the program cannot be started; FileNotFoundError if it does not exist.
     """
-    null, end = subprocess.DEVNULL, _end_with_parent
+    null, end = subprocess.DEVNULL, None if stays else _end_with_parent
     with open(path, "ab") as log:
         return subprocess.Popen(
             command,

@@ -22,6 +22,7 @@ from cpuft.errors import (
 from cpuft.terminal import check_stdout, protect_streams
 
 VERBS = {
+    "attach": "Show what a detached run prints, and fetch its results when it ends.",
     "bench": "Measure the communication between ranks.",
     "compare": "Train on several numbers of ranks, one after another, and report the speedup.",
     "data": "Look at the data of a training before it starts.",
@@ -30,12 +31,15 @@ VERBS = {
     "estimate": "Estimate time, speed, efficiency and price on 1 to 64 hosts before you rent them.",
     "export": "Export the model of a finished run to ONNX or OpenVINO.",
     "launch": "Train a model on the ranks of one or more hosts, or run your own script on them.",
+    "logs": "Print what a detached run has printed until now.",
     "mine": "Find hard negatives: for each anchor, similar documents that do not belong to it.",
     "predict": "Predict with the model of a finished run, or compute embeddings.",
     "provision": "Make clusters from servers, rented instances or simulated hosts, and remove them.",
     "push": "Upload the model of a finished run to the Hugging Face hub.",
     "report": "Show recorded runs side by side, as a table or an HTML page.",
+    "runs": "List detached runs and their states.",
     "stacks": "Show what every rank of an active run is doing, and which rank the others wait for.",
+    "stop": "Ask a detached run to save a checkpoint and end.",
     "sweep": "Train with many combinations of options, on all hosts at the same time, and compare the results.",
     "submit": "Submit a launch to Slurm, Kubernetes or AWS Batch, as a job that resumes after interruptions.",
 }

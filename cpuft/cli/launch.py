@@ -10,8 +10,9 @@ from typing import Any
 import click
 
 from cpuft.cli.common import check_hosts, print_plans, say
+from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick, refuse_options
-from cpuft.config import LaunchConfig, ResumeConfig, ScriptConfig, TrainConfig
+from cpuft.config import DetachConfig, LaunchConfig, ResumeConfig, ScriptConfig, TrainConfig
 
 
 @click.command(
@@ -21,12 +22,13 @@ from cpuft.config import LaunchConfig, ResumeConfig, ScriptConfig, TrainConfig
         *make_options(ScriptConfig),
         *make_options(LaunchConfig),
         *make_options(ResumeConfig),
+        *make_options(DetachConfig),
         DRY_RUN,
         CONFIG_FILE,
         click.Argument(["script"], nargs=-1, type=click.UNPROCESSED, metavar="[-- SCRIPT.py ARGS...]"),
     ],
 )
-def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -> None:
+def launch(script: tuple[str, ...], dry_run: bool, resume: str, detach: bool, **values: Any) -> None:
     """Train a model on the ranks of one or more hosts, or run your own script on them.
 
     To train, name a --task. To run your own script, put it with its own options after two dashes: cpuft launch --np 4
@@ -44,16 +46,21 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, **values: Any) -
             f"the script, as in cpuft launch -- {script[0]} --name value",
         )
     configs = pick(LaunchConfig, values), pick(TrainConfig, values), pick(ScriptConfig, values)
+    if detach:
+        refuse_detaching(configs[0], resume)
     progress = "lines" if dry_run else choose_progress()
     request = LaunchRequest(*configs, script, resume, frozenset(given_options()), progress)
     with ExitStack() as locks:
         with ExitStack() as sessions:
             planned = plan_request(request, os.environ, say, None if dry_run else locks, sessions)
-            if dry_run:
+            if dry_run and not detach:
                 print_plans([describe_dry_run(planned)])
                 return
-            if planned.job:
+            if planned.job and not dry_run:
                 check_hosts(planned.cluster, planned.job.config)
+            if detach:
+                there = describe_dry_run(planned).full_plan
+                sys.exit(move("launch", values, script, planned.cluster, planned.run_dir, planned.note, there, dry_run))
         code, line = run_launch(request, planned, os.environ, say)
     click.echo(line, err=bool(code), nl=bool(line))
     sys.exit(code)

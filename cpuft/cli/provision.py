@@ -147,9 +147,15 @@ def extend(name: str, lease: str, region: str, dry_run: bool) -> None:
 def down(name: str, region: str, dry_run: bool) -> None:
     """Remove the cluster NAME: its instances or simulated hosts, and all that cpuft installed on servers.
 
-    There is no question before the removal; --dry-run shows what would be removed.
+    There is no question before the removal, unless a detached run is active on the cluster; --dry-run shows what would
+    be removed.
     """
+    from cpuft.launch.detached import list_active
+
     provider = find_cluster(name, os.environ, region)
+    active = [] if dry_run else list_active(name)
+    if active and not (sys.stdin.isatty() and click.confirm(f"End the active run {', '.join(active)}?", err=True)):
+        raise CpuftError(f"the detached run {', '.join(active)} is active on cluster {name}: end it with cpuft stop")
     _print_or_execute(dry_run, provider.show_down, lambda: provider.down(_say))
 
 

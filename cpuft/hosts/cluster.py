@@ -310,7 +310,7 @@ def find_access(config: LaunchConfig) -> Access:
         in_job = None if config.hostfile else find_slurm(os.environ)
         return Access(in_job or SshTransport(config.ssh_config), shares_files=bool(in_job))
     return Access(
-        SshTransport(config.ssh_config or entry.ssh_config),
+        SshTransport(config.ssh_config or entry.ssh_config, entry.here or None),
         python=entry.python or sys.executable,
         settings=entry.settings,
         shares_files=entry.shares_files,
@@ -399,9 +399,14 @@ def gather_cluster(
     used = tuple(found[assignment.host.name] for assignment in assignments)
     head_is_here = access.transport.is_here(hosts[0])
     on_login_node = bool(access.transport.bootstrap) and not head_is_here
-    # Hosts with disks of their own get their inputs in the same way, wherever this machine is among them.
+    # Hosts with disks of their own get their inputs in the same way, wherever this machine is among them, and also if
+    # the launch was moved here, to the head host.
+    is_moved = bool(access.transport.here)
     works_remotely = (
-        is_on_host_disk or (bool(access.config_there) and len(used) > 1) or not (head_is_here or on_login_node)
+        is_moved
+        or is_on_host_disk
+        or (bool(access.config_there) and len(used) > 1)
+        or not (head_is_here or on_login_node)
     )
     return Cluster(
         assignments,
@@ -415,6 +420,8 @@ def gather_cluster(
         command_prefixes={a.host.name: access.transport.command_prefix(a.host) for a in assignments}
         if works_remotely
         else {},
+        # The launcher elsewhere, which moved the command here, knows the folder of the run from its name alone.
+        token="" if is_moved else secrets.token_hex(16),
     )
 
 

@@ -56,6 +56,8 @@ class Entry:
     """File or URL that announces a host's interruption: the default of --interruption-notice for launches."""
     renewal: str = ""
     """Command that a running launch executes on each host to extend the host's lease; empty for none."""
+    here: str = ""
+    """Name of the host on which this entry is, and which so knows that it is this host; empty if addresses decide."""
     until: int = 0
     """End of the hosts' lease in seconds since 1970, as provisioning knew it last; 0 for no lease."""
 

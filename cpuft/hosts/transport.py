@@ -109,6 +109,9 @@ class Transport(ABC):
     """mpirun's name for how its proxies start on the hosts, such as "slurm"; empty for ssh."""
     config: str = ""
     """Path of ssh's client configuration; empty for the user's own, or where ssh is not used."""
+    here: str | None = None
+    """Name of the host that is this machine, where that was told: empty if none is, because other networks have the
+    same private addresses. None where addresses decide."""
     unresponsive: set[str] = field(default_factory=set, compare=False)
     """Names of the hosts that did not answer `find_unresponsive` last. Cleaning up leaves them out, because each
     question to such a host takes 10 s."""
@@ -243,19 +246,19 @@ class _Sessions:
 class SshTransport(Transport):
     """Hosts that are reached by ssh with the client configuration `config`, and this machine."""
 
-    never_here: bool = False
-    """Whether no host is this machine even if it has its address: other networks have the same private addresses."""
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine, by its address.
+        """Return whether a host is this machine: as `here` says, else by its address.
 
-        False for a host with an ssh port of its own (it is a container or a tunnel), behind a bastion or a
-        ProxyCommand, without an address, and with `never_here`.
+        By address it is False for a host with an ssh port of its own (it is a container or a tunnel), behind a bastion
+        or a ProxyCommand, and without an address.
 
         Raises CpuftError: ssh's configuration cannot be read or is not valid for the host.
         """
-        if host.port or self.never_here:
+        if self.here is not None:
+            return host.name == self.here
+        if host.port:
             return False
         login = self._read_login(host)
         try:

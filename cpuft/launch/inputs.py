@@ -120,6 +120,10 @@ class LaunchNote:
     """Absolute path of its --hostfile."""
     ssh_config: str = ""
     """Absolute path of its --ssh-config."""
+    id: str = ""
+    """Of a detached run; else empty."""
+    run_dir: str = ""
+    """Absolute path of the run folder of a detached run; else empty."""
 
 
 def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> None:
@@ -147,6 +151,19 @@ def load_note(run_dir: str, environ: Mapping[str, str]) -> LaunchNote:
         check_private_folder(path.parent)
         return load(LaunchNote, parse_json(path.read_text(encoding="utf-8")))
     return LaunchNote()
+
+
+def list_detached(environ: Mapping[str, str]) -> list[LaunchNote]:
+    """Return the notes of the detached runs that were started or attached to from this machine, the oldest first."""
+    with suppress(CpuftError, OSError):
+        folder = state_root(environ) / _NOTES
+        check_private_folder(folder)
+        notes = []
+        for path in sorted(folder.glob("*.json"), key=lambda path: path.stat().st_mtime):
+            with suppress(OSError, ValueError):
+                notes.append(load(LaunchNote, parse_json(path.read_text(encoding="utf-8"))))
+        return [note for note in notes if note.id]
+    return []
 
 
 def _note_file(run_dir: str, environ: Mapping[str, str]) -> Path:
@@ -180,7 +197,8 @@ def pack_training(
         remote_names = []
         for name in split_paths(getattr(train, option)):
             path = Path(name or "/nowhere").absolute()
-            if path.is_relative_to(cluster.inputs):  # a resumed run, whose files were sent when it was started
+            # A resumed run, whose files were sent when it was started. On the head host, they are files like others.
+            if path.is_relative_to(cluster.inputs) and not path.exists():
                 bundles.append(Bundle((), str(path.parent)))
             elif path.exists():
                 if allowed is not None and str(path) not in allowed:

@@ -28,7 +28,7 @@ def renew_leases(access: Access, say: Callable[[str], None]) -> Iterator[None]:
     """
     command, is_over, said = tuple(shlex.split(access.renewal)), threading.Event(), set[str]()
     # With sessions of its own: the main thread may close those that it keeps at any moment.
-    transport, known = SshTransport(access.transport.config), access.transport
+    transport, known = SshTransport(access.transport.config, access.transport.here), access.transport
 
     def renew() -> None:
         while not is_over.is_set():

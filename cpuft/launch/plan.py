@@ -217,7 +217,7 @@ def add_transfers(
     claims = cluster.works_remotely and plan.make
     return replace(
         plan,
-        claim=((_plan_claim(run_dir, work.removeprefix(f"{cluster.folder}/"), plan.resumed),),) if claims else (),
+        claim=((plan_claim(run_dir, work.removeprefix(f"{cluster.folder}/"), plan.resumed),),) if claims else (),
         inputs=plan_sending(bundles, missing, cluster),
         prepare=(*(() if cluster.head in prepared_hosts else plan.prepare), *copies),
         results=plan_results(cluster, work, run_dir, sorted(others.keys() - used)),
@@ -634,7 +634,7 @@ def _plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None)
     return Step("make the run folder", command, host=cluster.head)
 
 
-def _plan_claim(run_dir: str, host_folder: str, is_resumed: bool) -> Step:
+def plan_claim(run_dir: str, host_folder: str, is_resumed: bool) -> Step:
     """Return the step that makes the run folder on this machine, and notes there the run's folder on its hosts."""
     make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}/" && mkdir "$1"'
     script = f'{make} && printf "%s\\n" "$3" >"$2.new" && mv "$2.new" "$2"'

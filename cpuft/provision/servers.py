@@ -486,8 +486,8 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
 
     kind = "hosts"
     options = HostsConfig
-    never_here = False
-    """Whether none of the hosts can be this machine, even if one has the same address."""
+    here: str | None = None
+    """Of the transports to the servers (`Transport.here`)."""
 
     def __init__(self, config: HostsConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
         # The registry stores the options, and later commands may run in another working directory.
@@ -572,11 +572,11 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
             for file, content in ((config, text), (known, format_known_hosts(self._list_members()))):
                 file.write(content.encode())
                 file.flush()
-            yield SshTransport(f"{folder}/{config.fileno()}", never_here=self.never_here)
+            yield SshTransport(f"{folder}/{config.fileno()}", here=self.here)
 
     def _make_transport(self) -> SshTransport:
         """Return a transport to the servers that uses the ssh configuration in the cluster's directory."""
-        return SshTransport(str(self.directory / "ssh_config"), never_here=self.never_here)
+        return SshTransport(str(self.directory / "ssh_config"), here=self.here)
 
     def _list_members(self) -> tuple[Member, ...]:
         """Return the servers with those of their host keys that are accepted."""

@@ -449,7 +449,7 @@ def test_a_server_that_does_not_speak_ssh_is_an_error(config: Path) -> None:
 
 
 def test_a_name_that_dns_does_not_allow_is_an_unreachable_host() -> None:
-    transport, host = SshTransport(never_here=True), Host("[" * 70)
+    transport, host = SshTransport(here=""), Host("[" * 70)
     assert not SshTransport().is_here(host)
     with pytest.raises(HostError, match="its name is not a valid host name") as raised:
         transport.run(host, ("true",))

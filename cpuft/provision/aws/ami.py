@@ -252,7 +252,7 @@ class AmiBuilder:
         resources = self.cluster.gather_remains().rental.resources
         instance, region = resources.live[0], self.cluster.config.region
         if self.services.uses_ssh:
-            transport = SshTransport(str(self.cluster.directory / "ssh_config"), never_here=True)
+            transport = SshTransport(str(self.cluster.directory / "ssh_config"), here="")
             run_stages(
                 plan_finish(self.recipe, instance.private, transport.command_prefix(Host(instance.private))), say
             )

@@ -110,7 +110,7 @@ class Nodes(Servers):
     """
 
     kind = "aws"
-    never_here = True
+    here = ""  # an instance in another network may have the address of this machine
 
     def __init__(
         self,

@@ -471,7 +471,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         until = int(facts.resources.now) + parse_lease(lease)
         plan = plan_tag_extension(self.name, facts, until)
         if self.services.uses_ssh:
-            transport = SshTransport(check_ssh_config(self.name, facts), never_here=True)
+            transport = SshTransport(check_ssh_config(self.name, facts), here="")
             command_prefixes = {
                 one.private: transport.command_prefix(Host(one.private)) for one in facts.resources.live
             }

@@ -32,7 +32,7 @@ def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:
     nodes = Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(tmp_path)}, "hostfile")
     with nodes._temporary_transport(()) as transport:
         assert transport.command_prefix(Host("127.0.0.1"))[0] == "ssh"
-    assert nodes._make_transport().never_here
+    assert nodes._make_transport().here == ""
 
 
 @pytest.mark.parametrize(

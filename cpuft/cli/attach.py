@@ -1,0 +1,38 @@
+"""`cpuft attach`: what a detached run prints, and its results."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from cpuft.cli.common import say
+from cpuft.cli.detached import place_options, run_argument
+from cpuft.cli.options import Verb, pick
+from cpuft.config import LaunchConfig
+
+
+@click.command(cls=Verb, params=[run_argument(), *place_options("run_dir")])
+def attach(run: str, **values: Any) -> None:
+    """Show what a detached run prints, and fetch its results when it ends.
+
+    RUN is the id of the run, or the beginning of the id, or the run folder on this machine. What the run has printed
+    before is shown first, and the exit code is that of the run. Ctrl-C leaves the run as it is. The first cpuft attach
+    that sees the end fetches the results.
+    """
+    from cpuft.launch.detached import choose_folder, find_run
+
+    config = pick(LaunchConfig, values)
+    found, description = find_run(run, config, os.environ)
+    if description.claimed and not description.fetched:
+        found = choose_folder(found, description, config.run_dir)
+    try:
+        code = found.show()
+        if where := found.fetch(say) if description.claimed else "":
+            click.echo(f"run: {where}", err=bool(code))
+    except KeyboardInterrupt:
+        say(f"cpuft: run {found.id} goes on. {found.describe_commands()}")
+        code = 130
+    sys.exit(code)

@@ -1,0 +1,87 @@
+"""What the verbs of detached runs share: the options that name their hosts, and `--detach` itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from cpuft.cli.common import say
+from cpuft.cli.options import FieldOption, complete_runs, given_options, make_options, pick
+from cpuft.config import LaunchConfig, TrainConfig, option_names
+from cpuft.errors import CpuftError
+
+if TYPE_CHECKING:
+    from cpuft.hosts.cluster import Cluster
+    from cpuft.launch.inputs import LaunchNote
+    from cpuft.plan import Plan
+
+_PLACE = ("cluster", "hostfile", "ssh_config")
+
+
+def place_options(*more: str) -> list[FieldOption]:
+    """Return the options that name hosts, and further options of LaunchConfig."""
+    return make_options(LaunchConfig, *({*option_names(LaunchConfig)} - {*_PLACE, *more}))
+
+
+def run_argument() -> click.Argument:
+    """Return the argument that names a detached run."""
+    return click.Argument(["run"], metavar="RUN", shell_complete=complete_runs)
+
+
+def refuse_detaching(config: LaunchConfig, resume: str = "") -> None:
+    """Raise CpuftError if a command cannot be moved to its head host, as far as that is known before it is planned."""
+    from cpuft.launch.detached import refuse_jobs
+
+    refuse_jobs(config, os.environ)
+    if resume:
+        raise CpuftError("--detach is for new runs: leave it out with --resume, which continues the run from here")
+    if config.copy_checkpoints:
+        raise CpuftError(
+            "--copy-checkpoints copies to the launcher's machine, which is the head host with --detach: leave out one "
+            "of them"
+        )
+
+
+def move(
+    verb: str,
+    values: Mapping[str, Any],
+    script: tuple[str, ...],
+    cluster: Cluster,
+    run_dir: str,
+    note: LaunchNote,
+    there: Plan,
+    dry_run: bool,
+) -> int:
+    """Move a planned command to its head host, or print the plan of that; return the exit code.
+
+    Parameters
+    ----------
+    values: values of all options of the verb, by name.
+    there: what the command does on the head host.
+    """
+    from cpuft.launch.detached import Detached, examine_python, list_heads, plan_move, plan_start, start
+    from cpuft.plan import format_comment, format_plan
+    from cpuft.secret_variables import secrets_for_ranks
+
+    config, train = pick(LaunchConfig, values), TrainConfig() if script else pick(TrainConfig, values)
+    (head,) = (one for one in list_heads(config) if one.host.name == cluster.head)
+    examine_python(head)
+    given = {name: values[name] for name in given_options() if name in values}
+    order, bundles = plan_move(verb, given, train, script, cluster, run_dir, os.environ)
+    plan = plan_start(head, order, bundles, cluster, run_dir, {} if dry_run else secrets_for_ranks(os.environ))
+    if dry_run:
+        text = format_comment(f"What the command does on {cluster.head}:\n{format_plan(there)}")
+        click.echo(format_plan(plan, os.getcwd()) + text)
+        return 0
+    run = Detached(head, order.id, order.run_dir, order.names, run_dir)
+    try:
+        code = start(run, plan, note, os.environ, say)
+    except KeyboardInterrupt:
+        say(f"cpuft: run {run.id} goes on without this machine. {run.describe_commands()}")
+        return 130
+    if not code:
+        click.echo(f"detached: {run.id}")
+    return code

@@ -1,0 +1,34 @@
+"""`cpuft runs`: the detached runs of a cluster, or all that this machine knows."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import click
+
+from cpuft.cli.common import say
+from cpuft.cli.detached import place_options
+from cpuft.cli.options import Verb, pick
+from cpuft.config import LaunchConfig
+
+_COLUMNS = ("id", "command", "run", "host", "started", "state", "results")
+
+
+@click.command(cls=Verb, params=place_options())
+def runs(**values: Any) -> None:
+    """List detached runs and their states.
+
+    They are those on the hosts of --cluster or --hostfile, or without these options on the hosts of all detached runs
+    that were started from this machine. Ended runs are listed for 30 days.
+    """
+    from cpuft.launch.detached import describe_run, find_places, list_runs
+    from cpuft.terminal import format_table
+
+    rows = []
+    for place in find_places(pick(LaunchConfig, values), os.environ):
+        found, errors = list_runs(place)
+        rows += [describe_run(head, one) for head, one in found]
+        for error in errors:
+            say(f"cpuft: {error}")
+    click.echo(format_table(_COLUMNS, rows, left=len(_COLUMNS)), nl=False)

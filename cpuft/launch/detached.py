@@ -1,0 +1,512 @@
+"""Detached runs, seen from the user's machine: move a command to the head host, follow it there, fetch its results.
+
+The command runs on the head host as if it had been typed there (`cpuft.launch.detached_head` keeps it). It is told that
+it is on the head host, and gets the cluster's entry, the variables and secrets that ranks get, and the files that its
+options name.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import secrets
+import shlex
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import cpuft
+from cpuft import execute
+from cpuft.argv import module_command
+from cpuft.config import LaunchConfig, TrainConfig, format_flag
+from cpuft.errors import RESUMABLE, CpuftError, escape_controls
+from cpuft.files import hash_text
+from cpuft.hosts.cluster import (
+    FROM_STDIN,
+    JOB,
+    Access,
+    Cluster,
+    find_access,
+    read_host_folder,
+    read_hosts,
+)
+from cpuft.hosts.hostfile import Host, find_job_hostfile, format_hostfile
+from cpuft.hosts.registry import FILE_NAME, INSIDE, Entry, format_entry
+from cpuft.hosts.transport import try_hosts
+from cpuft.launch import results
+from cpuft.launch.detached_head import (
+    BEGUN,
+    END,
+    ENDED,
+    LOST,
+    MODULE,
+    OUTPUT,
+    RUNNING,
+    Description,
+    Event,
+    Order,
+    find_folder,
+)
+from cpuft.launch.inputs import (
+    TRAINING_INPUTS,
+    Bundle,
+    LaunchNote,
+    gather_missing,
+    list_detached,
+    load_note,
+    pack_script,
+    pack_training,
+    plan_sending,
+    save_note,
+)
+from cpuft.launch.plan import choose_run_dir, plan_claim, plan_script
+from cpuft.launch.progress import format_seconds
+from cpuft.launch.resume import remove_empty_run
+from cpuft.launch.settings import forwarded_settings, user_variables
+from cpuft.plan import Plan, Setting, Step
+from cpuft.serialization import load, parse_json
+
+Say = Callable[[str], None]
+_STAYS_HERE = ("cluster", "hostfile", "ssh_config", "run_dir", "detach", "check", "config", "dry_run", "script")
+"""Options that the moved command gets in another way, or not at all: its hosts have been checked from here."""
+_EXAMINE = """
+import importlib.util, json, sys
+import cpuft
+print(json.dumps([cpuft.__version__, [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]]))
+"""
+_NO_PROGRAM = 127
+_EVENT = re.compile(rb"([0-9]{1,18}) (\{.*\})\n")
+_ANSWER_SECONDS = 60.0
+_LOST_SECONDS = 60.0
+"""How long a viewer tries to reach a head host that does not answer."""
+_RETRY_SECONDS = 3.0
+_FETCH_PAUSES = (1, 2, 4, 8, 15, *(30,) * 18)
+"""Seconds before each new try to fetch results: ten minutes together."""
+
+
+class HeadLostError(CpuftError):
+    """The head host of a detached run does not answer, or its part of the run was killed. The exit code is 75."""
+
+    exit_code = RESUMABLE
+
+
+@dataclass(frozen=True)
+class Head:
+    """A host that may have detached runs, and how it is reached."""
+
+    host: Host
+    access: Access
+    options: tuple[str, ...] = ()
+    """The options that name its cluster or hostfile, for commands in messages."""
+
+    def step(self, why: str, *words: str, stdin: str = "") -> Step:
+        """Return the step on this host that carries out an action of `detached_head`."""
+        settings = tuple(Setting(name, value, "") for name, value in self.access.settings.items())
+        return Step(why, (*module_command(self.access.python, MODULE), *words), settings, self.host.name, stdin)
+
+    def command(self, *words: str) -> tuple[str, ...]:
+        """Return the argv with which this machine carries out an action on the host."""
+        prefix, step = self.access.transport.command_prefix(self.host), self.step("", *words)
+        if prefix:
+            return Plan(command_prefixes={self.host.name: prefix}).as_local(step).command
+        return ("env", *(f"{one.name}={one.value}" for one in step.settings), *step.command)
+
+    def ask(self, *words: str, stdin: str = "") -> str:
+        """Carry out an action on the host, and return its output. Raises CpuftError: it failed there."""
+        step = self.step("", *words)
+        environ = (f"{one.name}={one.value}" for one in step.settings)
+        answer = self.access.transport.run(self.host, ("env", *environ, *step.command), stdin, _ANSWER_SECONDS)
+        if answer.exit_code:
+            lines = answer.errors.strip().splitlines() or [f"exit code {answer.exit_code}"]
+            raise CpuftError(lines[-1])
+        return answer.output
+
+    def list_runs(self) -> list[Description]:
+        """Return the detached runs of the host, the oldest first; none if it has no cpuft."""
+        lines = self.ask("list").splitlines()
+        try:
+            return [load(Description, parse_json(line)) for line in lines if line.startswith("{")]
+        except ValueError as error:
+            raise CpuftError(
+                f"host {self.host.name} describes its detached runs in another form ({error}): install the same "
+                "version of cpuft there and here"
+            ) from None
+
+
+def refuse_jobs(config: LaunchConfig, environ: Mapping[str, str]) -> None:
+    """Raise CpuftError inside a job of a scheduler, which goes on when the user logs out, and ends at its own time."""
+    if config.cluster or config.hostfile not in ("", find_job_hostfile(environ)):
+        return
+    jobs = {"SLURM_JOB_ID": "a Slurm job", JOB: "a job of AWS Batch", "K_MPI_JOB_ROLE": "an MPIJob"}
+    for name, what in jobs.items():
+        if name in environ:
+            raise CpuftError(f"this command runs in {what}, which does not need you to stay: leave out --detach")
+
+
+def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
+    """Raise CpuftError if the head host cannot run this version of cpuft, or lacks packages that the command needs."""
+    name, python = head.host.name, head.access.python
+    environ = (f"{variable}={value}" for variable, value in head.access.settings.items())
+    command = ("env", *environ, python, "-c", FROM_STDIN, *packages)
+    answer = head.access.transport.run(head.host, command, _EXAMINE)
+    advice = "install it there, for example with cpuft provision hosts, or leave out --detach"
+    if answer.exit_code == _NO_PROGRAM:
+        raise CpuftError(f"host {name} has no Python at {python}, which would run the detached command: {advice}")
+    if answer.exit_code:
+        reason = (answer.errors.strip().splitlines() or ["no reason was given"])[-1]
+        raise CpuftError(f"the Python of host {name}, {python}, cannot import cpuft ({reason}): {advice}")
+    version, missing = parse_json(answer.output.splitlines()[-1])
+    if version != cpuft.__version__:
+        raise CpuftError(
+            f"host {name} has cpuft {str(version)[:40]}, and this machine has {cpuft.__version__}: install the same "
+            "version on both, or leave out --detach"
+        )
+    if missing:
+        raise CpuftError(
+            f"the Python of host {name}, {python}, lacks {', '.join(missing)}, which the command needs: {advice}"
+        )
+
+
+def plan_move(
+    verb: str,
+    values: Mapping[str, object],
+    train: TrainConfig,
+    script: tuple[str, ...],
+    cluster: Cluster,
+    run_dir: str,
+    environ: Mapping[str, str],
+) -> tuple[Order, tuple[Bundle, ...]]:
+    """Return what is moved to the head host, and the files that it needs there. Reads these files, and sends nothing.
+
+    Parameters
+    ----------
+    values: the options that the user gave, by name.
+    train: the training options, whose files are sent; the default for a script.
+    script: the user's script and its arguments; empty for a training.
+    run_dir: absolute path of the run folder on this machine.
+    """
+    run_id, uid = secrets.token_hex(6), cluster.uid if cluster.works_remotely else os.geteuid()
+    settings = {one.name: one.value for one in forwarded_settings(user_variables(environ), ())}
+    head = replace(cluster, assignments=cluster.assignments[:1], facts=cluster.facts[:1])
+    bundles: tuple[Bundle, ...] = ()
+    if script:
+        command, bundles = pack_script(head, plan_script(script))
+        script = ("python", *command[1:]) if command[0] in (sys.executable, cluster.python) else command
+    else:
+        packed, bundles = pack_training(head, train)
+        moved = {name: getattr(packed, name) for name in TRAINING_INPUTS}
+        values = {**values, **{name: value for name, value in moved.items() if value != getattr(train, name)}}
+    names = {f"{one.remote_folder}/{path.name}": str(path) for one in bundles for path in one.sources}
+    order = Order(run_id, verb, run_dir, (), cpuft.__version__, settings=settings, names=names)
+    if not cluster.works_remotely:
+        # The user is on the head host, and the command finds its hosts as it would without --detach.
+        order = replace(order, work_folder=os.getcwd())
+        kept = {*_STAYS_HERE} - {"cluster", "hostfile", "ssh_config"}
+    else:
+        there = f"{find_folder(uid, run_id)}/run/{os.path.basename(run_dir)}"
+        claimed = f"{hash_text(there, 12)}/{os.path.basename(run_dir)}"
+        name, files = _describe_cluster(cluster, find_folder(uid, run_id))
+        folder = os.getcwd() if cluster.access.shares_files else ""
+        order = replace(order, run_dir=there, claimed=claimed, cluster=name, files=files, work_folder=folder)
+        kept = {*_STAYS_HERE}
+    options = [_format_option(name, value) for name, value in values.items() if name not in kept]
+    arguments = (verb, *options, "--no-check", f"--run-dir={order.run_dir}", *(("--", *script) if script else ()))
+    return replace(order, arguments=arguments), bundles
+
+
+def _format_option(name: str, value: object) -> str:
+    return format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
+
+
+def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str]]:
+    """Return (name, texts by file name) of the cluster's entry in a detached run's folder on the head host.
+
+    Ports and users of the hostfile are left out, as mpirun on the head host does not know them either.
+    """
+    access = cluster.access
+    name, config = access.cluster or "hosts", access.transport.config
+    place = f"{folder}/{name}"
+    text = ""
+    if known := access.config_there or (config if access.shares_files else ""):
+        text = f"Include {shlex.quote(known)}\n"
+    elif config:
+        text = Path(config).expanduser().read_text(encoding="utf-8")
+    hosts = tuple(Host(one.host.name, one.host.slots, max_slots=one.host.max_slots) for one in cluster.assignments)
+    entry = Entry(
+        name,
+        INSIDE,
+        f"{place}/hostfile",
+        f"{place}/ssh_config" if text else "",
+        access.python,
+        access.settings,
+        ssh_config_there=access.config_there,
+        shares_files=access.shares_files,
+        notice=access.notice,
+        renewal=access.renewal,
+        until=access.until,
+        here=cluster.head,
+    )
+    files = {FILE_NAME: format_entry(entry), "hostfile": format_hostfile(hosts)}
+    return name, files | ({"ssh_config": text} if text else {})
+
+
+def plan_start(
+    head: Head, order: Order, bundles: tuple[Bundle, ...], cluster: Cluster, run_dir: str, hidden: Mapping[str, str]
+) -> Plan:
+    """Return the plan that makes the run folder here, sends the files to the head host and starts the command there.
+
+    Parameters
+    ----------
+    hidden: secret variables of the command; empty for a plan that is printed.
+    """
+    first = replace(cluster, assignments=cluster.assignments[:1], facts=cluster.facts[:1])
+    claim = ((plan_claim(run_dir, order.claimed, False),),) if order.claimed else ()
+    sending = plan_sending(bundles, gather_missing(bundles, first), first)
+    stdin = json.dumps({"order": dataclasses.asdict(order), "secrets": dict(hidden)})
+    begin = head.step(f"start cpuft {order.verb} on {head.host.name}", "start", stdin=stdin)
+    return Plan((*claim, *sending, (begin,)), command_prefixes=cluster.command_prefixes)
+
+
+def start(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str], say: Say) -> int:
+    """Move a command to the head host, and show what it prints until its run has begun or it has ended.
+
+    Returns 0 if the run has begun, else the exit code of the command, of which nothing is left then.
+
+    Raises CpuftError: the files could not be sent, or the command could not be started. Raises KeyboardInterrupt: the
+    command goes on.
+    """
+    try:
+        execute.run_stages(
+            plan, environ, 0.0, say, f"check {run.head.host.name} with cpuft doctor, or leave out --detach"
+        )
+    except BaseException:
+        remove_empty_run(run.run_dir)
+        raise
+    save_note(run.run_dir, replace(note, id=run.id, run_dir=run.run_dir), environ)
+    if code := run.show(until_begun=True):
+        run.head.ask("forget", run.id)
+        save_note(run.run_dir, LaunchNote(), environ)
+        remove_empty_run(run.run_dir)
+        say(
+            f"cpuft: nothing was started: the command ended on {run.head.host.name}, which logs in to the other hosts "
+            "without your ssh agent or ticket when a run is detached"
+        )
+        return code
+    say(f"cpuft: run {run.id} goes on without this machine. {run.describe_commands()}")
+    return 0
+
+
+@dataclass(frozen=True)
+class Detached:
+    """A detached run, as this machine knows it."""
+
+    head: Head
+    id: str
+    work: str
+    """The run folder on the head host."""
+    names: Mapping[str, str]
+    """`Order.names`."""
+    run_dir: str
+    """The run folder on this machine; "" if there is none yet."""
+
+    def describe_commands(self) -> str:
+        """Return a sentence with the commands that show and end the run."""
+        words = shlex.join((self.id, *self.head.options))
+        return f"cpuft attach {words} shows it and fetches its results; cpuft stop {words} ends it"
+
+    def show(self, until_begun: bool = False, only_past: bool = False) -> int:
+        """Print what the command prints, from its start to its end, and return its exit code.
+
+        The line with the path of the run folder is left out: its results are not on this machine yet.
+
+        Parameters
+        ----------
+        until_begun: return 0 as soon as the run has begun.
+        only_past: return 0 after what was printed until now.
+
+        Raises HeadLostError: the head host does not answer, or the command was killed there.
+        """
+        position, heard, closing = 0, time.monotonic(), f"run: {self.work}\n"
+        while True:
+            for behind, event in self._read_events(position, only_past):
+                position = behind
+                heard = time.monotonic()
+                if event.text and (event.text != closing or self.work == self.run_dir):
+                    stream = sys.stdout if event.kind == OUTPUT else sys.stderr
+                    stream.write(self._translate(event.text))
+                    stream.flush()
+                if event.kind == LOST and not only_past:
+                    raise HeadLostError(
+                        f"the detached command of run {self.id} was killed on {self.head.host.name}, or the host was "
+                        f"started again: {self._advise()}"
+                    )
+                if event.kind in (END, LOST) or (event.kind == BEGUN and until_begun):
+                    return event.code
+            if only_past and position:
+                return 0
+            if time.monotonic() - heard > _LOST_SECONDS:
+                raise HeadLostError(
+                    f"the head host {self.head.host.name} of run {self.id} does not answer. If only this machine's "
+                    f"network is down, the run goes on. If the host is lost, nobody restarts the run: {self._advise()}"
+                )
+            time.sleep(_RETRY_SECONDS)
+
+    def _advise(self) -> str:
+        command = ("cpuft", "launch", "--resume", self.run_dir or "RUN_FOLDER", *self.head.options)
+        return f"continue it with {shlex.join(command)}"
+
+    def _translate(self, text: str) -> str:
+        """Return a text of the head host with this machine's paths."""
+        for path, name in {self.work: self.run_dir or self.work, **self.names}.items():
+            text = text.replace(path, name)
+        return text
+
+    def _read_events(self, position: int, only_past: bool) -> Iterator[tuple[int, Event]]:
+        """Yield (position behind it, event) from a position on, until the connection or the run ends."""
+        words = ("follow", self.id, str(position), *(["past"] if only_past else []))
+        process = execute.start_with_output(self.head.command(*words), os.environ)
+        assert process.stdout
+        try:
+            for line in process.stdout:  # one that the connection has cut is read again from its begin
+                if found := _EVENT.fullmatch(line):
+                    yield int(found[1]), load(Event, parse_json(found[2].decode()))
+        except ValueError as error:
+            raise CpuftError(
+                f"the events of run {self.id} cannot be read ({error}): use the version of cpuft that its host has"
+            ) from None
+        finally:
+            execute.stop_processes([process])
+            process.stdout.close()
+
+    def fetch(self, say: Say) -> str:
+        """Fetch the results into the run folder on this machine, unless that was done, and say where they are.
+
+        The head host removes them when they are here. Returns an empty text if the run has no results.
+
+        Raises CpuftError: they could not be fetched, and stay there. Raises NotStoredError: this machine cannot store
+        them.
+        """
+        for pause in (*_FETCH_PAUSES, 0):
+            (now,) = (one for one in self.head.list_runs() if one.id == self.id)
+            if now.fetched or not now.has_results:
+                return now.fetched
+            try:
+                say(f"cpuft: fetching the results of run {self.id} from {self.head.host.name}")
+                results.fetch(Path(self.run_dir), self.head.command("send", self.id))
+                self.head.ask("fetched", self.id, f"{socket.gethostname()}:{self.run_dir}")
+                return self.run_dir
+            except results.NotStoredError:
+                raise
+            except CpuftError as error:  # also while another attach fetches them
+                if not pause:
+                    raise
+                say(f"cpuft: trying again in {pause} s: {error}")
+                time.sleep(pause)
+        return ""
+
+
+def list_heads(config: LaunchConfig) -> list[Head]:
+    """Return the hosts that `config` names, each of which may be the head host of detached runs."""
+    access = find_access(config)
+    names = ("cluster", "hostfile", "ssh_config")
+    options = tuple(f"{format_flag(name)}={value}" for name in names if (value := getattr(config, name)))
+    return [Head(host, access, options) for host in read_hosts(config)]
+
+
+def find_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
+    """Return `config` if it names hosts, else the hosts of all detached runs that this machine knows."""
+    if config.cluster or config.hostfile:
+        return [config]
+    notes = list_detached(environ)
+    places = {(note.cluster, note.hostfile, note.ssh_config or config.ssh_config) for note in notes}
+    found = [LaunchConfig(cluster=one, hostfile=two, ssh_config=three) for one, two, three in sorted(places)]
+    return found or [config]
+
+
+def list_runs(config: LaunchConfig) -> tuple[list[tuple[Head, Description]], list[CpuftError]]:
+    """Return the detached runs of all hosts that `config` names, and why hosts could not be asked."""
+    heads = list_heads(config)
+    answers = try_hosts(Head.list_runs, heads)
+    found = [(head, one) for head, runs in zip(heads, answers) if isinstance(runs, list) for one in runs]
+    return found, [answer for answer in answers if isinstance(answer, CpuftError)]
+
+
+def list_active(cluster: str) -> list[str]:
+    """Return the ids of the detached runs that are active on a cluster; none if its head host does not answer."""
+    with suppress(CpuftError):
+        head, *_ = list_heads(LaunchConfig(cluster=cluster))
+        return [one.id for one in head.list_runs() if one.state == RUNNING]
+    return []
+
+
+def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tuple[Detached, Description]:
+    """Return the detached run that has this id, or an id that begins like this, or this run folder.
+
+    Parameters
+    ----------
+    config: its --cluster, or --hostfile and --ssh-config; without, those with which the run was started.
+
+    Raises CpuftError: there is no such run, there are several, or its host does not answer.
+    """
+    note = load_note(os.path.realpath(run), environ)
+    if not note.id:
+        same = [one for one in list_detached(environ) if run and one.id.startswith(run)]
+        note = same[0] if len(same) == 1 else note
+    places = find_places(config, environ)
+    if note.id and not (config.cluster or config.hostfile):
+        places = [LaunchConfig(cluster=note.cluster, hostfile=note.hostfile, ssh_config=note.ssh_config)]
+    claimed, found, errors = read_host_folder(run), list[tuple[Head, Description]](), list[CpuftError]()
+    for place in places:
+        runs, silent = list_runs(place)
+        found += [
+            pair for pair in runs if pair[1].id.startswith(note.id or run or " ") or claimed == pair[1].claimed != ""
+        ]
+        errors += silent
+    ids = sorted({one.id for _, one in found})
+    if len(ids) > 1:
+        raise CpuftError(f"several detached runs begin with {run} ({', '.join(ids)}): give more of the id")
+    if not ids and errors:
+        advice = f": if the host is lost, continue with cpuft launch --resume {note.run_dir}" if note.id else ""
+        raise HeadLostError(f"detached run {run} was not found, and {'; '.join(map(str, errors))}{advice}")
+    if not ids:
+        raise CpuftError(
+            f"there is no detached run {run}: see cpuft runs, and name its hosts with --cluster or --hostfile"
+        )
+    (head, description), *_ = found
+    known = next((one.run_dir for one in list_detached(environ) if one.id == description.id), "")
+    folder = description.run_dir if not description.claimed else known
+    return Detached(head, description.id, description.run_dir, description.names, folder), description
+
+
+def choose_folder(run: Detached, description: Description, wanted: str) -> Detached:
+    """Return the run with the folder on this machine that gets its results; no folder is made.
+
+    It is the one that the user named when the run was started here, else `wanted`, else runs/NAME in the working
+    folder. A host never says which folder is written to.
+
+    Raises CpuftError: something else is in the way, or the host gave the run no proper name.
+    """
+    if run.run_dir and not wanted:
+        return run
+    name = os.path.basename(description.run_dir)
+    if not name or name in (".", ".."):
+        raise CpuftError(f"host {run.head.host.name} calls the run {name!r}: give its folder here with --run-dir")
+    folder = os.path.realpath(wanted or f"runs/{name}")
+    if not read_host_folder(folder) == description.claimed != "":
+        folder = choose_run_dir(folder, name)
+    return replace(run, run_dir=folder)
+
+
+def describe_run(head: Head, one: Description) -> tuple[str, ...]:
+    """Return the cells that `cpuft runs` shows of a run: id, command, run, host, age, state, where its results are."""
+    state = f"{one.state}, exit code {one.code}" if one.state == ENDED else one.state
+    where = one.fetched or (f"on {head.host.name}" if one.has_results else "")
+    age = f"{format_seconds(one.seconds)} ago"
+    name = os.path.basename(one.run_dir)
+    return tuple(map(escape_controls, (one.id, one.verb, name, head.host.name, age, state, where)))

@@ -1,0 +1,350 @@
+"""The head host's part of detached runs: start a command that was moved here, keep it, and tell others about it.
+
+`python -m cpuft.launch.detached_head ACTION` is run over ssh by `cpuft.launch.detached` on the user's machine. The
+folder of a detached run is below this user's private folder (`find_folder`): `order.json`, `events.jsonl` with what the
+command prints, `alive` with a lock that its keeper holds, `stop` for a request, and `run/NAME`, the run folder.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import getpass
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import IO, NoReturn
+
+from cpuft import execute
+from cpuft.argv import module_command
+from cpuft.errors import CpuftError
+from cpuft.files import make_private_folder, write_text
+from cpuft.hosts.cluster import JOB, WORK_ROOT
+from cpuft.rank.process import end_with_parent
+from cpuft.serialization import load, parse_json
+
+MODULE = "cpuft.launch.detached_head"
+OUTPUT, ERRORS, BEGUN, END, LOST = "output", "errors", "begun", "end", "lost"
+"""Kinds of events: the command wrote to one of its two streams, its run folder was made, it has ended, its keeper was
+killed or this host was started again."""
+RUNNING, ENDED = "running", "ended"
+"""States of a detached run, beside LOST."""
+FETCHING = 3
+"""Exit code of the action `send`: another process sends the results at this moment."""
+_ORDER, _EVENTS, _ALIVE, _STOP, _FETCHED = "order.json", "events.jsonl", "alive", "stop", "fetched"
+_SEND_RUN = Path(__file__).with_name("send_run.sh")
+_START_SECONDS = 15.0
+_POLL_SECONDS = 0.2
+_KEPT_SECONDS = 30 * 86400.0
+"""How long the order and the events of an ended run stay."""
+
+
+@dataclass(frozen=True)
+class Order:
+    """A command that is moved to this host. It holds no secret."""
+
+    id: str
+    """Random; 12 hexadecimal digits."""
+    verb: str
+    """For example "launch"."""
+    run_dir: str
+    """The run folder here."""
+    arguments: tuple[str, ...]
+    """The command line behind `cpuft`."""
+    version: str
+    """Of cpuft, where the command was typed."""
+    files: dict[str, str] = field(default_factory=dict)
+    """Texts of the cluster's entry, hostfile and ssh configuration, by name of the file."""
+    cluster: str = ""
+    """Name of the cluster's entry; empty if the command finds its hosts by its own options."""
+    settings: dict[str, str] = field(default_factory=dict)
+    """The user's environment variables that ranks get."""
+    names: dict[str, str] = field(default_factory=dict)
+    """What the user named on the other machine, by its path here."""
+    work_folder: str = ""
+    """Where the command starts; empty for the folder of the detached run."""
+    claimed: str = ""
+    """What the run folder on the user's machine has in HOST_FOLDER; empty if the run folder here is the user's own."""
+    host: str = ""
+    """Host name of this host, which fills it in: other hosts may share its disk."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """One thing that happened."""
+
+    kind: str
+    time: float
+    """Seconds since 1970 by this host's clock."""
+    text: str = ""
+    """What the command wrote, of OUTPUT and ERRORS."""
+    code: int = 0
+    """Exit code of the command, of END."""
+
+
+@dataclass(frozen=True)
+class Description:
+    """What `list` tells about a detached run."""
+
+    id: str
+    verb: str
+    run_dir: str
+    claimed: str
+    state: str
+    """RUNNING, ENDED or LOST."""
+    seconds: float
+    """Since the start, by this host's clock alone."""
+    names: dict[str, str]
+    code: int = 0
+    """Exit code, of ENDED."""
+    has_results: bool = False
+    """Whether the run folder is here, to be fetched."""
+    fetched: str = ""
+    """Where the results were fetched to, as MACHINE:FOLDER; empty if they were not."""
+
+
+def find_folder(uid: int, run_id: str = "") -> str:
+    """Return the path of the folder of all detached runs of a user, or of one, on the head host. Nothing is made."""
+    return "/".join(filter(None, (f"{WORK_ROOT}/cpuft-{uid}", "detached", run_id)))
+
+
+def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
+    """Return what to put before a command that is to run on after the logout of a user.
+
+    Parameters
+    ----------
+    kills: whether logind ends a user's processes at logout (KillUserProcesses).
+    lingers: whether it keeps this user's service manager.
+
+    Raises CpuftError: every process of the user would be ended.
+    """
+    if not kills:
+        return ()
+    if lingers:
+        return ("systemd-run", "--user", "--scope", "--quiet", "--")
+    raise CpuftError(
+        f"host {socket.gethostname()} ends all processes of user {user} at logout (KillUserProcesses of logind): run "
+        f"loginctl enable-linger {user} there once, then the same command again"
+    )
+
+
+def _find_session() -> tuple[str, ...]:
+    manager = ("org.freedesktop.login1", "/org/freedesktop/login1", "org.freedesktop.login1.Manager")
+    answer = execute.run_command(("busctl", "get-property", *manager, "KillUserProcesses"), 5.0)
+    user = getpass.getuser()
+    kills = answer.output.strip() == "b true" and os.geteuid() != 0  # logind leaves root's processes alone
+    return plan_session(kills, Path("/var/lib/systemd/linger", user).exists(), user)
+
+
+def _start(given: IO[str]) -> None:
+    """Start the keeper of a command, and return when it runs. Standard input is an Order and the secrets, as JSON."""
+    values = parse_json(given.read())
+    order, secrets = load(Order, values["order"]), load(dict[str, str], values["secrets"])
+    session = _find_session()
+    root = make_private_folder(Path(find_folder(os.geteuid())).parent, "remove it") / "detached"
+    _remove_old(root)
+    folder = root / order.id
+    umask = os.umask(0o077)
+    (folder / "run").mkdir(parents=True)
+    for name, text in order.files.items():
+        write_text(folder / order.cluster / name, text)
+    write_text(folder / _ORDER, json.dumps(dataclasses.asdict(replace(order, host=socket.gethostname()))))
+    os.umask(umask)
+    environ = {**os.environ, **order.settings, **secrets}
+    if order.cluster:
+        environ[JOB] = str(folder / order.cluster)
+    if session:
+        environ.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
+    log = folder / "keeper.log"
+    command = (*session, *module_command(sys.executable, MODULE), "keep", order.id)
+    keeper = execute.start_with_log(command, environ, str(log), order.work_folder or str(folder), stays=True)
+    end = time.monotonic() + _START_SECONDS
+    while not (folder / _EVENTS).exists():
+        if keeper.poll() is not None or time.monotonic() > end:
+            raise CpuftError(f"the command could not be started ({log.read_text()[-300:].strip()}): check {folder}")
+        time.sleep(0.02)
+
+
+def _remove_old(root: Path) -> None:
+    for folder in root.glob("*/"):
+        with suppress(OSError):
+            if time.time() - (folder / _EVENTS).stat().st_mtime > _KEPT_SECONDS and not _is_alive(folder):
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+class _EventLog:
+    """Appends events to a file, from several threads."""
+
+    def __init__(self, path: Path) -> None:
+        self._file, self._lock = path.open("a", encoding="utf-8"), threading.Lock()
+
+    def write(self, kind: str, text: str = "", code: int = 0) -> None:
+        with self._lock:
+            self._file.write(json.dumps(dataclasses.asdict(Event(kind, time.time(), text, code))) + "\n")
+            self._file.flush()
+
+    def copy(self, kind: str, stream: IO[bytes]) -> None:
+        """Write an event for each line of a stream, until its end."""
+        for line in stream:
+            self.write(kind, line.decode(errors="replace"))
+
+
+def _keep(folder: Path) -> None:
+    """Run the command to its end, write its events, and pass requests on to it as signals."""
+    order = _read_order(folder)
+    with (folder / _ALIVE).open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        log = _EventLog(folder / _EVENTS)
+        command = (*module_command(sys.executable, "cpuft"), *order.arguments)
+        process = execute.start_process(command, os.environ, execute.PIPE)
+        assert process.stdin
+        assert process.stdout
+        assert process.stderr
+        process.stdin.close()
+        streams = (OUTPUT, process.stdout), (ERRORS, process.stderr)
+        copiers = [threading.Thread(target=log.copy, args=pair, daemon=True) for pair in streams]
+        for copier in copiers:
+            copier.start()
+        has_begun = False
+        while process.poll() is None:
+            if not has_begun and Path(order.run_dir).exists():
+                has_begun = True
+                log.write(BEGUN)
+            with suppress(FileNotFoundError):
+                (folder / _STOP).unlink()
+                process.send_signal(signal.SIGINT)
+            time.sleep(_POLL_SECONDS)
+        for copier in copiers:
+            copier.join(_START_SECONDS)
+        log.write(END, code=execute.exit_code_of(process))
+
+
+def _read_order(folder: Path) -> Order:
+    return load(Order, parse_json((folder / _ORDER).read_text(encoding="utf-8")))
+
+
+def _is_alive(folder: Path) -> bool:
+    """Return whether a keeper has the lock of a detached run, which Linux releases however the keeper ends."""
+    try:
+        with (folder / _ALIVE).open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        pass
+    return False
+
+
+def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int, str]]:
+    """Yield (position behind it, event as JSON) for each event from a position in the file on.
+
+    Ends with the last event of the run, or with `only_past` before one would have to be waited for.
+    """
+    with (folder / _EVENTS).open("rb") as file:
+        file.seek(position)
+        while True:
+            is_alive = _is_alive(folder)  # before the file is read: the keeper writes its last event while it lives
+            line = file.readline()
+            if line.endswith(b"\n"):
+                position += len(line)
+                yield position, line.decode().rstrip()
+                if json.loads(line)["kind"] == END:
+                    return
+                continue
+            file.seek(position)
+            if only_past:
+                return
+            if not is_alive:
+                yield position, json.dumps(dataclasses.asdict(Event(LOST, time.time())))
+                return
+            time.sleep(_POLL_SECONDS)
+
+
+def _describe(folder: Path) -> Description:
+    order, events = _read_order(folder), (folder / _EVENTS).read_text(encoding="utf-8").splitlines()
+    last = load(Event, parse_json(events[-1])) if events else Event("", 0.0)
+    is_alive, fetched = _is_alive(folder), folder / _FETCHED
+    return Description(
+        order.id,
+        order.verb,
+        order.run_dir,
+        order.claimed,
+        ENDED if last.kind == END else RUNNING if is_alive else LOST,
+        time.time() - (folder / _ORDER).stat().st_mtime,
+        order.names,
+        last.code,
+        bool(order.claimed) and Path(order.run_dir).is_dir(),
+        fetched.read_text(encoding="utf-8") if fetched.exists() else "",
+    )
+
+
+def _list(root: Path) -> Iterator[str]:
+    """Yield what is known about each detached run of this host as JSON."""
+    for path in sorted(root.glob(f"*/{_ORDER}"), key=lambda path: path.stat().st_mtime):
+        with suppress(OSError, ValueError):  # removed or damaged meanwhile
+            if _read_order(path.parent).host == socket.gethostname():
+                yield json.dumps(dataclasses.asdict(_describe(path.parent)))
+
+
+def _send(folder: Path) -> NoReturn:
+    """Write the run folder to standard output as a tar archive, unless another process does that at this moment."""
+    lock = (folder / "fetch").open("w")
+    os.set_inheritable(lock.fileno(), True)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(FETCHING)
+    os.execvp("sh", ["sh", str(_SEND_RUN), _read_order(folder).run_dir])
+
+
+def _note_fetched(folder: Path, where: str) -> None:
+    """Note where the results are now, and remove them here."""
+    write_text(folder / _FETCHED, where)
+    shutil.rmtree(folder / "run", ignore_errors=True)
+
+
+def _stop(folder: Path) -> None:
+    (folder / _STOP).touch()
+
+
+def _forget(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def main() -> None:
+    """Carry out an action: `start`, `list`, or another one with the id of a detached run and perhaps a word.
+
+    Exits with 2 after a CpuftError, whose text is the last line on standard error.
+    """
+    action, *words = sys.argv[1:]
+    root = Path(find_folder(os.geteuid()))
+    acts: dict[str, Callable[..., object]] = {"keep": _keep, "send": _send, "fetched": _note_fetched}
+    acts |= {"stop": _stop, "forget": _forget}
+    try:
+        if action == "start":
+            _start(sys.stdin)
+        elif action == "list":
+            for line in _list(root):
+                print(line)
+        elif action == "follow":
+            end_with_parent(signal.SIGTERM)
+            for position, line in _follow(root / words[0], int(words[1]), "past" in words[2:]):
+                print(position, line, flush=True)
+        else:
+            acts[action](root / words[0], *words[1:])
+    except CpuftError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    main()
