@@ -161,15 +161,20 @@ def test_every_file_is_installed_with_its_package() -> None:
 
 
 TESTED_ELSEWHERE = {
+    "cli/attach.py": "launch/test_detached.py",
     "cli/bench.py": "comm/test_bench.py",
     "cli/common.py": "cli/test_main.py",
     "cli/compare.py": "launch/test_comparison.py",
+    "cli/detached.py": "launch/test_detached.py",
     "cli/doctor.py": "doctor/test_doctor.py",
     "cli/env.py": "launch/test_plan.py",
     "cli/launch.py": "launch/test_run.py",
+    "cli/logs.py": "launch/test_detached.py",
     "cli/provision.py": "provision/test_base.py",
     "cli/report.py": "report/test_comparison.py",
+    "cli/runs.py": "launch/test_detached.py",
     "cli/stacks.py": "launch/test_stack_dumps.py",
+    "cli/stop.py": "launch/test_detached.py",
     "cli/submit.py": "schedulers/test_submit.py",
     "comm/backends/base.py": "comm/test_process_group.py",
     "comm/backends/gloo.py": "comm/test_process_group.py",

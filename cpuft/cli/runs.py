@@ -13,6 +13,7 @@ from cpuft.cli.options import Verb, pick
 from cpuft.config import LaunchConfig
 
 _COLUMNS = ("id", "command", "run", "host", "started", "state", "results")
+_WIDTH = 400
 
 
 @click.command(cls=Verb, params=place_options())
@@ -22,13 +23,12 @@ def runs(**values: Any) -> None:
     They are those on the hosts of --cluster or --hostfile, or without these options on the hosts of all detached runs
     that were started from this machine. Ended runs are listed for 30 days.
     """
-    from cpuft.launch.detached import describe_run, find_places, list_runs
+    from cpuft.launch.detached import describe_run, find_places, list_runs, list_unseen
     from cpuft.terminal import format_table
 
-    rows = []
-    for place in find_places(pick(LaunchConfig, values), os.environ):
-        found, errors = list_runs(place)
-        rows += [describe_run(head, one) for head, one in found]
-        for error in errors:
-            say(f"cpuft: {error}")
-    click.echo(format_table(_COLUMNS, rows, left=len(_COLUMNS)), nl=False)
+    answers = [list_runs(place) for place in find_places(pick(LaunchConfig, values), os.environ)]
+    rows = [describe_run(head, one) for found, _ in answers for head, one in found]
+    errors = [error for _, silent in answers for error in silent]
+    for line in (*map(str, errors), *list_unseen([row[0] for row in rows], errors, os.environ)):
+        say(f"cpuft: {line}")
+    click.echo(format_table(_COLUMNS, rows, left=len(_COLUMNS), width=_WIDTH), nl=False)

@@ -150,6 +150,8 @@ def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
     with command.make_context(verb, list(argv), root) as context:
         if context.params["dry_run"]:
             raise CpuftError(f"--dry-run is an option of cpuft submit: write it before -- {verb}")
+        if context.params.get("detach"):
+            raise CpuftError("a job goes on when you log out: leave out --detach")
         if context.params["cluster"]:
             raise CpuftError(
                 f"the {verb} of a job uses the hosts that the scheduler gives to the job, and --cluster names others: "

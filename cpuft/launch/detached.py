@@ -16,7 +16,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -501,6 +501,16 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
     if not read_host_folder(folder) == description.claimed != "":
         folder = choose_run_dir(folder, name)
     return replace(run, run_dir=folder)
+
+
+def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: Mapping[str, str]) -> list[str]:
+    """Return a line for each detached run of this machine whose host could not be asked: how it is continued."""
+    return [
+        f"the head host of run {note.id} may be lost, and nobody restarts the run then: continue it with cpuft launch "
+        f"--resume {shlex.quote(note.run_dir)}"
+        for note in list_detached(environ)
+        if errors and note.id not in seen and read_host_folder(note.run_dir)
+    ]
 
 
 def describe_run(head: Head, one: Description) -> tuple[str, ...]:

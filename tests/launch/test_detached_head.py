@@ -1,0 +1,116 @@
+"""What keeps a detached command, without any host."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+
+from cpuft.errors import CpuftError
+from cpuft.launch import detached_head
+from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, Event, Order, plan_session
+
+ORDER = Order("0123456789ab", "launch", "", (), "0.1.0", claimed="0123456789ab/x")
+KEEP = """
+import sys
+from pathlib import Path
+from cpuft.launch import detached_head
+detached_head.module_command = lambda python, module: (sys.executable, "-c")
+detached_head._keep(Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    "kills, lingers, before",
+    [(False, False, ()), (False, True, ()), (True, True, ("systemd-run", "--user", "--scope", "--quiet", "--"))],
+)
+def test_a_command_survives_logout(kills: bool, lingers: bool, before: tuple[str, ...]) -> None:
+    assert plan_session(kills, lingers, "ada") == before
+
+
+def test_where_it_would_not_the_command_that_helps_is_named() -> None:
+    with pytest.raises(CpuftError, match="run loginctl enable-linger ada there once"):
+        plan_session(True, False, "ada")
+
+
+def keep(folder: Path, program: str) -> subprocess.Popen[bytes]:
+    """Start the keeper of a Python program in a folder, and wait until it has begun to write events."""
+    folder.mkdir()
+    order = replace(ORDER, run_dir=str(folder / "run" / "x"), arguments=(program,))
+    (folder / "order.json").write_text(json.dumps(asdict(order)))
+    keeper = subprocess.Popen([sys.executable, "-c", KEEP, str(folder)], cwd=folder)
+    limit = time.monotonic() + 30
+    while not (folder / "events.jsonl").exists() and time.monotonic() < limit:
+        time.sleep(0.02)
+    return keeper
+
+
+def events_of(folder: Path, position: int = 0) -> list[Event]:
+    return [Event(**json.loads(line)) for _, line in detached_head._follow(folder, position, False)]
+
+
+def test_events_are_what_the_command_writes_its_begin_and_its_end(tmp_path: Path) -> None:
+    program = "import os, sys; print('metric'); print('step', file=sys.stderr); os.makedirs('run/x'); import time; "
+    keeper = keep(tmp_path / "a", program + "time.sleep(1); sys.exit(3)")
+    found = [(event.kind, event.text, event.code) for event in events_of(tmp_path / "a")]
+    assert sorted(found[:-1]) == sorted([(OUTPUT, "metric\n", 0), (ERRORS, "step\n", 0), (BEGUN, "", 0)])
+    assert found[-1] == (END, "", 3)
+    assert keeper.wait(10) == 0
+
+
+def test_a_request_to_stop_reaches_the_command_and_is_consumed(tmp_path: Path) -> None:
+    program = "import time\nprint('on', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('stopped')"
+    keeper = keep(tmp_path / "a", program)
+    while "on" not in (tmp_path / "a" / "events.jsonl").read_text():
+        time.sleep(0.05)
+    detached_head._stop(tmp_path / "a")
+    assert [event.text for event in events_of(tmp_path / "a")] == ["on\n", "stopped\n", ""]
+    assert not (tmp_path / "a" / "stop").exists()
+    keeper.wait(10)
+
+
+def test_a_keeper_that_was_killed_ends_the_events(tmp_path: Path) -> None:
+    """Its command ends with it. A line that was cut off is left out."""
+    keeper = keep(tmp_path / "a", "import time\nprint('on', flush=True)\ntime.sleep(60)\nprint('never')")
+    while "on" not in (tmp_path / "a" / "events.jsonl").read_text():
+        time.sleep(0.05)
+    keeper.kill()
+    keeper.wait(10)
+    with (tmp_path / "a" / "events.jsonl").open("a") as file:
+        file.write('{"kind": "outp')
+    assert [event.kind for event in events_of(tmp_path / "a")] == [OUTPUT, LOST]
+
+
+def test_a_viewer_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
+    (tmp_path / "events.jsonl").write_text(
+        "".join(json.dumps(asdict(Event(OUTPUT, 0.0, text))) + "\n" for text in "ab")
+    )
+    first, _ = next(detached_head._follow(tmp_path, 0, False))
+    assert [event.text for event in events_of(tmp_path, first)] == ["b", ""]
+
+
+def test_results_are_sent_by_one_process_at_a_time(tmp_path: Path) -> None:
+    order = replace(ORDER, run_dir=str(tmp_path / "a" / "run" / "x"))
+    (tmp_path / "a" / "run" / "x").mkdir(parents=True)
+    (tmp_path / "a" / "order.json").write_text(json.dumps(asdict(order)))
+    # More than a pipe holds: the first sender waits for its reader.
+    (tmp_path / "a" / "run" / "x" / "model").write_bytes(bytes(1 << 20))
+    program = (
+        "import sys; from pathlib import Path; from cpuft.launch import detached_head as d; d._send(Path(sys.argv[1]))"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "a")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
+        assert first.stdout
+        begin = first.stdout.read(1)
+        second = subprocess.run(command, capture_output=True, timeout=30, check=False)
+        rest = first.stdout.read()
+    assert (first.returncode, second.returncode, second.stdout) == (0, detached_head.FETCHING, b"")
+    assert len(begin + rest) > 1 << 20
+    detached_head._note_fetched(tmp_path / "a", "m:/x")
+    assert not (tmp_path / "a" / "run").exists()
+    assert (tmp_path / "a" / "fetched").read_text() == "m:/x"
