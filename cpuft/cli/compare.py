@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import click
 
 from cpuft.cli.common import check_hosts, print_plans, say
+from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, make_options, pick
-from cpuft.config import LAUNCH_ONLY, CompareConfig, LaunchConfig, TrainConfig
+from cpuft.config import LAUNCH_ONLY, CompareConfig, DetachConfig, LaunchConfig, TrainConfig
 
 
 @click.command(
@@ -19,11 +21,12 @@ from cpuft.config import LAUNCH_ONLY, CompareConfig, LaunchConfig, TrainConfig
         *make_options(CompareConfig),
         *make_options(TrainConfig),
         *make_options(LaunchConfig, "np", *LAUNCH_ONLY),
+        *make_options(DetachConfig),
         DRY_RUN,
         CONFIG_FILE,
     ],
 )
-def compare(dry_run: bool, **values: Any) -> None:
+def compare(dry_run: bool, detach: bool, **values: Any) -> None:
     """Train on several numbers of ranks, one after another, and report the speedup.
 
     Speedup and efficiency are relative to the run with the fewest ranks. Each run has its own folder in --run-dir. The
@@ -39,13 +42,20 @@ def compare(dry_run: bool, **values: Any) -> None:
     config, train = pick(LaunchConfig, values | {"np": 1}), pick(TrainConfig, values)
     comparison = pick(CompareConfig, values)
     ranks = parse_numbers(comparison.np)
+    if detach:
+        refuse_detaching(config)
     run_dir = choose_run_dir(config.run_dir, f"{train.task}-compare")
     progress = "lines" if dry_run else choose_progress()
     planned = plan_comparison(ranks, config, train, comparison, run_dir, progress, os.environ)
-    if dry_run:
+    if dry_run and not detach:
         print_plans([run.plan for run in planned])
         return
-    check_hosts(planned[-1].cluster, config)
+    if not dry_run:
+        check_hosts(planned[-1].cluster, config)
+    if detach:
+        stages = tuple(stage for run in planned for stage in run.plan.full_plan.stages)
+        there = replace(planned[0].plan.full_plan, stages=stages)
+        sys.exit(move("compare", values, (), planned[-1].cluster, run_dir, there, dry_run))
     code, _ = run_comparison(planned, progress, config.time_limit, say)
     if code:
         sys.exit(code)

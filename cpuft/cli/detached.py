@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import shlex
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +16,6 @@ from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
     from cpuft.hosts.cluster import Cluster
-    from cpuft.launch.inputs import LaunchNote
     from cpuft.plan import Plan
 
 _PLACE = ("cluster", "hostfile", "ssh_config")
@@ -51,9 +51,9 @@ def move(
     script: tuple[str, ...],
     cluster: Cluster,
     run_dir: str,
-    note: LaunchNote,
     there: Plan,
     dry_run: bool,
+    packages: Sequence[str] = (),
 ) -> int:
     """Move a planned command to its head host, or print the plan of that; return the exit code.
 
@@ -61,21 +61,27 @@ def move(
     ----------
     values: values of all options of the verb, by name.
     there: what the command does on the head host.
+    packages: what the head host's Python must have besides cpuft.
     """
     from cpuft.launch.detached import Detached, examine_python, list_heads, plan_move, plan_start, start
+    from cpuft.launch.inputs import LaunchNote, list_input_paths
     from cpuft.plan import format_comment, format_plan
     from cpuft.secret_variables import secrets_for_ranks
 
-    config, train = pick(LaunchConfig, values), TrainConfig() if script else pick(TrainConfig, values)
-    (head,) = (one for one in list_heads(config) if one.host.name == cluster.head)
-    examine_python(head)
+    config = pick(LaunchConfig, values)
     given = {name: values[name] for name in given_options() if name in values}
-    order, bundles = plan_move(verb, given, train, script, cluster, run_dir, os.environ)
+    (head,) = (one for one in list_heads(config) if one.host.name == cluster.head)
+    examine_python(head, packages)
+    order, bundles = plan_move(verb, given, script, cluster, run_dir, os.environ)
     plan = plan_start(head, order, bundles, cluster, run_dir, {} if dry_run else secrets_for_ranks(os.environ))
     if dry_run:
-        text = format_comment(f"What the command does on {cluster.head}:\n{format_plan(there)}")
+        command = shlex.join(("cpuft", *order.arguments))
+        text = format_comment(f"What {command} then does on {cluster.head}:\n{format_plan(there)}")
         click.echo(format_plan(plan, os.getcwd()) + text)
         return 0
+    paths = () if script else tuple(sorted(list_input_paths(pick(TrainConfig, values), given)))
+    hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
+    note = LaunchNote(paths, config.cluster, hostfile, ssh_config)
     run = Detached(head, order.id, order.run_dir, order.names, run_dir)
     try:
         code = start(run, plan, note, os.environ, say)

@@ -9,13 +9,14 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
 from cpuft.cli.common import say
+from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick
-from cpuft.config import LaunchConfig, SweepConfig, TrainConfig, format_flag, option_names
+from cpuft.config import DetachConfig, LaunchConfig, SweepConfig, TrainConfig, format_flag, option_names
 from cpuft.errors import RESUMABLE, CpuftError, Interrupted
 from cpuft.sweep.search import list_variable_options
 
@@ -37,6 +38,7 @@ _STATUS = "status"
         *make_options(SweepConfig),
         *make_options(TrainConfig, lists=list_variable_options()),
         *make_options(LaunchConfig, "np", "ppn", "only_hosts"),
+        *make_options(DetachConfig),
         DRY_RUN,
         CONFIG_FILE,
         click.Argument(["action"], nargs=-1, metavar="[status FOLDER]"),
@@ -63,10 +65,34 @@ def sweep(action: tuple[str, ...], dry_run: bool, **values: Any) -> None:
         click.echo(format_status(found, 0, time.time(), _is_running(action[1])))
         return
     config = pick(SweepConfig, values)
+    if values["detach"]:
+        _detach(config, values, dry_run)
     if config.resume:
         _resume(config, values, dry_run)
     else:
         _begin(config, values, dry_run)
+
+
+def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoReturn:
+    """Move a new sweep to the head host, after it has been planned here as far as possible, and exit."""
+    from cpuft.hosts.cluster import gather_cluster
+    from cpuft.launch.plan import choose_run_dir
+    from cpuft.plan import Plan
+    from cpuft.sweep.parallel import parse_parallel
+
+    launch = pick(LaunchConfig, values)
+    refuse_detaching(replace(launch, copy_checkpoints=False), config.resume)
+    if config.storage.startswith("sqlite:///"):
+        raise CpuftError(
+            "--storage names a file of this machine: leave it out with --detach, or give a database server"
+        )
+    _plan_header(config, values)
+    folder = choose_run_dir(launch.run_dir, "sweep")
+    _find_places(config.hosts_per_run, parse_parallel(config.parallel) or 0, launch)
+    cluster = gather_cluster(replace(launch, np=1))
+    say(f"cpuft: the sweep is moved to {cluster.head} and ends with that host; nobody continues it then")
+    packages = ("optuna",) if config.search == "optuna" else ()
+    sys.exit(move("sweep", values, (), cluster, folder, Plan(), dry_run, packages))
 
 
 def _is_running(folder: str) -> bool:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import cpuft
 from cpuft import execute
@@ -60,6 +61,7 @@ from cpuft.launch.inputs import (
     gather_missing,
     list_detached,
     load_note,
+    make_bundle,
     pack_script,
     pack_training,
     plan_sending,
@@ -73,7 +75,18 @@ from cpuft.plan import Plan, Setting, Step
 from cpuft.serialization import load, parse_json
 
 Say = Callable[[str], None]
-_STAYS_HERE = ("cluster", "hostfile", "ssh_config", "run_dir", "detach", "check", "config", "dry_run", "script")
+_STAYS_HERE = (
+    "cluster",
+    "hostfile",
+    "ssh_config",
+    "run_dir",
+    "detach",
+    "check",
+    "config",
+    "dry_run",
+    "script",
+    "action",
+)
 """Options that the moved command gets in another way, or not at all: its hosts have been checked from here."""
 _EXAMINE = """
 import importlib.util, json, sys
@@ -175,8 +188,7 @@ def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
 
 def plan_move(
     verb: str,
-    values: Mapping[str, object],
-    train: TrainConfig,
+    values: Mapping[str, Any],
     script: tuple[str, ...],
     cluster: Cluster,
     run_dir: str,
@@ -187,7 +199,6 @@ def plan_move(
     Parameters
     ----------
     values: the options that the user gave, by name.
-    train: the training options, whose files are sent; the default for a script.
     script: the user's script and its arguments; empty for a training.
     run_dir: absolute path of the run folder on this machine.
     """
@@ -199,28 +210,31 @@ def plan_move(
         command, bundles = pack_script(head, plan_script(script))
         script = ("python", *command[1:]) if command[0] in (sys.executable, cluster.python) else command
     else:
-        packed, bundles = pack_training(head, train)
-        moved = {name: getattr(packed, name) for name in TRAINING_INPUTS}
-        values = {**values, **{name: value for name, value in moved.items() if value != getattr(train, name)}}
+        files = {name: value for name, value in values.items() if name in TRAINING_INPUTS}
+        packed, bundles = pack_training(head, TrainConfig(**files))
+        values = {name: getattr(packed, name) if name in files else value for name, value in values.items()}
+    if (path := values.get("conditions")) and cluster.has_own_disks:
+        bundles += (make_bundle((Path(path).absolute(),), cluster.inputs),)
+        values = {**values, "conditions": f"{bundles[-1].remote_folder}/{Path(path).name}"}
     names = {f"{one.remote_folder}/{path.name}": str(path) for one in bundles for path in one.sources}
     order = Order(run_id, verb, run_dir, (), cpuft.__version__, settings=settings, names=names)
     if not cluster.works_remotely:
         # The user is on the head host, and the command finds its hosts as it would without --detach.
         order = replace(order, work_folder=os.getcwd())
-        kept = {*_STAYS_HERE} - {"cluster", "hostfile", "ssh_config"}
+        left_out = {*_STAYS_HERE} - {"cluster", "hostfile", "ssh_config"}
     else:
         there = f"{find_folder(uid, run_id)}/run/{os.path.basename(run_dir)}"
         claimed = f"{hash_text(there, 12)}/{os.path.basename(run_dir)}"
         name, files = _describe_cluster(cluster, find_folder(uid, run_id))
         folder = os.getcwd() if cluster.access.shares_files else ""
         order = replace(order, run_dir=there, claimed=claimed, cluster=name, files=files, work_folder=folder)
-        kept = {*_STAYS_HERE}
-    options = [_format_option(name, value) for name, value in values.items() if name not in kept]
+        left_out = {*_STAYS_HERE}
+    options = [_format_option(name, value) for name, value in values.items() if name not in left_out]
     arguments = (verb, *options, "--no-check", f"--run-dir={order.run_dir}", *(("--", *script) if script else ()))
     return replace(order, arguments=arguments), bundles
 
 
-def _format_option(name: str, value: object) -> str:
+def _format_option(name: str, value: Any) -> str:
     return format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
 
 
@@ -233,11 +247,13 @@ def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str
     name, config = access.cluster or "hosts", access.transport.config
     place = f"{folder}/{name}"
     text = ""
-    if known := access.config_there or (config if access.shares_files else ""):
-        text = f"Include {shlex.quote(known)}\n"
+    if there := access.config_there or (config if access.shares_files else ""):
+        text = f"Include {shlex.quote(there)}\n"
     elif config:
         text = Path(config).expanduser().read_text(encoding="utf-8")
-    hosts = tuple(Host(one.host.name, one.host.slots, max_slots=one.host.max_slots) for one in cluster.assignments)
+    # A restart may need hosts that the run does not use yet.
+    known = tuple(access.transport.hosts.values()) or tuple(one.host for one in cluster.assignments)
+    hosts = tuple(Host(one.name, one.slots, max_slots=one.max_slots) for one in known)
     entry = Entry(
         name,
         INSIDE,
@@ -461,7 +477,7 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
     places = find_places(config, environ)
     if note.id and not (config.cluster or config.hostfile):
         places = [LaunchConfig(cluster=note.cluster, hostfile=note.hostfile, ssh_config=note.ssh_config)]
-    claimed, found, errors = read_host_folder(run), list[tuple[Head, Description]](), list[CpuftError]()
+    claimed, found, errors = read_host_folder(run) if run else "", list[tuple[Head, Description]](), list[CpuftError]()
     for place in places:
         runs, silent = list_runs(place)
         found += [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -9,18 +10,189 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+import cpuft
+from cpuft.config import LaunchConfig
+from cpuft.errors import CpuftError
+from cpuft.execute import Answer
+from cpuft.hosts.cluster import Access, find_access, read_hosts
+from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transport import SshTransport
+from cpuft.launch import detached
+from cpuft.launch.detached import (
+    Detached,
+    Head,
+    choose_folder,
+    examine_python,
+    find_run,
+    plan_move,
+    refuse_jobs,
+)
+from cpuft.launch.detached_head import Description
 from cpuft.record import read_record
+from tests.launch.test_plan import make_cluster
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
 
 TEXTS = ("--np", "2", "--task", "text", "--train-file", "book.txt", "--max-length", "32", "--precision", "fp32")
 QUIET = ("--dropout", "0", "--backend", "gloo", "--no-save-model", "--no-check", "--no-fast-path", "--seed", "7")
 QUIET += ("--grad-compression", "none")
 STEPS = ("--max-steps", "6", "--eval-every", "3")
+
+
+class Answers(SshTransport):
+    """Hosts that give one answer to everything; the commands are kept."""
+
+    def __init__(self, *answers: Answer) -> None:
+        super().__init__()
+        object.__setattr__(self, "answers", list(answers))
+        object.__setattr__(self, "asked", [])
+
+    def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+        self.asked.append(tuple(argv))  # type: ignore[attr-defined]
+        answer: Answer = self.answers.pop(0)  # type: ignore[attr-defined]
+        return answer
+
+
+def make_head(*answers: Answer) -> Head:
+    return Head(Host("node1"), Access(Answers(*answers), "/env/bin/python"), ("--cluster=lab",))
+
+
+@pytest.mark.parametrize(
+    "config, environ, what",
+    [
+        (LaunchConfig(), {"SLURM_JOB_ID": "1"}, "a Slurm job"),
+        (LaunchConfig(), {"CPUFT_JOB": "/x/lab"}, "a job of AWS Batch"),
+        (LaunchConfig(), {"K_MPI_JOB_ROLE": "launcher"}, "an MPIJob"),
+        (LaunchConfig(cluster="lab"), {"SLURM_JOB_ID": "1"}, ""),
+        (LaunchConfig(hostfile="hosts"), {"SLURM_JOB_ID": "1"}, ""),
+        (LaunchConfig(), {}, ""),
+    ],
+)
+def test_a_job_needs_no_detached_run(config: LaunchConfig, environ: dict[str, str], what: str) -> None:
+    message = f"^this command runs in {what}, .*: leave out --detach$"
+    with pytest.raises(CpuftError, match=message) if what else nullcontext():
+        refuse_jobs(config, environ)
+
+
+@pytest.mark.parametrize(
+    "answer, reason",
+    [
+        (Answer(127, ""), "host node1 has no Python at /env/bin/python, which would run the detached command: install"),
+        (
+            Answer(1, "", "x\nNo module named 'cpuft'\n"),
+            "/env/bin/python, cannot import cpuft (No module named 'cpuft')",
+        ),
+        (Answer(0, '["0.0.1", []]\n'), "host node1 has cpuft 0.0.1, and this machine has"),
+        (Answer(0, f'hello\n["{cpuft.__version__}", ["optuna"]]\n'), "lacks optuna, which the command needs: install"),
+    ],
+)
+def test_a_python_that_cannot_run_the_command_is_found_before_the_start(answer: Answer, reason: str) -> None:
+    with pytest.raises(CpuftError) as caught:
+        examine_python(make_head(answer), ("optuna",))
+    assert reason in str(caught.value)
+    examine_python(make_head(Answer(0, f'["{cpuft.__version__}", []]')))
+
+
+def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its files under their paths there, the hosts as mpirun there knows them, and no secret."""
+    monkeypatch.chdir(tmp_path)
+    Path("rows.csv").write_text("text,label\na,0\n")
+    access = Access(SshTransport(), "/env/bin/python", config_there="/opt/cpuft/clusters/lab/ssh_config", cluster="lab")
+    hosts = (Host("node1", 2, "ada", 2201), Host("node2", port=2202))
+    cluster = replace(make_cluster((1, 1)), access=access, works_remotely=True, uid=1000)
+    pairs = zip(cluster.assignments, hosts)
+    cluster = replace(cluster, assignments=tuple(replace(one, host=host) for one, host in pairs))
+    given = {"train_file": "rows.csv", "task": "files", "cluster": "lab", "save_model": False, "detach": True, "np": 2}
+    environ = {"OMP_NUM_THREADS": "3", "HF_TOKEN": "secret", "OTHER": "x"}
+    order, (bundle,) = plan_move("launch", given, (), cluster, "/home/ada/runs/x", environ)
+    sent = f"{bundle.remote_folder}/rows.csv"
+    folder = f"/var/tmp/cpuft-1000/detached/{order.id}"
+    assert order.arguments == (
+        *("launch", f"--train-file={sent}", "--task=files", "--no-save-model", "--np=2", "--no-check"),
+        f"--run-dir={folder}/run/x",
+    )
+    assert (order.settings, order.names) == ({"OMP_NUM_THREADS": "3"}, {sent: str(tmp_path / "rows.csv")})
+    assert order.files["hostfile"] == "node1 slots=2\nnode2\n"
+    assert order.files["ssh_config"] == "Include /opt/cpuft/clusters/lab/ssh_config\n"
+    entry = json.loads(order.files["cluster.json"])
+    assert (entry["here"], entry["ssh_config"]) == ("node1", f"{folder}/lab/ssh_config")
+    assert "secret" not in str(order)
+    # There, the command finds these hosts and that it is on the first one.
+    place = tmp_path / "lab"
+    place.mkdir()
+    for name, text in order.files.items():
+        (place / name).write_text(text.replace(f"{folder}/lab", str(place)))
+    monkeypatch.setenv("CPUFT_JOB", str(place))
+    there = find_access(LaunchConfig())
+    assert [there.transport.is_here(host) for host in read_hosts(LaunchConfig())] == [True, False]
+    # Their folder is the one that the run folder here names, whatever process computes it.
+    moved = replace(cluster, token="")
+    assert moved.work_dir(order.run_dir) == f"/var/tmp/cpuft-1000/{order.claimed}"
+
+
+def test_what_is_moved_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("import helper\n")
+    Path("helper.py").write_text("")
+    cluster = replace(make_cluster((1,)), works_remotely=True)
+    script = ("train.py", "--lr", "1e-4")
+    order, (bundle,) = plan_move("launch", {"np": 1}, script, cluster, "/runs/x", {})
+    assert order.arguments[-5:] == ("--", "python", f"{bundle.remote_folder}/train.py", "--lr", "1e-4")
+    assert [path.name for path in bundle.sources] == ["helper.py", "train.py"]
+
+
+def test_a_command_on_its_own_head_host_keeps_its_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    given = {"hostfile": "hosts", "np": 2}
+    order, bundles = plan_move("launch", given, (), make_cluster((2,)), "/runs/x", {})
+    assert order.arguments == ("launch", "--hostfile=hosts", "--np=2", "--no-check", "--run-dir=/runs/x")
+    assert (order.work_folder, order.claimed, order.files, bundles) == (str(tmp_path), "", {}, ())
+
+
+RUN = Detached(make_head(), "0123456789ab", "/var/tmp/there/x", {"/var/tmp/inputs/rows.csv": "rows.csv"}, "")
+FOUND = Description("0123456789ab", "launch", "/var/tmp/there/x", "0123456789ab/x", "running", 1.0, {})
+
+
+def test_results_go_where_this_machine_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A host may say anything about the folder of the run."""
+    monkeypatch.chdir(tmp_path)
+    assert choose_folder(RUN, FOUND, "").run_dir == f"{tmp_path}/runs/x"
+    assert choose_folder(RUN, replace(FOUND, run_dir="/root/.ssh"), "").run_dir == f"{tmp_path}/runs/.ssh"
+    assert choose_folder(RUN, FOUND, "here").run_dir == f"{tmp_path}/here"
+    assert choose_folder(replace(RUN, run_dir="/named"), FOUND, "").run_dir == "/named"
+    with pytest.raises(CpuftError, match=r"calls the run '\.\.'"):
+        choose_folder(RUN, replace(FOUND, run_dir="/x/.."), "")
+    (tmp_path / "runs" / "x").mkdir(parents=True)
+    with pytest.raises(CpuftError, match="exists already"):
+        choose_folder(RUN, FOUND, "")
+    (tmp_path / "runs" / "x" / ".host-folder").write_text("0123456789ab/x\n")
+    assert choose_folder(RUN, FOUND, "").run_dir == f"{tmp_path}/runs/x"
+
+
+def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    both = [FOUND, replace(FOUND, id="01aa00000000", claimed="01aa00000000/y")]
+    monkeypatch.setattr(detached, "list_runs", lambda config: ([(RUN.head, one) for one in both], []))
+    environ, config = {"CPUFT_STATE": str(tmp_path / "state")}, LaunchConfig(hostfile="hosts")
+    assert find_run("012", config, environ)[0].id == FOUND.id
+    (tmp_path / ".host-folder").write_text("01aa00000000/y\n")
+    assert find_run(str(tmp_path), config, environ)[0].id == "01aa00000000"
+    with pytest.raises(CpuftError, match=r"begin with 01 \(0123456789ab, 01aa00000000\): give more of the id"):
+        find_run("01", config, environ)
+    for name in ("77", ""):
+        with pytest.raises(CpuftError, match=f"there is no detached run {name}: see cpuft runs"):
+            find_run(name, config, environ)
+
+
+def test_a_host_that_describes_its_runs_otherwise_is_named() -> None:
+    with pytest.raises(CpuftError, match=r"host node1 describes its detached runs in another form .*same version"):
+        make_head(Answer(0, '{"id": 1}\n')).list_runs()
+    assert make_head(Answer(0, f"hello\n{json.dumps(asdict(FOUND))}\n")).list_runs() == [FOUND]
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +269,7 @@ def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simu
     ended = cluster.cpuft("attach", "long")
     assert ended.returncode == 75, ended.stderr
     folder = cluster.folder / "long"
-    (line,) = re.findall(rf"continue with (cpuft launch --resume {folder})\n", ended.stderr)
+    line, *_ = re.findall(rf"continue with (cpuft launch --resume {folder})\n", ended.stderr)
     made = len(read_record(str(folder)).steps)
     assert 0 < made < 500
     refused = cluster.cpuft("stop", run)
@@ -106,10 +278,31 @@ def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simu
     assert f"continue after update {made}" in resumed.stderr or "step " in resumed.stderr, resumed.stderr
 
 
+SHORT = ("--task", "demo", "--max-train-samples", "32", "--max-steps", "2", "--precision", "fp32")
+
+
+@needs_root
+def test_a_detached_comparison_and_a_detached_sweep_bring_their_reports(cluster: Simulated) -> None:
+    found = []
+    for verb, words in (("compare", ("--np", "1,2")), ("sweep", ("--seed", "1..4"))):
+        options = ("--cluster", cluster.name, "--run-dir", verb, *words, *SHORT, *QUIET[:-4])
+        begun = cluster.cpuft(verb, "--detach", *options)
+        assert begun.returncode == 0, begun.stderr
+        done = cluster.cpuft("attach", verb)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.endswith(f"run: {cluster.folder / verb}\n")
+        found.append((begun.stderr, done.stdout))
+    assert len(list((cluster.folder / "compare").glob("np-*/record.jsonl"))) == 2
+    assert (cluster.folder / "compare" / "report.txt").read_text().splitlines()[0] in found[0][1]
+    assert len(list((cluster.folder / "sweep").glob("*/record.jsonl"))) == 4
+    assert f"cpuft: the sweep is moved to {cluster.hosts[0].name} and ends with that host" in found[1][0]
+    assert "ended" in cluster.cpuft("runs").stdout
+
+
 @needs_root
 def test_a_lost_head_host_is_told_with_the_command_that_resumes(cluster: Simulated) -> None:
     run = start(cluster, "lost", *TEXTS, *QUIET, "--max-steps", "500", "--checkpoint-every", "1")
-    wait_for_step(cluster, run, 40)
+    wait_for_step(cluster, run, 10)
     cluster.cpuft("provision", "local", "--name", cluster.name, "kill", "1")
     lost = cluster.cpuft("attach", run)
     resume = f"cpuft launch --resume {cluster.folder / 'lost'}"
@@ -117,7 +310,9 @@ def test_a_lost_head_host_is_told_with_the_command_that_resumes(cluster: Simulat
     assert resume in lost.stderr, lost.stderr
     listed = cluster.cpuft("runs")
     assert resume in listed.stderr, listed.stderr
-    resumed = cluster.cpuft(*resume.split()[1:], "--no-check", "--time-limit", "8")
+    # A host that was not used before gets the file from here.
+    again = ("--train-file", "book.txt", "--no-check", "--time-limit", "8")
+    resumed = cluster.cpuft(*resume.split()[1:], *again)
     steps = [int(step) for step in re.findall(r"^step (\d+)/500", resumed.stderr, re.M)]
     assert steps, resumed.stderr
     assert steps[0] > 1

@@ -233,6 +233,7 @@ def test_a_job_without_a_name_gets_one(capsys: pytest.CaptureFixture[str]) -> No
             ("slurm", "--array", "0-3", "--", "launch", "--np", "2", "--resume", "runs/x"),
             "all jobs of --array would resume the same run, runs/x: leave out --array, and submit a job for each run",
         ),
+        (("slurm", *LAUNCH, "--detach"), "a job goes on when you log out: leave out --detach"),
         (
             ("slurm", *LAUNCH, "--cluster", "lab"),
             "the launch of a job uses the hosts that the scheduler gives to the job, and --cluster names others: leave",
