@@ -93,6 +93,8 @@ class RunPlan:
     """Host -> what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
     resumed: bool = False
     """Whether the run's folder is from an earlier start, and must not be removed if this one fails."""
+    owner: int = 1
+    """Number of this start of the run. Each start has a higher one."""
     copy_seconds: float = 0.0
     """While the ranks run, seconds between two looks for a new checkpoint on the head host, which is copied to this
     machine; 0 copies none."""

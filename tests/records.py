@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from cpuft.launch.state import RunState
 from cpuft.record import (
     EvaluationLine,
     Footer,
@@ -25,6 +26,11 @@ LAYER_TIMES = LayerTimesLine(
     *(16, 0.001, 0.1, 0.2, 0.2, 0.02),
 )
 """When some gradients of such a run were ready."""
+
+
+def make_state(*hosts: str, **changes: Any) -> RunState:
+    """The state of a run with a rank on each of these hosts."""
+    return RunState("0123456789ab", hosts=hosts, **changes)
 
 
 def make_record(ranks: int = 1, hosts: int = 1, seconds: float = 100.0, **changes: Any) -> Record:

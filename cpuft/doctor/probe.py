@@ -233,9 +233,9 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     directory.
 
     A rank is left over when it has been handed to process 1, because its mpirun is gone. A run's directory is left over
-    when it is a day old and no process of this user names it. The path of one with checkpoints or with the results of a
-    run that has ended is followed by `UNFETCHED`: the launcher removes both when it has fetched them, so these may be
-    the only ones. Nothing is removed. Empty if nothing is left.
+    when it is a day old and no process of this user names it. The path of one with checkpoints or with the state of a
+    run is followed by `UNFETCHED`: the launcher removes both when it has fetched the run, so its results may be the
+    only ones. Nothing is removed. Empty if nothing is left.
 
     Parameters
     ----------
@@ -253,7 +253,7 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     for path in runs:
         with contextlib.suppress(FileNotFoundError):  # a run that has just ended removes its folder
             if os.lstat(path).st_mtime < time.time() - 24 * 3600:
-                patterns = (f"{path}/*/checkpoints/[0-9]*.[0-9]*", f"{path}/*/logs/exit-code")
+                patterns = (f"{path}/*/checkpoints/[0-9]*.[0-9]*", f"{path}/*/state.json")
                 found.append(path + UNFETCHED * any(map(glob.glob, patterns)))
     return found
 

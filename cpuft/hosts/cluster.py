@@ -147,8 +147,15 @@ class Cluster:
         """
         if not self.works_remotely:
             return run_dir
+        return f"{self.folder}/{self._name_folder(run_dir)}"
+
+    def run_id(self, run_dir: str) -> str:
+        """Return the id of the run in a folder on this machine: 12 hexadecimal digits, for a new run made at random."""
+        return self._name_folder(run_dir).partition("/")[0]
+
+    def _name_folder(self, run_dir: str) -> str:
         new = f"{hash_text(self.token + run_dir, 12)}/{os.path.basename(run_dir)}"
-        return f"{self.folder}/{read_host_folder(run_dir) or new}"
+        return read_host_folder(run_dir) or new
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         """Return the argv with which this machine runs `argv` on a host.

@@ -607,6 +607,7 @@ def plan_launch(
         notes=_plan_notes(cluster, shared, per_host, notes),
         command_prefixes=cluster.command_prefixes,
         resumed=bool(resumed),
+        owner=resumed.owner + 1 if resumed else 1,
     )
 
 

@@ -6,7 +6,6 @@ its part of the plan from standard input, and ends with the connection.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import json
@@ -27,14 +26,9 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch.active_runs import register_run
 from cpuft.launch.checkpoint_copies import CheckpointCopier
 from cpuft.launch.inputs import keep_bundles, secrets_on_hosts
-from cpuft.launch.results import (
-    EXIT_CODE,
-    HeadHostLostError,
-    fetch_and_clean_up,
-    read_exit_code,
-    remove_all_but_checkpoints,
-)
+from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
 from cpuft.launch.resume import find_newest_checkpoint, remove_empty_run
+from cpuft.launch.state import RunState, find_end, read_state
 from cpuft.launch.supervise import StopRequest, run_on_this_machine
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.process import end_with_parent
@@ -54,8 +48,8 @@ class AttemptOrder:
     """The parts that the head host executes: prepare the examples and start the ranks."""
     run_dir: str
     """The run folder on the head host."""
-    hosts: tuple[str, ...]
-    """The host of each rank, as the hostfile names it."""
+    state: RunState
+    """The state of the run, with the host of each rank."""
     seconds: float
     """Time limit of the ranks; 0 for none."""
     ssh_config: str
@@ -102,6 +96,7 @@ def run_attempt(
     Raises RuntimeError: the preparation on this machine failed in another way; the message is its output.
     """
     work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
+    state = begin_state(plan, run_dir, cluster)
     request = (
         None if grace is None else StopRequest(work, cluster.head, cluster.command_prefixes, grace, ctrl_c_seconds)
     )
@@ -109,8 +104,8 @@ def run_attempt(
         with secrets_on_hosts(plan, cluster, work, environ), register_run(run_dir, cluster):
             keep_bundles(plan, cluster)
             if cluster.works_remotely:
-                return run_on_head_host(plan, run_dir, cluster, environ, time_limit, say, request)
-            return run_on_this_machine(plan, run_dir, cluster.rank_hosts, environ, time_limit, transport, request)
+                return run_on_head_host(plan, run_dir, state, cluster, environ, time_limit, say, request)
+            return run_on_this_machine(plan, run_dir, state, environ, time_limit, transport, request)
     except Interrupted as stopped:
         what = "nothing had started"
         if Path(run_dir, "logs").exists():
@@ -125,9 +120,26 @@ def run_attempt(
             stop_signals.append(request.signal_number)
 
 
+def begin_state(plan: RunPlan, run_dir: str, cluster: Cluster) -> RunState:
+    """Return the first state of a start of the run, from that in the run folder on this machine.
+
+    Raises CpuftError: the state there cannot be used.
+    """
+    earlier = read_state(run_dir) or RunState(cluster.run_id(run_dir))
+    return RunState(
+        earlier.id,
+        plan.owner,
+        hosts=cluster.rank_hosts,
+        checkpoints=earlier.checkpoints,
+        seconds=earlier.seconds,
+        lease=cluster.access.until,
+    )
+
+
 def run_on_head_host(
     plan: RunPlan,
     run_dir: str,
+    state: RunState,
     cluster: Cluster,
     environ: Mapping[str, str],
     time_limit: float,
@@ -143,6 +155,7 @@ def run_on_head_host(
     Parameters
     ----------
     run_dir: absolute path of the run folder on this machine.
+    state: the first state of this start.
     time_limit: of the ranks, in seconds; 0 for none.
     say: called with a line for the user.
     stop_request: asks the ranks to save a checkpoint first; None: every signal ends them at once.
@@ -155,7 +168,7 @@ def run_on_head_host(
     Raises Interrupted: a signal came. What the ranks recorded until then has been fetched.
     """
     config = cluster.access.config_there or cluster.access.transport.config
-    order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), cluster.rank_hosts, time_limit, config)
+    order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), state, time_limit, config)
 
     def run_part(
         name: str, seconds: float, say: Say = lambda line: None, advice: str = "check the hosts with cpuft doctor"
@@ -163,7 +176,6 @@ def run_on_head_host(
         execute.run_stages(plan.select(name), environ, seconds, say, advice)
 
     run_part("claim", _MAKE_SECONDS, advice="give a new folder with --run-dir")
-    Path(run_dir, "logs", EXIT_CODE).unlink(missing_ok=True)  # of an earlier attempt
     try:
         try:
             run_part("make", _MAKE_SECONDS)
@@ -194,7 +206,7 @@ def run_on_head_host(
     if code not in (0, RESUMABLE) and stop_request and stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
     # A killed rank also makes the exit code larger than 128, but then the supervisor has written it.
-    if code == execute.SSH_FAILED or (code > 128 and not read_exit_code(run_dir)):
+    if code == execute.SSH_FAILED or (code > 128 and not find_end(run_dir, plan.owner)):
         raise HeadHostLostError(
             f"the connection to the head host {cluster.head} was lost: check the host with cpuft doctor"
         )
@@ -211,9 +223,8 @@ def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
 def main() -> None:
     """Supervise the ranks on the head host. Standard input is an AttemptOrder as JSON.
 
-    Writes the exit code to logs/exit-code in the run folder, and exits with it: that of the run (at most 254), that of
-    a CpuftError, after a line on standard error, or 128 + N for signal N. Gets SIGTERM when the ssh connection ends.
-    Holds the lock file RUN_DIR.lock until the end.
+    Exits with the code of the run (at most 254), that of a CpuftError, after a line on standard error, or 128 + N for
+    signal N. Gets SIGTERM when the ssh connection ends. Holds the lock file RUN_DIR.lock until the end.
     """
     protect_streams()
     end_with_parent(signal.SIGTERM)
@@ -222,17 +233,14 @@ def main() -> None:
         fcntl.flock(file, fcntl.LOCK_EX)
         try:
             transport = SshTransport(order.ssh_config)
-            code = run_on_this_machine(order.plan, order.run_dir, order.hosts, os.environ, order.seconds, transport)
+            code = run_on_this_machine(order.plan, order.run_dir, order.state, os.environ, order.seconds, transport)
         except CpuftError as error:
             print(f"cpuft: error: {error}", file=sys.stderr)
             code = error.exit_code
         except Interrupted as stopped:
             code = stopped.exit_code
     # ssh itself exits with 255 if it fails, and mpirun passes on that code of its own ssh.
-    code = min(code, execute.SSH_FAILED - 1)
-    with contextlib.suppress(OSError):
-        Path(order.run_dir, "logs", EXIT_CODE).write_text(f"{code}\n", encoding="utf-8")
-    sys.exit(code)
+    sys.exit(min(code, execute.SSH_FAILED - 1))
 
 
 if __name__ == "__main__":

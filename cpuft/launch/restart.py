@@ -22,7 +22,7 @@ from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport, try_hosts
-from cpuft.launch.failures import Failure, ended_to_be_resumed, explain_exit, read_failures
+from cpuft.launch.failures import Failure, explain_exit, read_failures
 from cpuft.launch.plan import Job, Launch, plan_fetching, plan_run
 from cpuft.launch.results import (
     FILES_LEFT,
@@ -37,13 +37,13 @@ from cpuft.launch.resume import (
     check_newest_checkpoint,
     find_newest_checkpoint,
     gather_host_copies,
-    read_lost_hosts,
     read_resumed_run,
     remove_empty_run,
 )
+from cpuft.launch.state import find_end
 from cpuft.plan import RunPlan
 from cpuft.rank import kill
-from cpuft.record import FILE_NAME, InterruptedLine, parse_lines, read_record
+from cpuft.record import FILE_NAME, read_record
 
 T = TypeVar("T")
 Start = Callable[[RunPlan, str, Cluster, float], int]
@@ -304,7 +304,7 @@ def run_with_restarts(
             time_limit = _time_left(launch.job, begun) if policy.restarts else launch.job.config.time_limit
             # The hosts keep what they have until the last attempt has ended.
             start_now = partial(start, replace(plan, keep_host_copies=True), launch.run_dir, cluster, time_limit)
-            tried = make_attempt(launch, cluster, start_now)
+            tried = make_attempt(launch, cluster, plan.owner, start_now)
         except NotStoredError:
             raise  # the hosts have the only copies of the results, so nothing may be removed there
         except CpuftError:
@@ -363,8 +363,8 @@ def _time_left(job: Job, begun: float) -> float:
     return left if limit else 0.0
 
 
-def make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> Attempt:
-    """Start the ranks once and find out how they ended.
+def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[], int]) -> Attempt:
+    """Start the ranks once, as the start with this owner number, and find out how they ended.
 
     Raises CpuftError: `start` raised it, and neither a lost host nor a failed connection is the reason.
     """
@@ -384,7 +384,8 @@ def make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> 
     if not code:
         return Attempt(AttemptResult(0), 0.0)
     failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
-    transport.unresponsive.update(set() if error else read_lost_hosts(launch.run_dir))
+    end = None if error else find_end(launch.run_dir, owner)
+    transport.unresponsive.update(end.silent if end else ())
     if transport.unresponsive.intersection(hosts):
         # Another host may have been lost at the same moment: it has to be named, and nothing should wait for it later.
         transport.find_unresponsive([name for name in names if name not in transport.unresponsive])
@@ -394,7 +395,7 @@ def make_attempt(launch: Launch, cluster: Cluster, start: Callable[[], int]) -> 
         unreachable=frozenset(transport.unresponsive.intersection(hosts)),
         update=_count_updates(launch.run_dir),
         connection_lost=isinstance(error, HeadHostLostError),
-        leaving=find_leaving_hosts(launch.run_dir, hosts) if ended_to_be_resumed(failures) else frozenset(),
+        leaving=frozenset(end.leaving if end else ()),
         connection_error=str(error) if error and error.is_transient else "",
         hosts=hosts,
     )
@@ -406,24 +407,6 @@ def _count_updates(run_dir: str) -> int:
         return len(read_record(run_dir).steps)
     except CpuftError:
         return 0
-
-
-def find_leaving_hosts(run_dir: str, hosts: Sequence[str]) -> frozenset[str]:
-    """Return the names of the hosts that had received an interruption notice when the run was interrupted.
-
-    Read from the last line of the run record here; empty if there is no readable record, or it does not end with an
-    interruption.
-
-    Parameters
-    ----------
-    hosts: the name of each rank's host, indexed by rank.
-    """
-    try:
-        record = Path(run_dir, FILE_NAME)
-        *_, last = parse_lines(record.read_text(encoding="utf-8"), str(record))
-    except (OSError, ValueError, CpuftError):
-        return frozenset()
-    return frozenset(hosts[rank] for rank in last.leaving) if isinstance(last, InterruptedLine) else frozenset()
 
 
 def _find_last_progress(run_dir: str, begun: float) -> float:
@@ -504,6 +487,7 @@ def plan_next_attempt(
     )
     resumed = ResumedRun(
         run_dir,
+        owner=plan.owner,
         updates=updates,
         host_copies=copies,
         stopped_at=tried.stopped_at,
@@ -625,9 +609,9 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, sa
 def complete_resumed_run(job: Job, resumed: ResumedRun) -> ResumedRun:
     """Return what is needed to continue a run: its recorded options, or those of `job` if nothing was recorded yet.
 
-    Of `resumed`, the host copies, `stopped_at`, `restart_reason` and `fetched_from` are kept. `updates` stays unless it
-    is below 0, which means that the record of the last attempt is lost; then it is the largest number of updates that a
-    host knows, or 0.
+    Of `resumed`, the owner, the host copies, `stopped_at`, `restart_reason` and `fetched_from` are kept. `updates`
+    stays unless it is below 0, which means that the record of the last attempt is lost; then it is the largest number
+    of updates that a host knows, or 0.
     """
     train, copies = job.train, resumed.host_copies
     batch = train.batch_size * train.gradient_accumulation * job.config.np
@@ -636,7 +620,8 @@ def complete_resumed_run(job: Job, resumed: ResumedRun) -> ResumedRun:
     except CpuftError:
         known = ResumedRun(resumed.run_dir, train, job.config.np, 0, batch)
     updates = [resumed.updates] if resumed.updates >= 0 else [max(one.steps, one.checkpoint_update) for one in copies]
-    known = replace(known, host_copies=copies, updates=max([0, *updates]), stopped_at=resumed.stopped_at)
+    known = replace(known, owner=resumed.owner, host_copies=copies, updates=max([0, *updates]))
+    known = replace(known, stopped_at=resumed.stopped_at)
     return replace(known, restart_reason=resumed.restart_reason, fetched_from=resumed.fetched_from)
 
 

@@ -30,12 +30,11 @@ from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import HOST_FOLDER, Cluster
-from cpuft.launch.resume import CHECKPOINT_HOSTS, CHECKPOINTS, read_lost_hosts
+from cpuft.launch.resume import CHECKPOINT_HOSTS, CHECKPOINTS
+from cpuft.launch.state import FINISHED, find_end
 from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
-EXIT_CODE = "exit-code"
-"""File beside the ranks' logs with the supervisor's exit code, if it came to its end."""
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"
 """End of a line for the user that names hosts that do not answer."""
 _SKIPPED = "only plain files and folders of a run are fetched; left out: "
@@ -141,7 +140,8 @@ def fetch_and_clean_up(
 
     Copies of checkpoints in the run folder are removed from it if the run is finished. Nothing is removed from hosts
     that do not answer. Of a run that is not finished, the checkpoints stay on the hosts, and everything stays there if
-    `plan.keep_host_copies` is set. Returns whether the run is finished, which its logs say if the caller does not know.
+    `plan.keep_host_copies` is set. Returns whether the run is finished, which its state says if the caller does not
+    know.
 
     Parameters
     ----------
@@ -173,8 +173,9 @@ def fetch_and_clean_up(
     if os.path.isdir(run_dir):
         write_plan(plan, run_dir)
     # The connection to the supervisor may break when the last rank has ended.
-    if not is_finished and read_exit_code(run_dir) != "0":
-        unreachable |= read_lost_hosts(run_dir)
+    end = find_end(run_dir, plan.owner)
+    if not is_finished and not (end and end.phase == FINISHED):
+        unreachable.update(end.silent if end else ())
         if not plan.keep_host_copies:
             remove_all_but_checkpoints(plan, run_dir, environ, unreachable, say)
         return False
@@ -193,14 +194,6 @@ def fetch_and_clean_up(
     if missing:
         say(f"cpuft: {', '.join(sorted(missing))} did not answer at the end of the run: {FILES_LEFT}")
     return True
-
-
-def read_exit_code(run_dir: str) -> str:
-    """Return the exit code with which the supervisor of the last attempt ended, or "" if it did not come to its end."""
-    try:
-        return Path(run_dir, "logs", EXIT_CODE).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
-        return ""
 
 
 def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
-from cpuft.files import write_text
 from cpuft.hosts.cluster import HOST_FOLDER, WORK_ROOT, Access, Cluster, find_access, read_host_folder, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import try_hosts
+from cpuft.launch.state import FILE_NAME as STATE_FILE
+from cpuft.launch.state import read_state
 from cpuft.record import FILE_NAME, EarlierMeasurements, parse_record, read_measurements, read_record
 from cpuft.serialization import load
 
@@ -27,8 +28,6 @@ _CHECKPOINT = re.compile(r"[0-9]{1,15}\.[0-9]{1,9}")
 """Name of a whole checkpoint: its update and the rank that wrote it."""
 PREPARED_DATA = "data.npz"
 """File in the run folder with the tokenized examples, which are prepared before the ranks start."""
-_LOST_HOSTS = "silent"
-"""File among the logs that lists the hosts that did not answer at the end of an attempt."""
 _DESCRIBE_RUN = Path(__file__).with_name("describe_run.sh").read_text(encoding="utf-8")
 
 
@@ -78,6 +77,8 @@ class ResumedRun:
     """For an automatic restart: its reason; empty for a run that the user resumes."""
     fetched_from: str = ""
     """Name of the head host whose logs have already been fetched; empty for none."""
+    owner: int = 0
+    """The highest number of a start of the run that is known."""
     finished_on: str = ""
     """Name of the host on which the run finished and where its results still are; empty for none."""
     measured: EarlierMeasurements | None = field(default=None, compare=False)
@@ -172,12 +173,14 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     is_active = any(copy.is_active for copy in host_copies)
     if finished := [copy.host.name for copy in host_copies if copy.is_finished and not copy.is_active]:
         return ResumedRun(str(path), finished_on=finished[0])
+    state = read_state(run)
+    owner = state.owner if state else 0
     headers = [(copy.host.name, copy.header) for copy in host_copies if copy.header]
     has_record, checkpoint = (path / FILE_NAME).exists(), find_checkpoint_here(str(path))
     exists = (path / "logs").is_dir() or any(copy.exists for copy in host_copies) or checkpoint is not None
     has_copied_record = checkpoint is not None and (checkpoint / FILE_NAME).exists()
     if is_script and exists and not (has_record or headers or is_active or has_copied_record):
-        return ResumedRun(str(path))
+        return ResumedRun(str(path), owner=owner)
     if headers and not has_record:
         record = parse_record(headers[0][1], f"the record of {run} on {headers[0][0]}")
     else:
@@ -209,6 +212,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
         header.world_size,
         updates,
         header.global_batch,
+        owner=owner,
         measured=read_measurements(header),
         hostnames=frozenset(rank.host for rank in ranks),
     )
@@ -345,36 +349,17 @@ def has_begun(run_dir: str) -> bool:
     return any(path.name != HOST_FOLDER for path in Path(run_dir).glob("*"))
 
 
-def write_lost_hosts(logs: Path, names: Collection[str]) -> None:
-    """Write the names of the hosts that did not answer at the end of an attempt to the file `silent` in `logs`.
-
-    A restart then need not ask them again. Without names nothing is written.
-    """
-    if names:
-        write_text(logs / _LOST_HOSTS, "".join(f"{name}\n" for name in sorted(names)))
-
-
-def read_lost_hosts(run_dir: str) -> set[str]:
-    """Return the names that `write_lost_hosts` wrote in the last attempt; empty if there are none."""
-    try:
-        return set(Path(run_dir, "logs", _LOST_HOSTS).read_text(encoding="utf-8", errors="replace").split())
-    except OSError:
-        return set()
-
-
 def remove_empty_run(run_dir: str) -> None:
     """Remove a run folder that holds nothing but the notes of a failed attempt, and leave any other folder as it is.
 
-    The notes are `plan.sh` and `.host-folder`, and `silent` and `exit-code` in `logs`. Never raises OSError, even if
-    there is no such folder. Must not be called while a host has files of the run, which would not be found again.
+    The notes are `plan.sh`, `.host-folder` and the run state. Never raises OSError, even if there is no such folder.
+    Must not be called while a host has files of the run, which would not be found again.
     """
-    logs = Path(run_dir, "logs")
-    notes, own = (_LOST_HOSTS, "exit-code"), ("plan.sh", HOST_FOLDER)
+    logs, own = Path(run_dir, "logs"), ("plan.sh", HOST_FOLDER, STATE_FILE)
     with suppress(OSError):
-        names, logged = ({path.name for path in folder.glob("*")} for folder in (Path(run_dir), logs))
-        if names <= {"logs", *own} and logged <= {*notes}:
-            for path in (*(logs / name for name in notes), *(Path(run_dir, name) for name in own)):
-                path.unlink(missing_ok=True)
+        if {path.name for path in Path(run_dir).glob("*")} <= {"logs", *own} and not any(logs.glob("*")):
+            for name in own:
+                Path(run_dir, name).unlink(missing_ok=True)
             if logs.is_dir():
                 logs.rmdir()
             Path(run_dir).rmdir()

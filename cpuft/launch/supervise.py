@@ -31,12 +31,13 @@ from cpuft.launch.failures import (
     worst_exit_code,
 )
 from cpuft.launch.results import write_plan
-from cpuft.launch.resume import write_lost_hosts
 from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, Diagnosis, diagnose_run
+from cpuft.launch.state import PREPARING, SAVING, TRAINING, RunState, StateWriter
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, STARTED_MARK, WAITS_MARK
+from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take to end after the first Ctrl-C: to finish one or two updates and save a checkpoint."""
@@ -76,6 +77,8 @@ _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
 _MOST_STARTS = 3
 """How often mpirun is started if no rank starts. Each time its port is another one and the limit is twice as long."""
+_UNSAVED_MODEL = "model.*.tmp"
+"""Folder in the run folder that rank 0 writes the model to; it is renamed when it is complete."""
 _MARK_BYTES = 4096
 """Number of bytes at the beginning and at the end of a log that are searched for a rank's marks."""
 _REMOVE_SECONDS = 60.0
@@ -248,6 +251,8 @@ class Watchdog:
     stop_request: StopRequest | None = None
     report_wait: Callable[[], None] = lambda: None
     """Tells the user which ranks the others have been waiting for."""
+    report_saving: Callable[[], None] = lambda: None
+    """Called while rank 0 saves the model."""
     waits: set[bytes] = field(default_factory=set)
     """The long waits that ranks have reported."""
     begun: float = field(default_factory=time.monotonic)
@@ -291,6 +296,8 @@ class Watchdog:
         self.checked_at = now
         if self.stop_request:
             self.stop_request.check()
+        if any(self.logs.parent.glob(_UNSAVED_MODEL)):
+            self.report_saving()
         ends, mpirun_log = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
         if not self.failed_at and (_has_mark(ends, FAILED_MARK) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
             self.failed_at = now
@@ -422,7 +429,7 @@ def _has_mark(texts: Iterable[bytes], *marks: str) -> bool:
 def run_on_this_machine(
     plan: RunPlan,
     run_dir: str,
-    hosts: tuple[str, ...],
+    state: RunState,
     environ: Mapping[str, str],
     time_limit: float,
     transport: Transport,
@@ -431,14 +438,14 @@ def run_on_this_machine(
     """Carry out a run's plan with this machine as the head host, and wait until the ranks have ended.
 
     Makes the run folder, prepares the examples, writes `plan.sh` there and starts mpirun, up to three times if no rank
-    of several hosts starts. The output of rank 0 appears on the terminal. After a failure, its cause and the end of the
-    failed rank's output are printed, and the names of lost hosts are written to `logs/silent`. Executes only the parts
+    of several hosts starts. Keeps the run state in the run folder up to date. The output of rank 0 appears on the
+    terminal. After a failure, its cause and the end of the failed rank's output are printed. Executes only the parts
     `make`, `prepare` and `ranks` of the plan.
 
     Parameters
     ----------
     run_dir: the run folder on this machine.
-    hosts: the name of each rank's host, indexed by rank.
+    state: the first state of this start of the run.
     time_limit: for the ranks, in seconds; 0 for none.
     transport: how to ask the hosts whether they answer.
     stop_request: asks the ranks to save a checkpoint first; None: every signal ends them at once.
@@ -462,7 +469,29 @@ def run_on_this_machine(
     here = plan.full_plan.as_local
     for (step,) in plan.make:
         _make_run_dir(here(step), environ)
+    writer = StateWriter(run_dir, state)
+    try:
+        code = _supervise(plan, run_dir, writer, environ, time_limit, transport, stop_request)
+    except BaseException as error:
+        writer.end(error.exit_code if isinstance(error, CpuftError | Interrupted) else 1, str(error))
+        raise
+    writer.end(code, writer.state.reason)
+    return code
+
+
+def _supervise(
+    plan: RunPlan,
+    run_dir: str,
+    writer: StateWriter,
+    environ: Mapping[str, str],
+    time_limit: float,
+    transport: Transport,
+    stop_request: StopRequest | None,
+) -> int:
+    """Do what `run_on_this_machine` does in the run folder, which has been made."""
+    here, hosts = plan.full_plan.as_local, writer.state.hosts
     names = sorted(set(hosts))
+    writer.write(phase=PREPARING)
     check_hosts = HostMonitor(lambda: transport.find_unresponsive(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
@@ -474,16 +503,24 @@ def run_on_this_machine(
             lost = transport.find_unresponsive(names)
         if lost:
             what = [str(error).splitlines()[0]] if isinstance(error, RuntimeError) else []
-            for line in (*what, *describe_absent([], hosts, lost)):
+            lines = describe_absent([], hosts, lost)
+            for line in (*what, *lines):
                 _print(line)
-            write_lost_hosts(Path(run_dir, "logs"), lost)
+            writer.note(silent=tuple(sorted(lost)), reason=lines[0])
             return RESUMABLE
         if not plan.resumed:
             execute.run_command(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
     ((ranks,),) = plan.ranks
     watchdog = _make_watchdog(run_dir, hosts, transport, stop_request)
-    return _run_ranks(here(ranks), watchdog, hosts, environ, time_limit)
+
+    def note_saving() -> None:
+        if writer.state.phase == TRAINING:
+            writer.write(phase=SAVING)
+
+    watchdog.report_saving = note_saving
+    writer.write(phase=TRAINING)
+    return _run_ranks(here(ranks), watchdog, writer, environ, time_limit)
 
 
 def _make_watchdog(
@@ -540,10 +577,10 @@ def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], 
 
 
 def _run_ranks(
-    step: Step, watchdog: Watchdog, hosts: tuple[str, ...], environ: Mapping[str, str], time_limit: float
+    step: Step, watchdog: Watchdog, writer: StateWriter, environ: Mapping[str, str], time_limit: float
 ) -> int:
     """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
-    logs, begun = watchdog.logs, time.monotonic()
+    logs, hosts, begun = watchdog.logs, writer.state.hosts, time.monotonic()
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
         code, was_stuck, not_started = _start_ranks(step, watchdog, environ, left)
@@ -553,6 +590,7 @@ def _run_ranks(
         watchdog = replace(watchdog, begun=time.monotonic(), start_limit=2 * watchdog.start_limit)
         watchdog = replace(watchdog, failed_at=0.0, unreachable=None, host_check=None)
     if not code:
+        writer.note(exit_codes={str(rank): 0 for rank in range(len(hosts))})
         return 0
     if not_started and was_stuck:
         _print(
@@ -560,12 +598,15 @@ def _run_ranks(
             "are open to other machines"
         )
     failures = read_failures(logs, hosts)
-    if not was_stuck and ended_to_be_resumed(failures):
-        return RESUMABLE
+    writer.note(exit_codes={str(one.rank): one.code for one in failures})
+    if ended_to_be_resumed(failures):
+        writer.note(leaving=_find_leaving_hosts(logs.parent, hosts), reason="the ranks ended to be resumed")
+        if not was_stuck:
+            return RESUMABLE
     if watchdog.stop_request and watchdog.stop_request.signal_number == signal.SIGINT:
         raise Interrupted(signal.SIGINT)
     lost = watchdog.find_lost_hosts()
-    write_lost_hosts(logs, lost)
+    writer.note(silent=tuple(sorted(lost)))
     # mpirun ends without a message if it cannot write the output of the ranks.
     if not failures and not lost and shutil.disk_usage(logs).free < 1 << 16:
         raise DiskFullError(str(logs.parent))
@@ -575,8 +616,20 @@ def _run_ranks(
     )
     if watchdog.diagnosis and not lost:
         absent = [watchdog.diagnosis.text]
-    print(describe_failures(failures, mpirun_output, absent), file=sys.stderr, flush=True)
+    text = describe_failures(failures, mpirun_output, absent)
+    print(text, file=sys.stderr, flush=True)
+    writer.note(reason=text.splitlines()[-1].removeprefix("cpuft: "))
     return worst_exit_code(failures, RESUMABLE if lost else code)
+
+
+def _find_leaving_hosts(run_dir: Path, hosts: Sequence[str]) -> tuple[str, ...]:
+    """Return the hosts that had received an interruption notice, by the last line of the record; () without one."""
+    try:
+        *_, last = parse_lines((run_dir / FILE_NAME).read_text(encoding="utf-8"), FILE_NAME)
+    except (OSError, ValueError, CpuftError):
+        return ()
+    ranks = last.leaving if isinstance(last, InterruptedLine) else ()
+    return tuple(sorted({hosts[rank] for rank in ranks}))
 
 
 def _start_ranks(

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from cpuft.launch.state import read_state
 from cpuft.record import read_record
 from cpuft.terminal import format_table
 from tests.conftest import GLUE
@@ -290,7 +291,8 @@ def has_come_to(stage: str, step: int, steps: int, cluster: Simulated, run: str)
         return _count_steps(records) >= steps
     if stage == "save":
         return any('"kind": "evaluation"' in text for text in records)
-    return any((folder / "logs/exit-code").exists() for folder in folders)  # the results are fetched now
+    states = [read_state(str(folder)) for folder in folders]
+    return any(state and state.has_ended for state in states)  # the results are fetched now
 
 
 def wait_for_stage(launch: Launch, cluster: Simulated, run: str, stage: str, step: int, steps: int) -> bool:

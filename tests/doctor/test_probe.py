@@ -70,7 +70,7 @@ def test_folders_of_runs_are_left_over_after_a_day(tmp_path: Path) -> None:
     assert left(tmp_path) == sorted(f"{tmp_path}/{name}" for name in RUNS)
 
 
-@pytest.mark.parametrize("kept", ["run/checkpoints/12.4", "run/logs/exit-code"])
+@pytest.mark.parametrize("kept", ["run/checkpoints/12.4", "run/state.json"])
 def test_folders_with_what_was_not_fetched_are_told_apart(tmp_path: Path, kept: str) -> None:
     """An interrupted run has its only checkpoints there, or a finished one its only model."""
     make(tmp_path, (f"{RUNS[1]}/{kept}", RUNS[1], RUNS[0]))

@@ -38,6 +38,7 @@ from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
 from cpuft.launch.settings import user_variables
 from cpuft.launch.stack_dumps import parse_rank_dump, parse_stack
+from cpuft.launch.state import format_state, parse_state
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.plan import parse_ssh_from
@@ -91,7 +92,7 @@ from tests.conftest import make_facts
 from tests.fuzz import values
 from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
 from tests.launch.test_stack_dumps import DUMP, found
-from tests.records import make_record
+from tests.records import make_record, make_state
 from tests.schedulers.test_aws_batch_node import CHILD
 from tests.train.decoders import CHATML, MARKED
 
@@ -365,6 +366,8 @@ _FAILURES = values.damaged([f"{FAILED_MARK} rank 0 on a exit code 2\n", f"{FAILE
 _STEPS = values.damaged([f"{STEPS_MARK} rank 1 on a ended after 5\n", f"{STEPS_MARK} rank 0 on a failed after 6\n"])
 _KEPT = values.damaged([f"there\nbroke off\nsteps 3\n{format_line(make_record(2).header)}\ncheckpoint 000000002.1\n"])
 
+_STATES = values.damaged([format_state(make_state("a", "b"))])
+
 _REPORTS = values.damaged_json(json.loads(str(found()["report"]))).map(lambda text: values.dump(found(report=text)))
 """Of a rank whose own words are damaged, in what its host says of it."""
 
@@ -415,6 +418,7 @@ PARSERS: dict[str, Parser] = {
     "parse_hostfile": Parser(parse_hostfile, HOSTFILES | values.lines(values.TEXTS, values.TEXTS)),
     "read_hostfile": Parser(_from_file("hf", lambda path: read_hostfile(str(path))), HOSTFILES),
     "parse_record": Parser(_write_report, RECORDS),
+    "parse_state": Parser(partial(parse_state, place="it"), _STATES),
     "read_resumed_run": Parser(_from_file("record.jsonl", lambda path: read_resumed_run(str(path.parent))), RECORDS),
     "read_steps": Parser(_from_file("r.jsonl", read_steps), RECORDS),
     "read_record": Parser(_from_file("r.jsonl", lambda path: read_record(str(path))), RECORDS),

@@ -166,7 +166,8 @@ def test_embeddings_of_two_hosts_come_back(cluster: Simulated) -> None:
     assert ("texts.csv" in sent["1"], "texts.csv" in sent["2"]) == (True, False)
     assert ("config.json" in sent["1"], "config.json" in sent["2"]) == (True, True)
     assert not [path for path in files_of(cluster, "var/tmp") if "vectors" in path or path.endswith("embeddings.npy")]
-    assert sorted(path.name for path in (cluster.folder / "embedded").iterdir()) == [HOST_FOLDER, "logs", "plan.sh"]
+    left = [HOST_FOLDER, "logs", "plan.sh", "state.json"]
+    assert sorted(path.name for path in (cluster.folder / "embedded").iterdir()) == left
 
 
 @pytest.mark.proof

@@ -33,6 +33,7 @@ from cpuft.launch.resume import ResumedRun
 from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import RunPlan, Step, format_plan
 from tests.conftest import Golden, make_facts
+from tests.records import make_state
 
 
 def make_cluster(ranks: tuple[int, ...], mpi: str = "intel") -> Cluster:
@@ -117,10 +118,10 @@ def test_a_run_folder_that_another_launch_has_just_made_is_named(tmp_path: Path)
     plan = plan_launch(make_cluster((1,)), LaunchConfig(np=1), run_dir, ("true",), "gloo", {})
     ((make,),) = plan.make
     plan = RunPlan(((dataclasses.replace(make, host=""),),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, run_dir, (), os.environ, 0.0, SshTransport()) == 0
+    assert run_on_this_machine(plan, run_dir, make_state(), os.environ, 0.0, SshTransport()) == 0
     with pytest.raises(CpuftError, match=f"another run took {run_dir}.: give a new folder with --run-dir"):
-        run_on_this_machine(plan, run_dir, (), os.environ, 0.0, SshTransport())
-    assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh"]
+        run_on_this_machine(plan, run_dir, make_state(), os.environ, 0.0, SshTransport())
+    assert sorted(path.name for path in Path(run_dir).iterdir()) == ["logs", "plan.sh", "state.json"]
 
 
 SECRETS = dict.fromkeys(("HF_API_KEY", "HF_TOKEN", "OPENAI_API_KEY", "CCL_KEY", "FI_PASSWORD"), "hunter2")

@@ -38,13 +38,14 @@ from cpuft.launch.restart import (
 )
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, ResumedRun, find_newest_checkpoint
+from cpuft.launch.state import StateWriter
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
-from cpuft.record import InterruptedLine, format_line, read_measurements
+from cpuft.record import read_measurements
 from tests.launch.test_plan import make_cluster
 from tests.launch.test_resume import HEADER, TRAIN, write_run
-from tests.records import make_steps
+from tests.records import make_state, make_steps
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +147,7 @@ def test_planning_a_restart_is_retried_after_a_failed_connection(
     assert (len(asked), len(asked) > fails) == (tries, ends_well)
 
 
-def test_hosts_that_are_lost_at_the_same_moment_are_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_that_are_lost_at_the_same_moment_are_all_found() -> None:
     """The ranks have missed one of them; another one does not answer either."""
     three, asked = make_cluster((1, 1, 1)), list[str]()
     names = [assignment.host.name for assignment in three.assignments]
@@ -158,8 +159,9 @@ def test_hosts_that_are_lost_at_the_same_moment_are_all_found(monkeypatch: pytes
             return {"node3"}
 
     three = replace(three, access=replace(three.access, transport=Transport()))
-    monkeypatch.setattr("cpuft.launch.restart.read_lost_hosts", lambda run_dir: {names[1]})
-    attempt = make_attempt(Launch(script(3), str(Path("run").absolute()), {}), three, lambda: 1)
+    Path("run").mkdir()
+    StateWriter("run", make_state(silent=(names[1],))).end(1)
+    attempt = make_attempt(Launch(script(3), str(Path("run").absolute()), {}), three, 1, lambda: 1)
     assert attempt.result.unreachable == {names[1], names[2]}
     assert asked == [names[0], names[2]]
 
@@ -352,8 +354,7 @@ def test_a_restart_does_not_take_a_host_that_could_not_be_asked_for_one_without_
 
 
 def is_told_to_go(log: Path) -> int:
-    line = InterruptedLine(3, 9, "the notice /gone on localhost", (0,))
-    (log.parents[1] / "record.jsonl").write_text(format_line(line) + "\n")
+    StateWriter(str(log.parents[1]), make_state("localhost", leaving=("localhost",))).end(75)
     return fails(75)(log)
 
 

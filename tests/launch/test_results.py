@@ -22,8 +22,10 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import results
 from cpuft.launch.results import NotStoredError, fetch_and_clean_up, fetch_results, plan_results
+from cpuft.launch.state import StateWriter
 from cpuft.plan import RunPlan, Step
 from tests.launch.test_inputs import AWAY
+from tests.records import make_state
 
 
 def member(name: str, text: str = "", kind: bytes = tarfile.REGTYPE, link: str = "", mode: int = 0o644) -> bytes:
@@ -303,11 +305,10 @@ def test_a_signal_while_a_finished_run_is_fetched_says_where_it_is(
     assert said[0].startswith("cpuft: stopped by SIGINT: the run has finished. Its results are in ")
 
 
-@pytest.mark.parametrize("code", ["0", "75"])
-def test_a_run_whose_logs_say_that_it_finished_is_finished(code: str, tmp_path: Path, run: Path) -> None:
+@pytest.mark.parametrize("code", [0, 75])
+def test_a_run_whose_state_says_that_it_finished_is_finished(code: int, tmp_path: Path, run: Path) -> None:
     """The connection to the supervisor broke when the last rank had ended."""
     cluster, plan, work = planned(tmp_path, run)
-    (work / "logs").mkdir()
-    (work / "logs/exit-code").write_text(f"{code}\n")
+    StateWriter(str(work), make_state("a")).end(code)
     plan = replace(plan, results=(plan.results[0], ()))
-    assert fetch_and_clean_up(plan, str(run), cluster, os.environ, False, lambda line: None) == (code == "0")
+    assert fetch_and_clean_up(plan, str(run), cluster, os.environ, False, lambda line: None) == (code == 0)

@@ -41,7 +41,7 @@ from cpuft.record import Line, RecordedRank, ResumedLine, Writer, format_line, r
 from tests.conftest import run_cpuft
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
-from tests.records import make_record, make_steps
+from tests.records import make_record, make_state, make_steps
 
 TRAIN = TrainConfig(seed=7, batch_size=16)
 HEADER = replace(make_record(2).header, options=dict(vars(TRAIN)))
@@ -192,7 +192,7 @@ def test_rejected_input_leaves_a_resumed_run_unchanged(tmp_path: Path) -> None:
     refused = Step("prepare", ("sh", "-c", "echo 'cpuft: error: no such rows' >&2; exit 2"))
     plan = RunPlan(prepare=((refused,),), ranks=((Step("ranks", ("true",)),),), resumed=True)
     with pytest.raises(CpuftError, match="no such rows"):
-        run_on_this_machine(plan, str(run), ("localhost",), {}, 0.0, make_cluster((1,)).access.transport)
+        run_on_this_machine(plan, str(run), make_state("localhost"), {}, 0.0, make_cluster((1,)).access.transport)
     assert (run / "record.jsonl").exists()
 
 

@@ -21,8 +21,9 @@ from cpuft.execute import run_step
 from cpuft.hosts import ssh_config
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import supervise
-from cpuft.launch.resume import read_lost_hosts, remove_empty_run
+from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.stack_dumps import Diagnosis
+from cpuft.launch.state import FAILED, FINISHED, INTERRUPTED, read_state
 from cpuft.launch.supervise import (
     LogTail,
     NotStartedError,
@@ -37,6 +38,7 @@ from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.process import ENDED_MARK, STARTED_MARK, WAITS_MARK, format_failure
 from cpuft.rank.world import World
 from tests.launch.test_failures import error_log
+from tests.records import make_state
 
 USR1, TERM, INT = signal.SIGUSR1, signal.SIGTERM, signal.SIGINT
 
@@ -54,16 +56,18 @@ def test_a_host_that_is_lost_before_ranks_start_is_named(tmp_path: Path, capfd: 
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     give = Step("copy the prepared examples to b", ("sh", "-c", "echo Connection timed out; exit 255"))
     plan = RunPlan(((make,),), prepare=((give,),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, str(run), ("a", "b"), os.environ, 0.0, Lost()) == 75
+    assert run_on_this_machine(plan, str(run), make_state("a", "b"), os.environ, 0.0, Lost()) == 75
     assert capfd.readouterr().err.splitlines() == [
         "cpuft: copy the prepared examples to b: exit code 255",
         "cpuft: host b does not answer, so rank 1 was lost: check the host with cpuft doctor",
     ]
-    assert read_lost_hosts(str(run)) == {"b"}
+    ended = read_state(str(run))
+    assert ended
+    assert (ended.phase, ended.exit_code, ended.silent) == (INTERRUPTED, 75, ("b",))
     remove_empty_run(str(run))
     assert not run.exists()
     with pytest.raises(RuntimeError, match="copy the prepared examples to b: exit code 255"):
-        run_on_this_machine(plan, str(run), ("a", "c"), os.environ, 0.0, Lost())
+        run_on_this_machine(plan, str(run), make_state("a", "c"), os.environ, 0.0, Lost())
 
 
 def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,9 +75,9 @@ def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     make = Step("make the run folder", ("mkdir", "run", "run/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("true",)),),))
-    assert run_on_this_machine(plan, "run", (), os.environ, 0.0, SshTransport()) == 0
+    assert run_on_this_machine(plan, "run", make_state(), os.environ, 0.0, SshTransport()) == 0
     with pytest.raises(CpuftError, match=r"File exists.*give a new folder with --run-dir"):
-        run_on_this_machine(plan, "run", (), os.environ, 0.0, SshTransport())
+        run_on_this_machine(plan, "run", make_state(), os.environ, 0.0, SshTransport())
     assert (tmp_path / "run" / "logs").is_dir()
 
 
@@ -111,10 +115,10 @@ def test_mpirun_that_waits_for_a_lost_host_is_ended(
     said = f"did not arrive: rank 1\n{format_failure(World(0, 2, 0, 1), 'vm', 75)}\n"
     wait = Step("train", ("sh", "-c", 'printf "$1" >run/logs/rank-0.err; exec sleep 100', "train", said))
     plan = RunPlan(((make,),), ranks=((wait,),))
-    start = time.monotonic()
+    start, state = time.monotonic(), make_state("localhost", host)
     with socket.create_server(("127.0.0.1", 0)) as frozen:
         Path("config").write_text(f"Host frozen\n  HostName 127.0.0.1\n  Port {frozen.getsockname()[1]}\n")
-        assert run_on_this_machine(plan, "run", ("localhost", host), os.environ, 0.0, SshTransport("config")) == 75
+        assert run_on_this_machine(plan, "run", state, os.environ, 0.0, SshTransport("config")) == 75
     assert time.monotonic() - start < 30
     errors = capfd.readouterr().err
     assert re.search(r"ended mpirun, which was still running \d s after a rank had failed", errors)
@@ -297,8 +301,12 @@ def test_mpirun_is_started_again_if_no_rank_starts(
     run = tmp_path / "run"
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
-    assert run_on_this_machine(plan, str(run), ("localhost", "127.0.0.1"), os.environ, 0.0, SshTransport()) == code
+    state = make_state("localhost", "127.0.0.1")
+    assert run_on_this_machine(plan, str(run), state, os.environ, 0.0, SshTransport()) == code
     assert len((run / "starts").read_text().split()) == starts
+    ended = read_state(str(run))
+    assert ended
+    assert (ended.phase, ended.exit_code) == (FAILED if code else FINISHED, code)
 
 
 def test_a_host_that_is_lost_while_examples_are_prepared_is_detected(
@@ -311,7 +319,7 @@ def test_a_host_that_is_lost_while_examples_are_prepared_is_detected(
     prepare = Step("check and tokenise the rows", ("sleep", "60"))
     plan = RunPlan(((make,),), prepare=((prepare,),), ranks=((Step("train", ("true",)),),))
     begun = time.monotonic()
-    assert run_on_this_machine(plan, str(run), ("a", "b"), os.environ, 0.0, Lost()) == 75
+    assert run_on_this_machine(plan, str(run), make_state("a", "b"), os.environ, 0.0, Lost()) == 75
     assert time.monotonic() - begun < 30
     named = "cpuft: host b does not answer, so rank 1 was lost: check the host with cpuft doctor"
     assert capfd.readouterr().err.splitlines() == [named]

@@ -1,0 +1,166 @@
+"""The run state: one document that says where a run stands.
+
+RUN/state.json is replaced as a whole by the process that supervises the ranks, on the head host. Copies are beside the
+checkpoints and in the run folder on the launcher's machine. The newest whole one counts. Everything that has to know
+where a run stands reads it; figures come from the record.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from cpuft.errors import RESUMABLE, CpuftError
+from cpuft.execute import SSH_FAILED
+from cpuft.files import hash_text, write_text
+from cpuft.serialization import load, parse_json
+
+FILE_NAME = "state.json"
+"""Name of the run state in the folder of a run."""
+SENDING, PREPARING, TRAINING, SAVING = "sending", "preparing", "training", "saving"
+"""Phases of an active run: files are sent to the hosts, the examples are prepared, the ranks work, and rank 0 saves the
+trained model."""
+FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
+"""Phases of a run that has ended: its results are whole, it can be resumed, or it failed."""
+_PHASES = (SENDING, PREPARING, TRAINING, SAVING, FINISHED, INTERRUPTED, FAILED)
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class RunState:
+    """Where a run stands.
+
+    Whoever supervises the run writes it at each change of the phase. Each start of the run has a higher `owner`, and
+    each state of a start a higher `sequence`.
+    """
+
+    id: str
+    """12 hexadecimal digits, made at random when the run was started first."""
+    owner: int = 1
+    """Number of the start (attempt) of the run."""
+    sequence: int = 0
+    """Number of this state among those of the same owner."""
+    phase: str = SENDING
+    reason: str = ""
+    """Why the run was interrupted or failed; empty for other phases."""
+    exit_code: int = -1
+    """With which the supervisor of the ranks has ended; -1 while it is active, and if it was lost."""
+    hosts: tuple[str, ...] = ()
+    """Name of each rank's host, as in the hostfile."""
+    exit_codes: dict[str, int] = field(default_factory=dict)
+    """Exit codes of the ranks that have ended, by the number of the rank; 128 + N for signal N."""
+    silent: tuple[str, ...] = ()
+    """Hosts that did not answer at the end of the attempt."""
+    leaving: tuple[str, ...] = ()
+    """Hosts that had received an interruption notice."""
+    checkpoints: dict[str, int] = field(default_factory=dict)
+    """Update of the newest checkpoint on each host that has one."""
+    seconds: float = 0.0
+    """Time used by all starts until this state was written, with the preparation."""
+    lease: int = 0
+    """End of the hosts' lease in seconds since 1970, as the launcher knew it; 0 for none."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the supervisor of the ranks has come to its end."""
+        return self.exit_code >= 0
+
+
+def newest(states: Iterable[RunState]) -> RunState | None:
+    """Return the state of the highest owner, and of its states that with the highest number; None if there is none."""
+    return max(states, key=lambda state: (state.owner, state.sequence), default=None)
+
+
+def format_state(state: RunState) -> str:
+    """Return the JSON text of a state, with a checksum that shows whether somebody has changed it."""
+    values = {"format": _FORMAT, **asdict(state)}
+    return json.dumps(values | {"checksum": _checksum(values)}, indent=1) + "\n"
+
+
+def parse_state(text: str, place: str) -> RunState:
+    """Return the state of a JSON text. `place` says in messages where the text comes from.
+
+    Raises CpuftError: the text is damaged, was edited, or is of another version of cpuft.
+    """
+    try:
+        values = load(dict[str, Any], parse_json(text))
+        version = values.get("format")
+        if type(version) is int and version > _FORMAT:
+            raise ValueError(f"a newer version of cpuft wrote it (format {version:.0f})")
+        if values.pop("checksum", "") != _checksum(values):
+            raise ValueError("it is damaged or was edited")
+        state = load(RunState, {name: value for name, value in values.items() if name != "format"})
+        if not re.fullmatch("[0-9a-f]{12}", state.id) or state.phase not in _PHASES:
+            raise ValueError(f"it has the id {state.id!r:.40} and the phase {state.phase!r:.40}")
+    except ValueError as error:
+        raise CpuftError(
+            f"the run state {place} cannot be used, because {error}: use the version of cpuft that wrote it, or put "
+            f"a whole copy in its place, such as the {FILE_NAME} beside the run's newest checkpoint"
+        ) from None
+    return state
+
+
+def _checksum(values: dict[str, Any]) -> str:
+    return hash_text(json.dumps(values, sort_keys=True))
+
+
+def read_state(run_dir: str) -> RunState | None:
+    """Return the state in a run folder on this machine; None if there is none.
+
+    Raises CpuftError: it cannot be read, is damaged, was edited, or is of another version of cpuft.
+    """
+    path = Path(run_dir, FILE_NAME)
+    try:
+        return parse_state(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise CpuftError(f"the run state {path} cannot be read ({error.strerror}): check this file") from None
+
+
+def write_state(run_dir: str, state: RunState) -> None:
+    """Replace the state in a run folder, which must exist. Raises OSError: it cannot be written."""
+    if Path(run_dir).is_dir():
+        write_text(Path(run_dir, FILE_NAME), format_state(state))
+
+
+def find_end(run_dir: str, owner: int) -> RunState | None:
+    """Return how the start with this owner number ended; None if its supervisor did not come to its end.
+
+    Read from the run folder on this machine. A state that cannot be used is as good as none.
+    """
+    with suppress(CpuftError):
+        state = read_state(run_dir)
+        return state if state and state.owner == owner and state.has_ended else None
+    return None
+
+
+class StateWriter:
+    """Keeps the state of a run on the head host up to date, while this process supervises the ranks."""
+
+    def __init__(self, run_dir: str, state: RunState) -> None:
+        self.state = state
+        self._run_dir, self._begun = run_dir, time.monotonic() - state.seconds
+
+    def note(self, **changes: Any) -> None:
+        """Change fields of the state, which the next `write` stores."""
+        self.state = replace(self.state, **changes)
+
+    def write(self, **changes: Any) -> None:
+        """Change fields of the state and store it. Errors of the disk are ignored: training goes on."""
+        self.note(sequence=self.state.sequence + 1, seconds=time.monotonic() - self._begun, **changes)
+        with suppress(OSError, CpuftError):
+            write_state(self._run_dir, self.state)
+
+    def end(self, code: int, reason: str = "") -> None:
+        """Store how the attempt has ended: with this exit code, and why."""
+        phase = FAILED if code else FINISHED
+        if code == RESUMABLE or code > 128:
+            phase = INTERRUPTED
+        self.write(phase=phase, exit_code=min(code, SSH_FAILED - 1), reason=reason if code else "")
