@@ -12,6 +12,7 @@ from cpuft.cli.common import say
 from cpuft.cli.detached import place_options, run_argument
 from cpuft.cli.options import Verb, pick
 from cpuft.config import LaunchConfig
+from cpuft.errors import escape_controls
 
 
 @click.command(cls=Verb, params=[run_argument(), *place_options("run_dir")])
@@ -31,7 +32,7 @@ def attach(run: str, **values: Any) -> None:
     try:
         code = found.show()
         if where := found.fetch(say) if description.claimed else "":
-            click.echo(f"run: {where}", err=bool(code))
+            click.echo(f"run: {escape_controls(where)}", err=bool(code))
     except KeyboardInterrupt:
         say(f"cpuft: run {found.id} goes on. {found.describe_commands()}")
         code = 130

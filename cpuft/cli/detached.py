@@ -63,14 +63,14 @@ def move(
     there: what the command does on the head host.
     packages: what the head host's Python must have besides cpuft.
     """
-    from cpuft.launch.detached import Detached, examine_python, list_heads, plan_move, plan_start, start
+    from cpuft.launch.detached import Detached, Head, examine_python, list_place_options, plan_move, plan_start, start
     from cpuft.launch.inputs import LaunchNote, list_input_paths
     from cpuft.plan import format_comment, format_plan
     from cpuft.secret_variables import secrets_for_ranks
 
     config = pick(LaunchConfig, values)
     given = {name: values[name] for name in given_options() if name in values}
-    (head,) = (one for one in list_heads(config) if one.host.name == cluster.head)
+    head = Head(cluster.assignments[0].host, cluster.access, list_place_options(config))
     examine_python(head, packages)
     order, bundles = plan_move(verb, given, script, cluster, run_dir, os.environ)
     plan = plan_start(head, order, bundles, cluster, run_dir, {} if dry_run else secrets_for_ranks(os.environ))
@@ -82,7 +82,7 @@ def move(
     paths = () if script else tuple(sorted(list_input_paths(pick(TrainConfig, values), given)))
     hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
     note = LaunchNote(paths, config.cluster, hostfile, ssh_config)
-    run = Detached(head, order.id, order.run_dir, order.names, run_dir)
+    run = Detached(head, order.id, order.folder, order.run_dir, order.names, run_dir)
     try:
         code = start(run, plan, note, os.environ, say)
     except KeyboardInterrupt:

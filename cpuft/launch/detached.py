@@ -27,7 +27,6 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.config import LaunchConfig, TrainConfig, format_flag
 from cpuft.errors import RESUMABLE, CpuftError, escape_controls
-from cpuft.files import hash_text
 from cpuft.hosts.cluster import (
     FROM_STDIN,
     JOB,
@@ -202,7 +201,7 @@ def plan_move(
     script: the user's script and its arguments; empty for a training.
     run_dir: absolute path of the run folder on this machine.
     """
-    run_id, uid = secrets.token_hex(6), cluster.uid if cluster.works_remotely else os.geteuid()
+    place = secrets.token_hex(6)
     settings = {one.name: one.value for one in forwarded_settings(user_variables(environ), ())}
     head = replace(cluster, assignments=cluster.assignments[:1], facts=cluster.facts[:1])
     bundles: tuple[Bundle, ...] = ()
@@ -217,17 +216,18 @@ def plan_move(
         bundles += (make_bundle((Path(path).absolute(),), cluster.inputs),)
         values = {**values, "conditions": f"{bundles[-1].remote_folder}/{Path(path).name}"}
     names = {f"{one.remote_folder}/{path.name}": str(path) for one in bundles for path in one.sources}
-    order = Order(run_id, verb, run_dir, (), cpuft.__version__, settings=settings, names=names)
+    order = Order(place, place, verb, run_dir, (), cpuft.__version__, settings=settings, names=names)
     if not cluster.works_remotely:
         # The user is on the head host, and the command finds its hosts as it would without --detach.
         order = replace(order, work_folder=os.getcwd())
         left_out = {*_STAYS_HERE} - {"cluster", "hostfile", "ssh_config"}
     else:
-        there = f"{find_folder(uid, run_id)}/run/{os.path.basename(run_dir)}"
-        claimed = f"{hash_text(there, 12)}/{os.path.basename(run_dir)}"
-        name, files = _describe_cluster(cluster, find_folder(uid, run_id))
+        there = f"{find_folder(cluster.uid, place)}/run/{os.path.basename(run_dir)}"
+        claimed = replace(cluster, token="").work_dir(there).removeprefix(f"{cluster.folder}/")
+        order = replace(order, id=claimed.partition("/")[0], run_dir=there, claimed=claimed)
+        name, files = _describe_cluster(cluster, find_folder(cluster.uid, place))
         folder = os.getcwd() if cluster.access.shares_files else ""
-        order = replace(order, run_dir=there, claimed=claimed, cluster=name, files=files, work_folder=folder)
+        order = replace(order, cluster=name, files=files, work_folder=folder)
         left_out = {*_STAYS_HERE}
     options = [_format_option(name, value) for name, value in values.items() if name not in left_out]
     arguments = (verb, *options, "--no-check", f"--run-dir={order.run_dir}", *(("--", *script) if script else ()))
@@ -297,18 +297,19 @@ def start(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str
     Raises CpuftError: the files could not be sent, or the command could not be started. Raises KeyboardInterrupt: the
     command goes on.
     """
-    try:
-        execute.run_stages(
-            plan, environ, 0.0, say, f"check {run.head.host.name} with cpuft doctor, or leave out --detach"
-        )
-    except BaseException:
-        remove_empty_run(run.run_dir)
-        raise
     save_note(run.run_dir, replace(note, id=run.id, run_dir=run.run_dir), environ)
-    if code := run.show(until_begun=True):
-        run.head.ask("forget", run.id)
-        save_note(run.run_dir, LaunchNote(), environ)
-        remove_empty_run(run.run_dir)
+    begun, advice = False, f"check {run.head.host.name} with cpuft doctor, or leave out --detach"
+    try:
+        execute.run_stages(plan, environ, 0.0, say, advice)
+        begun = True
+        if code := run.show(until_begun=True):
+            run.head.ask("forget", run.folder)
+            begun = False
+    finally:
+        if not begun:
+            save_note(run.run_dir, LaunchNote(), environ)
+            remove_empty_run(run.run_dir)
+    if code:
         say(
             f"cpuft: nothing was started: the command ended on {run.head.host.name}, which logs in to the other hosts "
             "without your ssh agent or ticket when a run is detached"
@@ -324,6 +325,8 @@ class Detached:
 
     head: Head
     id: str
+    folder: str
+    """`Order.folder`."""
     work: str
     """The run folder on the head host."""
     names: Mapping[str, str]
@@ -385,7 +388,7 @@ class Detached:
 
     def _read_events(self, position: int, only_past: bool) -> Iterator[tuple[int, Event]]:
         """Yield (position behind it, event) from a position on, until the connection or the run ends."""
-        words = ("follow", self.id, str(position), *(["past"] if only_past else []))
+        words = ("follow", self.folder, str(position), *(["past"] if only_past else []))
         process = execute.start_with_output(self.head.command(*words), os.environ)
         assert process.stdout
         try:
@@ -414,8 +417,8 @@ class Detached:
                 return now.fetched
             try:
                 say(f"cpuft: fetching the results of run {self.id} from {self.head.host.name}")
-                results.fetch(Path(self.run_dir), self.head.command("send", self.id))
-                self.head.ask("fetched", self.id, f"{socket.gethostname()}:{self.run_dir}")
+                results.fetch(Path(self.run_dir), self.head.command("send", self.folder))
+                self.head.ask("fetched", self.folder, f"{socket.gethostname()}:{self.run_dir}")
                 return self.run_dir
             except results.NotStoredError:
                 raise
@@ -429,10 +432,14 @@ class Detached:
 
 def list_heads(config: LaunchConfig) -> list[Head]:
     """Return the hosts that `config` names, each of which may be the head host of detached runs."""
-    access = find_access(config)
-    names = ("cluster", "hostfile", "ssh_config")
-    options = tuple(f"{format_flag(name)}={value}" for name in names if (value := getattr(config, name)))
+    access, options = find_access(config), list_place_options(config)
     return [Head(host, access, options) for host in read_hosts(config)]
+
+
+def list_place_options(config: LaunchConfig) -> tuple[str, ...]:
+    """Return the options of `config` that say where its hosts are, as on a command line."""
+    names = ("cluster", "hostfile", "ssh_config")
+    return tuple(f"{format_flag(name)}={value}" for name in names if (value := getattr(config, name)))
 
 
 def find_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
@@ -497,7 +504,8 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
     (head, description), *_ = found
     known = next((one.run_dir for one in list_detached(environ) if one.id == description.id), "")
     folder = description.run_dir if not description.claimed else known
-    return Detached(head, description.id, description.run_dir, description.names, folder), description
+    run = Detached(head, description.id, description.folder, description.run_dir, description.names, folder)
+    return run, description
 
 
 def choose_folder(run: Detached, description: Description, wanted: str) -> Detached:
@@ -511,7 +519,7 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
     if run.run_dir and not wanted:
         return run
     name = os.path.basename(description.run_dir)
-    if not name or name in (".", ".."):
+    if name in ("", ".", "..") or not name.isprintable():
         raise CpuftError(f"host {run.head.host.name} calls the run {name!r}: give its folder here with --run-dir")
     folder = os.path.realpath(wanted or f"runs/{name}")
     if not read_host_folder(folder) == description.claimed != "":
@@ -531,7 +539,8 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
 
 def describe_run(head: Head, one: Description) -> tuple[str, ...]:
     """Return the cells that `cpuft runs` shows of a run: id, command, run, host, age, state, where its results are."""
-    state = f"{one.state}, exit code {one.code}" if one.state == ENDED else one.state
+    state = one.phase if one.phase and one.state == RUNNING else one.state
+    state += f", exit code {one.code}" if one.state == ENDED else ""
     where = one.fetched or (f"on {head.host.name}" if one.has_results else "")
     age = f"{format_seconds(one.seconds)} ago"
     name = os.path.basename(one.run_dir)

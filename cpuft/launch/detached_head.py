@@ -29,6 +29,7 @@ from cpuft.argv import module_command
 from cpuft.errors import CpuftError
 from cpuft.files import make_private_folder, write_text
 from cpuft.hosts.cluster import JOB, WORK_ROOT
+from cpuft.launch.state import read_state
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
@@ -53,7 +54,9 @@ class Order:
     """A command that is moved to this host. It holds no secret."""
 
     id: str
-    """Random; 12 hexadecimal digits."""
+    """Id of the run, 12 hexadecimal digits, which is made from the path of the run folder."""
+    folder: str
+    """Name of the folder of the detached run: 12 random hexadecimal digits."""
     verb: str
     """For example "launch"."""
     run_dir: str
@@ -96,11 +99,14 @@ class Description:
     """What `list` tells about a detached run."""
 
     id: str
+    folder: str
     verb: str
     run_dir: str
     claimed: str
     state: str
     """RUNNING, ENDED or LOST."""
+    phase: str
+    """Of the run state; empty while there is none, and if the results have been fetched."""
     seconds: float
     """Since the start, by this host's clock alone."""
     names: dict[str, str]
@@ -112,9 +118,9 @@ class Description:
     """Where the results were fetched to, as MACHINE:FOLDER; empty if they were not."""
 
 
-def find_folder(uid: int, run_id: str = "") -> str:
+def find_folder(uid: int, name: str = "") -> str:
     """Return the path of the folder of all detached runs of a user, or of one, on the head host. Nothing is made."""
-    return "/".join(filter(None, (f"{WORK_ROOT}/cpuft-{uid}", "detached", run_id)))
+    return "/".join(filter(None, (f"{WORK_ROOT}/cpuft-{uid}", "detached", name)))
 
 
 def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
@@ -152,7 +158,7 @@ def _start(given: IO[str]) -> None:
     session = _find_session()
     root = make_private_folder(Path(find_folder(os.geteuid())).parent, "remove it") / "detached"
     _remove_old(root)
-    folder = root / order.id
+    folder = root / order.folder
     umask = os.umask(0o077)
     (folder / "run").mkdir(parents=True)
     for name, text in order.files.items():
@@ -165,7 +171,7 @@ def _start(given: IO[str]) -> None:
     if session:
         environ.setdefault("XDG_RUNTIME_DIR", f"/run/user/{os.geteuid()}")
     log = folder / "keeper.log"
-    command = (*session, *module_command(sys.executable, MODULE), "keep", order.id)
+    command = (*session, *module_command(sys.executable, MODULE), "keep", order.folder)
     keeper = execute.start_with_log(command, environ, str(log), order.work_folder or str(folder), stays=True)
     end = time.monotonic() + _START_SECONDS
     while not (folder / _EVENTS).exists():
@@ -272,13 +278,18 @@ def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int,
 def _describe(folder: Path) -> Description:
     order, events = _read_order(folder), (folder / _EVENTS).read_text(encoding="utf-8").splitlines()
     last = load(Event, parse_json(events[-1])) if events else Event("", 0.0)
-    is_alive, fetched = _is_alive(folder), folder / _FETCHED
+    is_alive, fetched, state = _is_alive(folder), folder / _FETCHED, None
+    for place in (folder.parent.parent / order.claimed, order.run_dir):
+        with suppress(CpuftError):
+            state = state or read_state(str(place))
     return Description(
         order.id,
+        order.folder,
         order.verb,
         order.run_dir,
         order.claimed,
         ENDED if last.kind == END else RUNNING if is_alive else LOST,
+        state.phase if state else "",
         time.time() - (folder / _ORDER).stat().st_mtime,
         order.names,
         last.code,
@@ -321,7 +332,7 @@ def _forget(folder: Path) -> None:
 
 
 def main() -> None:
-    """Carry out an action: `start`, `list`, or another one with the id of a detached run and perhaps a word.
+    """Carry out an action: `start`, `list`, or another one with the folder of a detached run and perhaps a word.
 
     Exits with 2 after a CpuftError, whose text is the last line on standard error.
     """

@@ -112,7 +112,7 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     environ = {"OMP_NUM_THREADS": "3", "HF_TOKEN": "secret", "OTHER": "x"}
     order, (bundle,) = plan_move("launch", given, (), cluster, "/home/ada/runs/x", environ)
     sent = f"{bundle.remote_folder}/rows.csv"
-    folder = f"/var/tmp/cpuft-1000/detached/{order.id}"
+    folder = f"/var/tmp/cpuft-1000/detached/{order.folder}"
     assert order.arguments == (
         *("launch", f"--train-file={sent}", "--task=files", "--no-save-model", "--np=2", "--no-check"),
         f"--run-dir={folder}/run/x",
@@ -134,6 +134,7 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     # Their folder is the one that the run folder here names, whatever process computes it.
     moved = replace(cluster, token="")
     assert moved.work_dir(order.run_dir) == f"/var/tmp/cpuft-1000/{order.claimed}"
+    assert moved.run_id(order.run_dir) == order.id
 
 
 def test_what_is_moved_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,8 +156,8 @@ def test_a_command_on_its_own_head_host_keeps_its_paths(tmp_path: Path, monkeypa
     assert (order.work_folder, order.claimed, order.files, bundles) == (str(tmp_path), "", {}, ())
 
 
-RUN = Detached(make_head(), "0123456789ab", "/var/tmp/there/x", {"/var/tmp/inputs/rows.csv": "rows.csv"}, "")
-FOUND = Description("0123456789ab", "launch", "/var/tmp/there/x", "0123456789ab/x", "running", 1.0, {})
+RUN = Detached(make_head(), "0123456789ab", "f", "/var/tmp/there/x", {"/var/tmp/inputs/rows.csv": "rows.csv"}, "")
+FOUND = Description("0123456789ab", "f", "launch", "/var/tmp/there/x", "0123456789ab/x", "running", "", 1.0, {})
 
 
 def test_results_go_where_this_machine_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

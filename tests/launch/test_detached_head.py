@@ -15,7 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.launch import detached_head
 from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, Event, Order, plan_session
 
-ORDER = Order("0123456789ab", "launch", "", (), "0.1.0", claimed="0123456789ab/x")
+ORDER = Order("0123456789ab", "f", "launch", "", (), "0.1.0", claimed="0123456789ab/x")
 KEEP = """
 import sys
 from pathlib import Path
