@@ -27,13 +27,13 @@ def attach(run: str, **values: Any) -> None:
 
     config = pick(LaunchConfig, values)
     found, description = find_run(run, config, os.environ)
-    if description.claimed and not description.fetched:
+    if found.order.claimed and not description.fetched:
         found = choose_folder(found, description, config.run_dir)
     try:
         code = found.show()
-        if where := found.fetch(say) if description.claimed else "":
+        if where := found.fetch(say) if found.order.claimed else "":
             click.echo(f"run: {escape_controls(where)}", err=bool(code))
     except KeyboardInterrupt:
-        say(f"cpuft: run {found.id} goes on. {found.describe_commands()}")
+        say(f"cpuft: run {found.order.id} goes on. {found.describe_commands()}")
         code = 130
     sys.exit(code)

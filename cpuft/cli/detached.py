@@ -82,12 +82,12 @@ def move(
     paths = () if script else tuple(sorted(list_input_paths(pick(TrainConfig, values), given)))
     hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
     note = LaunchNote(paths, config.cluster, hostfile, ssh_config)
-    run = Detached(head, order.id, order.folder, order.run_dir, order.names, run_dir)
+    run = Detached(head, order, run_dir)
     try:
         code = start(run, plan, note, os.environ, say)
     except KeyboardInterrupt:
-        say(f"cpuft: run {run.id} goes on without this machine. {run.describe_commands()}")
+        say(f"cpuft: run {run.order.id} goes on without this machine. {run.describe_commands()}")
         return 130
     if not code:
-        click.echo(f"detached: {run.id}")
+        click.echo(f"detached: {run.order.id}")
     return code

@@ -25,6 +25,6 @@ def stop(run: str, **values: Any) -> None:
 
     found, description = find_run(run, pick(LaunchConfig, values), os.environ)
     if description.state != RUNNING:
-        raise CpuftError(f"run {found.id} does not run any more: see cpuft runs")
-    found.head.ask("stop", found.folder)
-    click.echo(f"asked run {found.id} to save a checkpoint and end: cpuft attach {found.id} shows its end")
+        raise CpuftError(f"run {found.order.id} does not run any more: see cpuft runs")
+    found.head.ask("stop", found.order.folder)
+    click.echo(f"asked run {found.order.id} to save a checkpoint and end: cpuft attach {found.order.id} shows its end")

@@ -297,13 +297,13 @@ def start(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str
     Raises CpuftError: the files could not be sent, or the command could not be started. Raises KeyboardInterrupt: the
     command goes on.
     """
-    save_note(run.run_dir, replace(note, id=run.id, run_dir=run.run_dir), environ)
+    save_note(run.run_dir, replace(note, id=run.order.id, run_dir=run.run_dir), environ)
     begun, advice = False, f"check {run.head.host.name} with cpuft doctor, or leave out --detach"
     try:
         execute.run_stages(plan, environ, 0.0, say, advice)
         begun = True
         if code := run.show(until_begun=True):
-            run.head.ask("forget", run.folder)
+            run.head.ask("forget", run.order.folder)
             begun = False
     finally:
         if not begun:
@@ -315,7 +315,7 @@ def start(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str
             "without your ssh agent or ticket when a run is detached"
         )
         return code
-    say(f"cpuft: run {run.id} goes on without this machine. {run.describe_commands()}")
+    say(f"cpuft: run {run.order.id} goes on without this machine. {run.describe_commands()}")
     return 0
 
 
@@ -324,19 +324,13 @@ class Detached:
     """A detached run, as this machine knows it."""
 
     head: Head
-    id: str
-    folder: str
-    """`Order.folder`."""
-    work: str
-    """The run folder on the head host."""
-    names: Mapping[str, str]
-    """`Order.names`."""
+    order: Order
     run_dir: str
     """The run folder on this machine; "" if there is none yet."""
 
     def describe_commands(self) -> str:
         """Return a sentence with the commands that show and end the run."""
-        words = shlex.join((self.id, *self.head.options))
+        words = shlex.join((self.order.id, *self.head.options))
         return f"cpuft attach {words} shows it and fetches its results; cpuft stop {words} ends it"
 
     def show(self, until_begun: bool = False, only_past: bool = False) -> int:
@@ -351,18 +345,18 @@ class Detached:
 
         Raises HeadLostError: the head host does not answer, or the command was killed there.
         """
-        position, heard, closing = 0, time.monotonic(), f"run: {self.work}\n"
+        position, heard, closing = 0, time.monotonic(), f"run: {self.order.run_dir}\n"
         while True:
             for behind, event in self._read_events(position, only_past):
                 position = behind
                 heard = time.monotonic()
-                if event.text and (event.text != closing or self.work == self.run_dir):
+                if event.text and (event.text != closing or self.order.run_dir == self.run_dir):
                     stream = sys.stdout if event.kind == OUTPUT else sys.stderr
                     stream.write(self._translate(event.text))
                     stream.flush()
                 if event.kind == LOST and not only_past:
                     raise HeadLostError(
-                        f"the detached command of run {self.id} was killed on {self.head.host.name}, or the host was "
+                        f"the command of run {self.order.id} was killed on {self.head.host.name}, or the host was "
                         f"started again: {self._advise()}"
                     )
                 if event.kind in (END, LOST) or (event.kind == BEGUN and until_begun):
@@ -371,8 +365,9 @@ class Detached:
                 return 0
             if time.monotonic() - heard > _LOST_SECONDS:
                 raise HeadLostError(
-                    f"the head host {self.head.host.name} of run {self.id} does not answer. If only this machine's "
-                    f"network is down, the run goes on. If the host is lost, nobody restarts the run: {self._advise()}"
+                    f"the head host {self.head.host.name} of run {self.order.id} does not answer. If only this "
+                    "machine's network is down, the run goes on. If the host is lost, nobody restarts the run: "
+                    f"{self._advise()}"
                 )
             time.sleep(_RETRY_SECONDS)
 
@@ -382,13 +377,13 @@ class Detached:
 
     def _translate(self, text: str) -> str:
         """Return a text of the head host with this machine's paths."""
-        for path, name in {self.work: self.run_dir or self.work, **self.names}.items():
+        for path, name in {self.order.run_dir: self.run_dir or self.order.run_dir, **self.order.names}.items():
             text = text.replace(path, name)
         return text
 
     def _read_events(self, position: int, only_past: bool) -> Iterator[tuple[int, Event]]:
         """Yield (position behind it, event) from a position on, until the connection or the run ends."""
-        words = ("follow", self.folder, str(position), *(["past"] if only_past else []))
+        words = ("follow", self.order.folder, str(position), *(["past"] if only_past else []))
         process = execute.start_with_output(self.head.command(*words), os.environ)
         assert process.stdout
         try:
@@ -397,7 +392,7 @@ class Detached:
                     yield int(found[1]), load(Event, parse_json(found[2].decode()))
         except ValueError as error:
             raise CpuftError(
-                f"the events of run {self.id} cannot be read ({error}): use the version of cpuft that its host has"
+                f"the events of run {self.order.id} cannot be read ({error}): use the cpuft that its host has"
             ) from None
         finally:
             execute.stop_processes([process])
@@ -412,13 +407,13 @@ class Detached:
         them.
         """
         for pause in (*_FETCH_PAUSES, 0):
-            (now,) = (one for one in self.head.list_runs() if one.id == self.id)
+            (now,) = (one for one in self.head.list_runs() if one.order.folder == self.order.folder)
             if now.fetched or not now.has_results:
                 return now.fetched
             try:
-                say(f"cpuft: fetching the results of run {self.id} from {self.head.host.name}")
-                results.fetch(Path(self.run_dir), self.head.command("send", self.folder))
-                self.head.ask("fetched", self.folder, f"{socket.gethostname()}:{self.run_dir}")
+                say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
+                results.fetch(Path(self.run_dir), self.head.command("send", self.order.folder))
+                self.head.ask("fetched", self.order.folder, f"{socket.gethostname()}:{self.run_dir}")
                 return self.run_dir
             except results.NotStoredError:
                 raise
@@ -464,7 +459,7 @@ def list_active(cluster: str) -> list[str]:
     """Return the ids of the detached runs that are active on a cluster; none if its head host does not answer."""
     with suppress(CpuftError):
         head, *_ = list_heads(LaunchConfig(cluster=cluster))
-        return [one.id for one in head.list_runs() if one.state == RUNNING]
+        return [one.order.id for one in head.list_runs() if one.state == RUNNING]
     return []
 
 
@@ -488,10 +483,12 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
     for place in places:
         runs, silent = list_runs(place)
         found += [
-            pair for pair in runs if pair[1].id.startswith(note.id or run or " ") or claimed == pair[1].claimed != ""
+            pair
+            for pair in runs
+            if pair[1].order.id.startswith(note.id or run or " ") or claimed == pair[1].order.claimed != ""
         ]
         errors += silent
-    ids = sorted({one.id for _, one in found})
+    ids = sorted({one.order.id for _, one in found})
     if len(ids) > 1:
         raise CpuftError(f"several detached runs begin with {run} ({', '.join(ids)}): give more of the id")
     if not ids and errors:
@@ -502,10 +499,9 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
             f"there is no detached run {run}: see cpuft runs, and name its hosts with --cluster or --hostfile"
         )
     (head, description), *_ = found
-    known = next((one.run_dir for one in list_detached(environ) if one.id == description.id), "")
-    folder = description.run_dir if not description.claimed else known
-    run = Detached(head, description.id, description.folder, description.run_dir, description.names, folder)
-    return run, description
+    known = next((one.run_dir for one in list_detached(environ) if one.id == description.order.id), "")
+    folder = description.order.run_dir if not description.order.claimed else known
+    return Detached(head, description.order, folder), description
 
 
 def choose_folder(run: Detached, description: Description, wanted: str) -> Detached:
@@ -518,11 +514,11 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
     """
     if run.run_dir and not wanted:
         return run
-    name = os.path.basename(description.run_dir)
+    name = os.path.basename(description.order.run_dir)
     if name in ("", ".", "..") or not name.isprintable():
         raise CpuftError(f"host {run.head.host.name} calls the run {name!r}: give its folder here with --run-dir")
     folder = os.path.realpath(wanted or f"runs/{name}")
-    if not read_host_folder(folder) == description.claimed != "":
+    if not read_host_folder(folder) == description.order.claimed != "":
         folder = choose_run_dir(folder, name)
     return replace(run, run_dir=folder)
 
@@ -543,5 +539,5 @@ def describe_run(head: Head, one: Description) -> tuple[str, ...]:
     state += f", exit code {one.code}" if one.state == ENDED else ""
     where = one.fetched or (f"on {head.host.name}" if one.has_results else "")
     age = f"{format_seconds(one.seconds)} ago"
-    name = os.path.basename(one.run_dir)
-    return tuple(map(escape_controls, (one.id, one.verb, name, head.host.name, age, state, where)))
+    name = os.path.basename(one.order.run_dir)
+    return tuple(map(escape_controls, (one.order.id, one.order.verb, name, head.host.name, age, state, where)))

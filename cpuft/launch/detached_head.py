@@ -98,18 +98,13 @@ class Event:
 class Description:
     """What `list` tells about a detached run."""
 
-    id: str
-    folder: str
-    verb: str
-    run_dir: str
-    claimed: str
+    order: Order
     state: str
     """RUNNING, ENDED or LOST."""
     phase: str
     """Of the run state; empty while there is none, and if the results have been fetched."""
     seconds: float
     """Since the start, by this host's clock alone."""
-    names: dict[str, str]
     code: int = 0
     """Exit code, of ENDED."""
     has_results: bool = False
@@ -283,15 +278,10 @@ def _describe(folder: Path) -> Description:
         with suppress(CpuftError):
             state = state or read_state(str(place))
     return Description(
-        order.id,
-        order.folder,
-        order.verb,
-        order.run_dir,
-        order.claimed,
+        order,
         ENDED if last.kind == END else RUNNING if is_alive else LOST,
         state.phase if state else "",
         time.time() - (folder / _ORDER).stat().st_mtime,
-        order.names,
         last.code,
         bool(order.claimed) and Path(order.run_dir).is_dir(),
         fetched.read_text(encoding="utf-8") if fetched.exists() else "",

@@ -34,7 +34,7 @@ from cpuft.launch.detached import (
     plan_move,
     refuse_jobs,
 )
-from cpuft.launch.detached_head import Description
+from cpuft.launch.detached_head import Description, Order
 from cpuft.record import read_record
 from tests.launch.test_plan import make_cluster
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
@@ -156,19 +156,23 @@ def test_a_command_on_its_own_head_host_keeps_its_paths(tmp_path: Path, monkeypa
     assert (order.work_folder, order.claimed, order.files, bundles) == (str(tmp_path), "", {}, ())
 
 
-RUN = Detached(make_head(), "0123456789ab", "f", "/var/tmp/there/x", {"/var/tmp/inputs/rows.csv": "rows.csv"}, "")
-FOUND = Description("0123456789ab", "f", "launch", "/var/tmp/there/x", "0123456789ab/x", "running", "", 1.0, {})
+ORDER = Order("0123456789ab", "f", "launch", "/var/tmp/there/x", (), "0.1.0", claimed="0123456789ab/x")
+FOUND = Description(ORDER, "running", "", 1.0)
+RUN = Detached(make_head(), ORDER, "")
 
 
 def test_results_go_where_this_machine_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A host may say anything about the folder of the run."""
     monkeypatch.chdir(tmp_path)
     assert choose_folder(RUN, FOUND, "").run_dir == f"{tmp_path}/runs/x"
-    assert choose_folder(RUN, replace(FOUND, run_dir="/root/.ssh"), "").run_dir == f"{tmp_path}/runs/.ssh"
+    assert (
+        choose_folder(RUN, Description(replace(ORDER, run_dir="/root/.ssh"), "running", "", 1.0), "").run_dir
+        == f"{tmp_path}/runs/.ssh"
+    )
     assert choose_folder(RUN, FOUND, "here").run_dir == f"{tmp_path}/here"
     assert choose_folder(replace(RUN, run_dir="/named"), FOUND, "").run_dir == "/named"
     with pytest.raises(CpuftError, match=r"calls the run '\.\.'"):
-        choose_folder(RUN, replace(FOUND, run_dir="/x/.."), "")
+        choose_folder(RUN, Description(replace(ORDER, run_dir="/x/.."), "running", "", 1.0), "")
     (tmp_path / "runs" / "x").mkdir(parents=True)
     with pytest.raises(CpuftError, match="exists already"):
         choose_folder(RUN, FOUND, "")
@@ -177,12 +181,12 @@ def test_results_go_where_this_machine_says(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    both = [FOUND, replace(FOUND, id="01aa00000000", claimed="01aa00000000/y")]
+    both = [FOUND, replace(FOUND, order=replace(ORDER, id="01aa00000000", claimed="01aa00000000/y"))]
     monkeypatch.setattr(detached, "list_runs", lambda config: ([(RUN.head, one) for one in both], []))
     environ, config = {"CPUFT_STATE": str(tmp_path / "state")}, LaunchConfig(hostfile="hosts")
-    assert find_run("012", config, environ)[0].id == FOUND.id
+    assert find_run("012", config, environ)[0].order.id == ORDER.id
     (tmp_path / ".host-folder").write_text("01aa00000000/y\n")
-    assert find_run(str(tmp_path), config, environ)[0].id == "01aa00000000"
+    assert find_run(str(tmp_path), config, environ)[0].order.id == "01aa00000000"
     with pytest.raises(CpuftError, match=r"begin with 01 \(0123456789ab, 01aa00000000\): give more of the id"):
         find_run("01", config, environ)
     for name in ("77", ""):
