@@ -15,6 +15,8 @@ from cpuft.config import LaunchConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
 
 if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
+
     from cpuft.hosts.cluster import Cluster
     from cpuft.plan import Plan
 
@@ -28,7 +30,18 @@ def place_options(*more: str) -> list[FieldOption]:
 
 def run_argument() -> click.Argument:
     """Return the argument that names a detached run."""
-    return click.Argument(["run"], metavar="RUN", shell_complete=complete_runs)
+    return click.Argument(["run"], metavar="RUN", shell_complete=_complete_detached)
+
+
+def _complete_detached(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Return the ids and the folders of the detached runs that this machine knows, else folders of other runs."""
+    from click.shell_completion import CompletionItem
+
+    from cpuft.launch.inputs import list_detached
+
+    names = [name for note in list_detached(os.environ) for name in (note.id, os.path.relpath(note.run_dir))]
+    items = [CompletionItem(name) for name in names if name.startswith(incomplete)]
+    return items or complete_runs(ctx, param, incomplete)
 
 
 def refuse_detaching(config: LaunchConfig, resume: str = "") -> None:

@@ -92,7 +92,7 @@ import importlib.util, json, sys
 import cpuft
 print(json.dumps([cpuft.__version__, [name for name in sys.argv[1:] if not importlib.util.find_spec(name)]]))
 """
-_NO_PROGRAM = 127
+_NO_PROGRAM, _KILLED = 127, 137
 _EVENT = re.compile(rb"([0-9]{1,18}) (\{.*\})\n")
 _ANSWER_SECONDS = 60.0
 _LOST_SECONDS = 60.0
@@ -119,7 +119,7 @@ class Head:
 
     def step(self, why: str, *words: str, stdin: str = "") -> Step:
         """Return the step on this host that carries out an action of `detached_head`."""
-        settings = tuple(Setting(name, value, "") for name, value in self.access.settings.items())
+        settings = tuple(Setting(name, value, "cpuft needs it there") for name, value in self.access.settings.items())
         return Step(why, (*module_command(self.access.python, MODULE), *words), settings, self.host.name, stdin)
 
     def command(self, *words: str) -> tuple[str, ...]:
@@ -359,6 +359,8 @@ class Detached:
                         f"the command of run {self.order.id} was killed on {self.head.host.name}, or the host was "
                         f"started again: {self._advise()}"
                     )
+                if event.kind == END and event.code == _KILLED:
+                    print(f"cpuft: the command was killed on {self.head.host.name}: {self._advise()}", file=sys.stderr)
                 if event.kind in (END, LOST) or (event.kind == BEGUN and until_begun):
                     return event.code
             if only_past and position:

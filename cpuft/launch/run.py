@@ -31,7 +31,7 @@ from cpuft.launch.progress import show_progress
 from cpuft.launch.remote import run_attempt
 from cpuft.launch.restart import describe_limit, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
-from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run
+from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run, has_begun
 from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS
 from cpuft.plan import RunPlan
 
@@ -97,6 +97,8 @@ def plan_request(
         locks.enter_context(lock_run(request.resume))
     config, train = request.config, request.train
     note = load_note(os.path.realpath(request.resume), environ) if request.resume else LaunchNote()
+    if note.id and not has_begun(request.resume):
+        say(f"cpuft: run {note.id} was detached: if its head host answers, fetch it with cpuft attach {note.id}")
     config = _take_hosts(config, note, request.given, say)
     resumed = gather_resumed_run(request.resume, config, bool(request.script)) if request.resume else None
     if resumed and resumed.finished_on:

@@ -16,8 +16,10 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from click.shell_completion import ShellComplete
 
 import cpuft
+from cpuft.cli import cli
 from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
@@ -35,6 +37,7 @@ from cpuft.launch.detached import (
     refuse_jobs,
 )
 from cpuft.launch.detached_head import Description, Order
+from cpuft.launch.inputs import LaunchNote, save_note
 from cpuft.record import read_record
 from tests.launch.test_plan import make_cluster
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
@@ -192,6 +195,16 @@ def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytes
     for name in ("77", ""):
         with pytest.raises(CpuftError, match=f"there is no detached run {name}: see cpuft runs"):
             find_run(name, config, environ)
+
+
+def test_the_shell_completes_ids_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CPUFT_STATE", str(tmp_path / "state"))
+    (tmp_path / "state").mkdir(mode=0o700)
+    save_note("/x/a", LaunchNote(id="0123456789ab", run_dir=f"{tmp_path}/runs/a"), os.environ)
+    complete = ShellComplete(cli, {}, "cpuft", "_CPUFT_COMPLETE")
+    for begin, offered in (("01", "0123456789ab"), ("ru", "runs/a")):
+        assert [item.value for item in complete.get_completions(["attach"], begin)] == [offered]
 
 
 def test_a_host_that_describes_its_runs_otherwise_is_named() -> None:
