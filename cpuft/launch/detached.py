@@ -37,7 +37,7 @@ from cpuft.hosts.cluster import (
     read_hosts,
 )
 from cpuft.hosts.hostfile import Host, find_job_hostfile, format_hostfile
-from cpuft.hosts.registry import FILE_NAME, INSIDE, Entry, format_entry
+from cpuft.hosts.registry import FILE_NAME, INSIDE, Entry, format_entry, list_names, search_roots
 from cpuft.hosts.transport import try_hosts
 from cpuft.launch import results
 from cpuft.launch.detached_head import (
@@ -408,13 +408,16 @@ class Detached:
         Raises CpuftError: they could not be fetched, and stay there. Raises NotStoredError: this machine cannot store
         them.
         """
+        is_stored = False
         for pause in (*_FETCH_PAUSES, 0):
-            (now,) = (one for one in self.head.list_runs() if one.order.folder == self.order.folder)
-            if now.fetched or not now.has_results:
-                return now.fetched
             try:
-                say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
-                results.fetch(Path(self.run_dir), self.head.command("send", self.order.folder))
+                (now,) = (one for one in self.head.list_runs() if one.order.folder == self.order.folder)
+                if now.fetched or not now.has_results:
+                    return now.fetched
+                if not is_stored:
+                    say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
+                    results.fetch(Path(self.run_dir), self.head.command("send", self.order.folder))
+                    is_stored = True
                 self.head.ask("fetched", self.order.folder, f"{socket.gethostname()}:{self.run_dir}")
                 return self.run_dir
             except results.NotStoredError:
@@ -443,15 +446,26 @@ def find_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[Launch
     """Return `config` if it names hosts, else the hosts of all detached runs that this machine knows."""
     if config.cluster or config.hostfile:
         return [config]
-    notes = list_detached(environ)
-    places = {(note.cluster, note.hostfile, note.ssh_config or config.ssh_config) for note in notes}
-    found = [LaunchConfig(cluster=one, hostfile=two, ssh_config=three) for one, two, three in sorted(places)]
-    return found or [config]
+    places = {_find_place(note) for note in list_detached(environ)}
+    return [place for place in sorted(places, key=str) if _exists(place, environ)] or [config]
+
+
+def _find_place(note: LaunchNote) -> LaunchConfig:
+    return LaunchConfig(cluster=note.cluster, hostfile=note.hostfile, ssh_config=note.ssh_config)
+
+
+def _exists(place: LaunchConfig, environ: Mapping[str, str]) -> bool:
+    """Return whether the cluster or the hostfile has not been removed since."""
+    known = {name for root in search_roots(environ) for name in list_names(root)}
+    return place.cluster in known if place.cluster else not place.hostfile or os.path.exists(place.hostfile)
 
 
 def list_runs(config: LaunchConfig) -> tuple[list[tuple[Head, Description]], list[CpuftError]]:
     """Return the detached runs of all hosts that `config` names, and why hosts could not be asked."""
-    heads = list_heads(config)
+    try:
+        heads = list_heads(config)
+    except CpuftError as error:
+        return [], [error]
     answers = try_hosts(Head.list_runs, heads)
     found = [(head, one) for head, runs in zip(heads, answers) if isinstance(runs, list) for one in runs]
     return found, [answer for answer in answers if isinstance(answer, CpuftError)]
@@ -478,18 +492,12 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
     if not note.id:
         same = [one for one in list_detached(environ) if run and one.id.startswith(run)]
         note = same[0] if len(same) == 1 else note
-    places = find_places(config, environ)
-    if note.id and not (config.cluster or config.hostfile):
-        places = [LaunchConfig(cluster=note.cluster, hostfile=note.hostfile, ssh_config=note.ssh_config)]
-    claimed, found, errors = read_host_folder(run) if run else "", list[tuple[Head, Description]](), list[CpuftError]()
-    for place in places:
-        runs, silent = list_runs(place)
-        found += [
-            pair
-            for pair in runs
-            if pair[1].order.id.startswith(note.id or run or " ") or claimed == pair[1].order.claimed != ""
-        ]
-        errors += silent
+    is_placed = config.cluster or config.hostfile or not note.id
+    answers = list(map(list_runs, find_places(config, environ) if is_placed else [_find_place(note)]))
+    # A run folder has the id of its run, also where nothing else is known about the run.
+    begin = note.id or (read_host_folder(run).partition("/")[0] if run else "") or run
+    found = [pair for runs, _ in answers for pair in runs if begin and pair[1].order.id.startswith(begin)]
+    errors = [error for _, silent in answers for error in silent]
     ids = sorted({one.order.id for _, one in found})
     if len(ids) > 1:
         raise CpuftError(f"several detached runs begin with {run} ({', '.join(ids)}): give more of the id")

@@ -34,9 +34,9 @@ from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
 MODULE = "cpuft.launch.detached_head"
-OUTPUT, ERRORS, BEGUN, END, LOST = "output", "errors", "begun", "end", "lost"
-"""Kinds of events: the command wrote to one of its two streams, its run folder was made, it has ended, its keeper was
-killed or this host was started again."""
+STARTED, OUTPUT, ERRORS, BEGUN, END, LOST = "started", "output", "errors", "begun", "end", "lost"
+"""Kinds of events: the command was started, it wrote to one of its two streams, its run folder was made, it has ended,
+its keeper was killed or this host was started again."""
 RUNNING, ENDED = "running", "ended"
 """States of a detached run, beside LOST."""
 FETCHING = 3
@@ -205,6 +205,7 @@ def _keep(folder: Path) -> None:
     with (folder / _ALIVE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         log = _EventLog(folder / _EVENTS)
+        log.write(STARTED)
         command = (*module_command(sys.executable, "cpuft"), *order.arguments)
         process = execute.start_process(command, os.environ, execute.PIPE)
         assert process.stdin

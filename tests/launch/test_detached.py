@@ -36,7 +36,7 @@ from cpuft.launch.detached import (
     plan_move,
     refuse_jobs,
 )
-from cpuft.launch.detached_head import Description, Order
+from cpuft.launch.detached_head import Description, Event, Order
 from cpuft.launch.inputs import LaunchNote, save_note
 from cpuft.record import read_record
 from tests.launch.test_plan import make_cluster
@@ -160,7 +160,7 @@ def test_a_command_on_its_own_head_host_keeps_its_paths(tmp_path: Path, monkeypa
 
 
 ORDER = Order("0123456789ab", "f", "launch", "/var/tmp/there/x", (), "0.1.0", claimed="0123456789ab/x")
-FOUND = Description(ORDER, "running", "", 1.0)
+FOUND = Description(ORDER, "running", "", 1.0, has_results=True)
 RUN = Detached(make_head(), ORDER, "")
 
 
@@ -195,6 +195,80 @@ def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytes
     for name in ("77", ""):
         with pytest.raises(CpuftError, match=f"there is no detached run {name}: see cpuft runs"):
             find_run(name, config, environ)
+
+
+def test_a_viewer_reads_on_where_its_connection_broke(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A line that was cut is shown once. Paths are those of this machine, and the line with the run folder waits."""
+    events = [
+        Event("errors", 0.0, "step 1/2 of /var/tmp/inputs/rows.csv\n"),
+        Event("errors", 0.0, "step 2/2 in /var/tmp/there/x\n"),
+        Event("output", 0.0, "run: /var/tmp/there/x\n"),
+        Event("end", 0.0, code=3),
+    ]
+    lines = [f"{number} {json.dumps(asdict(event))}\n" for number, event in enumerate(events, start=1)]
+    answers = {"0": "hello\n" + lines[0] + lines[1][:20], "1": "".join(lines[1:])}
+    monkeypatch.setattr(Head, "command", lambda self, *words: ("printf", "%s", answers[words[2]]))
+    monkeypatch.setattr(detached, "_RETRY_SECONDS", 0.0)
+    order = replace(ORDER, names={"/var/tmp/inputs/rows.csv": "rows.csv"})
+    assert Detached(make_head(), order, "/home/runs/x").show() == 3
+    assert capfd.readouterr() == ("", "step 1/2 of rows.csv\nstep 2/2 in /home/runs/x\n")
+
+
+@pytest.mark.parametrize(
+    "event, what",
+    [
+        (
+            Event("lost", 0.0),
+            "was killed on node1, or the host was started again: continue it with cpuft launch --resume ",
+        ),
+        (
+            None,
+            "does not answer. If only this machine's network is down, the run goes on. If the host is lost, nobody ",
+        ),
+    ],
+)
+def test_a_lost_launcher_is_no_end(event: Event | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = f"1 {json.dumps(asdict(event))}\n" if event else ""
+    monkeypatch.setattr(Head, "command", lambda self, *words: ("printf", "%s", text))
+    monkeypatch.setattr(detached, "_RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(detached, "_LOST_SECONDS", 0.1)
+    with pytest.raises(detached.HeadLostError) as caught:
+        Detached(make_head(), ORDER, "/home/runs/x").show()
+    assert what in str(caught.value)
+    assert str(caught.value).endswith("cpuft launch --resume /home/runs/x --cluster=lab")
+    assert caught.value.exit_code == 75
+
+
+@pytest.mark.parametrize(
+    "now, fails, sent, where",
+    [
+        (FOUND, 0, 1, "here"),
+        (replace(FOUND, fetched="m:/x"), 0, 0, "m:/x"),
+        (replace(FOUND, has_results=False), 0, 0, ""),
+        (FOUND, 2, 3, "here"),
+    ],
+    ids=["first", "fetched by another", "nothing", "connection breaks"],
+)
+def test_results_are_fetched_once(
+    now: Description, fails: int, sent: int, where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls, asked = list[str](), list[tuple[str, ...]]()
+
+    def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
+        calls.append(str(run_dir))
+        if len(calls) <= fails:
+            raise CpuftError("the connection broke")
+        return []
+
+    monkeypatch.setattr(detached.results, "fetch", fetch)
+    monkeypatch.setattr(Head, "list_runs", lambda self: [now])
+    monkeypatch.setattr(Head, "ask", lambda self, *words: asked.append(words))
+    monkeypatch.setattr(detached, "_FETCH_PAUSES", (0.01, 0.01, 0.01))
+    assert Detached(make_head(), ORDER, "here").fetch(lambda line: None) == where
+    assert calls == ["here"] * sent
+    assert [words[0] for words in asked] == ["fetched"] * (where == "here")
 
 
 def test_the_shell_completes_ids_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.launch import detached_head
-from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, Event, Order, plan_session
+from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, STARTED, Event, Order, plan_session
 
 ORDER = Order("0123456789ab", "f", "launch", "", (), "0.1.0", claimed="0123456789ab/x")
 KEEP = """
@@ -58,7 +58,8 @@ def test_events_are_what_the_command_writes_its_begin_and_its_end(tmp_path: Path
     program = "import os, sys; print('metric'); print('step', file=sys.stderr); os.makedirs('run/x'); import time; "
     keeper = keep(tmp_path / "a", program + "time.sleep(1); sys.exit(3)")
     found = [(event.kind, event.text, event.code) for event in events_of(tmp_path / "a")]
-    assert sorted(found[:-1]) == sorted([(OUTPUT, "metric\n", 0), (ERRORS, "step\n", 0), (BEGUN, "", 0)])
+    assert found[0] == (STARTED, "", 0)
+    assert sorted(found[1:-1]) == sorted([(OUTPUT, "metric\n", 0), (ERRORS, "step\n", 0), (BEGUN, "", 0)])
     assert found[-1] == (END, "", 3)
     assert keeper.wait(10) == 0
 
@@ -69,7 +70,7 @@ def test_a_request_to_stop_reaches_the_command_and_is_consumed(tmp_path: Path) -
     while "on" not in (tmp_path / "a" / "events.jsonl").read_text():
         time.sleep(0.05)
     detached_head._stop(tmp_path / "a")
-    assert [event.text for event in events_of(tmp_path / "a")] == ["on\n", "stopped\n", ""]
+    assert [event.text for event in events_of(tmp_path / "a")] == ["", "on\n", "stopped\n", ""]
     assert not (tmp_path / "a" / "stop").exists()
     keeper.wait(10)
 
@@ -83,7 +84,7 @@ def test_a_keeper_that_was_killed_ends_the_events(tmp_path: Path) -> None:
     keeper.wait(10)
     with (tmp_path / "a" / "events.jsonl").open("a") as file:
         file.write('{"kind": "outp')
-    assert [event.kind for event in events_of(tmp_path / "a")] == [OUTPUT, LOST]
+    assert [event.kind for event in events_of(tmp_path / "a")] == [STARTED, OUTPUT, LOST]
 
 
 def test_a_viewer_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
