@@ -36,7 +36,8 @@ from cpuft.launch.state import PREPARING, SAVING, TRAINING, RunState, StateWrite
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
-from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, STARTED_MARK, WAITS_MARK
+from cpuft.rank.kill import kill_processes
+from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, OWNER_VARIABLE, STARTED_MARK, WAITS_MARK
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 TRAINING_STOP_SECONDS = 120.0
@@ -251,8 +252,8 @@ class Watchdog:
     stop_request: StopRequest | None = None
     report_wait: Callable[[], None] = lambda: None
     """Tells the user which ranks the others have been waiting for."""
-    report_saving: Callable[[], None] = lambda: None
-    """Called while rank 0 saves the model."""
+    update_state: Callable[[], None] = lambda: None
+    """Updates the run state. Raises LaterStartError if another launcher has started the run again."""
     waits: set[bytes] = field(default_factory=set)
     """The long waits that ranks have reported."""
     begun: float = field(default_factory=time.monotonic)
@@ -288,6 +289,7 @@ class Watchdog:
         Raises StuckError: a host is lost, mpirun still runs 25 s after a rank failed, or ranks wait in vain for others.
         Raises NotStartedError: no rank has started within `start_limit`.
         Raises Interrupted: the deadline of the stop request has passed.
+        Raises LaterStartError: another launcher has started the run again.
         Raises CpuftError: the stacks of ranks that hang could not be stored.
         """
         now = time.monotonic()
@@ -296,8 +298,7 @@ class Watchdog:
         self.checked_at = now
         if self.stop_request:
             self.stop_request.check()
-        if any(self.logs.parent.glob(_UNSAVED_MODEL)):
-            self.report_saving()
+        self.update_state()
         ends, mpirun_log = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
         if not self.failed_at and (_has_mark(ends, FAILED_MARK) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
             self.failed_at = now
@@ -460,6 +461,7 @@ def run_on_this_machine(
 
     Raises CpuftError: the run folder cannot be made or exists, the preparation rejected the options or data, the time
     limit passed, or the disk is full.
+    Raises LaterStartError: another launcher has started the run again, and the ranks of this start have been ended.
     Raises RuntimeError: the preparation failed otherwise, although all hosts answer; the message is its output.
     Raises Interrupted: a signal came, or the deadline of `stop_request` passed. All processes of the run have ended.
 
@@ -491,6 +493,7 @@ def _supervise(
     """Do what `run_on_this_machine` does in the run folder, which has been made."""
     here, hosts = plan.full_plan.as_local, writer.state.hosts
     names = sorted(set(hosts))
+    writer.refuse_later_start()
     writer.write(phase=PREPARING)
     check_hosts = HostMonitor(lambda: transport.find_unresponsive(names)).check if len(names) > 1 else lambda: None
     try:
@@ -514,13 +517,20 @@ def _supervise(
     ((ranks,),) = plan.ranks
     watchdog = _make_watchdog(run_dir, hosts, transport, stop_request)
 
-    def note_saving() -> None:
-        if writer.state.phase == TRAINING:
+    def update_state() -> None:
+        writer.refuse_later_start()
+        if writer.state.phase == TRAINING and any(Path(run_dir).glob(_UNSAVED_MODEL)):
             writer.write(phase=SAVING)
 
-    watchdog.report_saving = note_saving
+    watchdog.update_state = update_state
     writer.write(phase=TRAINING)
-    return _run_ranks(here(ranks), watchdog, writer, environ, time_limit)
+    code = 1
+    try:
+        code = _run_ranks(here(ranks), watchdog, writer, environ, time_limit)
+    finally:
+        if code:  # mpirun may have left ssh processes, which have sessions of their own
+            kill_processes(run_dir, writer.state.owner)
+    return code
 
 
 def _make_watchdog(
@@ -581,6 +591,8 @@ def _run_ranks(
 ) -> int:
     """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
     logs, hosts, begun = watchdog.logs, writer.state.hosts, time.monotonic()
+    # By these, `cpuft.rank.kill` finds mpirun and its ssh processes, even before there are ranks.
+    environ = {**environ, "CPUFT_RUN_DIR": str(logs.parent), OWNER_VARIABLE: str(writer.state.owner)}
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
         code, was_stuck, not_started = _start_ranks(step, watchdog, environ, left)

@@ -16,6 +16,7 @@ set -euo pipefail
 #   KMP_BLOCKTIME=1  idle OpenMP threads release their core after 1 ms
 #   KMP_AFFINITY=granularity=fine,compact,1,0  one OpenMP thread per core, and threads do not migrate
 #   TOKENIZERS_PARALLELISM=false  examples are tokenized before the ranks start
+#   CPUFT_OWNER=1  number of this start of the run
 #   CPUFT_RUN_DIR=/runs/one  the run folder; files that a script writes there are fetched
 # 
 # settings on node1:
@@ -57,8 +58,8 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 2 -genv I_MPI_FABRICS shm \
     -genv CCL_ATL_SHM 1 -genv FI_PROVIDER tcp -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra \
     -genv CCL_LOG_LEVEL error -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 \
-    -genv TOKENIZERS_PARALLELISM false -genv CPUFT_RUN_DIR /runs/one -host node1 -n 2 -env CPUFT_HOSTNAME node1 \
-    -env CPUFT_CORES '2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
+    -genv TOKENIZERS_PARALLELISM false -genv CPUFT_OWNER 1 -genv CPUFT_RUN_DIR /runs/one -host node1 \
+    -n 2 -env CPUFT_HOSTNAME node1 -env CPUFT_CORES '2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
     -env OMP_NUM_THREADS 14 -env I_MPI_PIN_DOMAIN '[0xfffc,0xfffc0000]' -env CCL_WORKER_COUNT 2 -env CCL_WORKER_AFFINITY 0,1,16,17 \
     -env GLOO_SOCKET_IFNAME lo -env FI_TCP_IFACE lo -env CCL_KVS_IFACE lo -env THP_MEM_ALLOC_ENABLE 1 \
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.rank \

@@ -15,6 +15,7 @@ from cpuft.launch.state import (
     FINISHED,
     INTERRUPTED,
     TRAINING,
+    LaterStartError,
     RunState,
     StateWriter,
     find_end,
@@ -86,6 +87,23 @@ def test_the_end_of_a_start_is_that_of_no_other(code: int, phase: str, kept: int
     assert (ended.reason, ended.sequence) == ("why" if code else "", STATE.sequence + 2)
     assert STATE.seconds <= ended.seconds < STATE.seconds + 60
     assert find_end(str(tmp_path), 2) is find_end(str(tmp_path), 4) is None
+
+
+def test_a_start_ends_when_a_later_one_has_begun(tmp_path: Path) -> None:
+    """The next launcher writes beside the run folder before ranks start, and the next supervisor into it."""
+    work = tmp_path / "run"
+    work.mkdir()
+    writer = StateWriter(str(work), STATE)
+    writer.write()
+    for state in (replace(STATE, owner=3, start="mine"), replace(STATE, owner=4, id="ba9876543210")):
+        write_state(str(tmp_path), state)
+        writer.refuse_later_start()
+    write_state(str(tmp_path), replace(STATE, owner=4))
+    with pytest.raises(LaterStartError, match=r"^start 4 of the run has begun, so start 3 was ended: wait until"):
+        writer.refuse_later_start()
+    write_state(str(work), replace(STATE, owner=4))
+    writer.end(213, "it was ended")
+    assert read_state(str(work)) == replace(STATE, owner=4)
 
 
 def test_a_disk_that_is_full_does_not_end_the_run() -> None:
