@@ -7,8 +7,9 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
@@ -54,26 +55,13 @@ class HostCopy:
     """First line of the run record (JSON); empty for none."""
     has_data: bool = False
     """Whether the prepared examples are there."""
-    state: RunState | None = None
-    """The newest whole copy of the run state."""
+    state: RunState = RunState("")
+    """The newest whole copy of the run state; without an id if there is none."""
 
     @property
     def is_finished(self) -> bool:
         """True if the run has finished on this host, so that only its results have to be fetched."""
-        return not self.is_active and self.state is not None and self.state.phase == FINISHED
-
-
-@dataclass(frozen=True)
-class _Found:
-    """What `cpuft.rank.describe_run` prints."""
-
-    exists: bool = False
-    is_active: bool = False
-    checkpoint_update: int = -1
-    steps: int = 0
-    header: str = ""
-    has_data: bool = False
-    states: tuple[str, ...] = ()
+        return self.state.phase == FINISHED and not self.is_active
 
 
 @dataclass(frozen=True)
@@ -197,7 +185,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     is_active = any(copy.is_active for copy in host_copies)
     if finished := [copy.host.name for copy in host_copies if copy.is_finished]:
         return ResumedRun(str(path), finished_on=finished[0])
-    state = newest(one for one in (read_state(run), *(copy.state for copy in host_copies)) if one)
+    state = newest(one for one in (read_state(run), *(copy.state for copy in host_copies)) if one and one.id)
     owner = state.owner if state else 0
     if state and state.phase == FINISHED and not is_active:
         raise CpuftError(f"run {run} is finished, and there is nothing to resume: start a new run without --resume")
@@ -288,15 +276,17 @@ def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
     Raises CpuftError: it is no such output; the message has the end of `errors`, its standard error.
     """
     try:
-        found, states = load(_Found, parse_json(output)), list[RunState]()
+        values = load(dict[str, Any], parse_json(output))
+        texts = load(list[str], values.pop("states", []))
+        copy = load(HostCopy, values | {"host": asdict(host), "state": {"id": ""}})
     except ValueError as error:
         reason = " ".join(errors.split())[-200:] or str(error)
         raise CpuftError(f"host {host.name} cannot list its files of the run ({reason}): check its disk") from None
-    for text in found.states:
+    states = list[RunState]()
+    for text in texts:
         with suppress(CpuftError):
             states.append(parse_state(text, f"on host {host.name}"))
-    values = {name: value for name, value in vars(found).items() if name != "states"}
-    return HostCopy(host, **values, state=newest(states))
+    return replace(copy, state=newest(states) or copy.state)
 
 
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:

@@ -35,6 +35,8 @@ LATER_START = 213
 the number 85."""
 WAIT_FOR_OTHER = "wait until that one has ended, or stop it, and resume the run"
 _FORMAT = 1
+_UNSAVED_MODEL = "model.*.tmp"
+"""Folder in the run folder that rank 0 writes the model to; it is renamed when it is complete."""
 
 
 class LaterStartError(CpuftError):
@@ -183,11 +185,27 @@ def find_end(run_dir: str, owner: int) -> RunState | None:
 
 
 class StateWriter:
-    """Keeps the state of a run on the head host up to date, while this process supervises the ranks."""
+    """Keeps the state of a run on the head host up to date, while this process supervises the ranks.
+
+    As a context manager, it stores the error that ends the `with` block.
+    """
 
     def __init__(self, run_dir: str, state: RunState) -> None:
         self.state = state
         self._run_dir, self._begun = run_dir, time.monotonic() - state.seconds
+
+    def __enter__(self) -> StateWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error:
+            self.end(getattr(error, "exit_code", 1), str(error))
+
+    def check(self) -> None:
+        """Note that rank 0 has begun to save the model. Raises LaterStartError: a later start of the run has begun."""
+        self.refuse_later_start()
+        if self.state.phase == TRAINING and any(Path(self._run_dir).glob(_UNSAVED_MODEL)):
+            self.write(phase=SAVING)
 
     def refuse_later_start(self) -> None:
         """Raise LaterStartError if the host knows a start of the run with a higher number."""
@@ -211,10 +229,10 @@ class StateWriter:
             self.refuse_later_start()
             write_state(self._run_dir, self.state)
 
-    def end(self, code: int, reason: str = "") -> None:
-        """Store how the attempt has ended: with this exit code, and why."""
-        phase = FAILED if code else FINISHED
-        if code == RESUMABLE or code > 128:
-            phase = INTERRUPTED
-        kept = {} if phase == FINISHED else self.state.checkpoints
-        self.write(phase=phase, exit_code=min(code, SSH_FAILED - 1), reason=reason if code else "", checkpoints=kept)
+    def end(self, code: int, reason: str = "") -> int:
+        """Store how the attempt has ended: with this exit code, which is returned, and why."""
+        phase = FINISHED if not code else INTERRUPTED if code == RESUMABLE or code > 128 else FAILED
+        if phase == FINISHED:
+            self.note(checkpoints={})
+        self.write(phase=phase, exit_code=min(code, SSH_FAILED - 1), reason=reason)
+        return code

@@ -32,7 +32,7 @@ from cpuft.launch.failures import (
 )
 from cpuft.launch.results import write_plan
 from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, Diagnosis, diagnose_run
-from cpuft.launch.state import PREPARING, SAVING, TRAINING, RunState, StateWriter
+from cpuft.launch.state import PREPARING, TRAINING, RunState, StateWriter
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
@@ -78,8 +78,6 @@ _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
 _MOST_STARTS = 3
 """How often mpirun is started if no rank starts. Each time its port is another one and the limit is twice as long."""
-_UNSAVED_MODEL = "model.*.tmp"
-"""Folder in the run folder that rank 0 writes the model to; it is renamed when it is complete."""
 _MARK_BYTES = 4096
 """Number of bytes at the beginning and at the end of a log that are searched for a rank's marks."""
 _REMOVE_SECONDS = 60.0
@@ -252,7 +250,7 @@ class Watchdog:
     stop_request: StopRequest | None = None
     report_wait: Callable[[], None] = lambda: None
     """Tells the user which ranks the others have been waiting for."""
-    update_state: Callable[[], None] = lambda: None
+    check_state: Callable[[], None] = lambda: None
     """Updates the run state. Raises LaterStartError if another launcher has started the run again."""
     waits: set[bytes] = field(default_factory=set)
     """The long waits that ranks have reported."""
@@ -298,7 +296,7 @@ class Watchdog:
         self.checked_at = now
         if self.stop_request:
             self.stop_request.check()
-        self.update_state()
+        self.check_state()
         ends, mpirun_log = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
         if not self.failed_at and (_has_mark(ends, FAILED_MARK) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
             self.failed_at = now
@@ -471,34 +469,34 @@ def run_on_this_machine(
     here = plan.full_plan.as_local
     for (step,) in plan.make:
         _make_run_dir(here(step), environ)
-    writer = StateWriter(run_dir, state)
-    try:
-        code = _supervise(plan, run_dir, writer, environ, time_limit, transport, stop_request)
-    except BaseException as error:
-        writer.end(error.exit_code if isinstance(error, CpuftError | Interrupted) else 1, str(error))
-        raise
-    writer.end(code, writer.state.reason)
-    return code
+    with StateWriter(run_dir, state) as writer:
+        writer.check()
+        writer.write(phase=PREPARING)
+        if lost := _prepare(plan, run_dir, writer, environ, transport):
+            return writer.end(RESUMABLE, lost)
+        ((ranks,),) = plan.ranks
+        watchdog = _make_watchdog(run_dir, writer, transport, stop_request)
+        writer.write(phase=TRAINING)
+        code = 1
+        try:
+            code = _run_ranks(here(ranks), watchdog, writer, environ, time_limit)
+        finally:
+            if code:  # mpirun may have left ssh processes, which have sessions of their own
+                kill_processes(run_dir, state.owner)
+        return writer.end(code, writer.state.reason)
 
 
-def _supervise(
-    plan: RunPlan,
-    run_dir: str,
-    writer: StateWriter,
-    environ: Mapping[str, str],
-    time_limit: float,
-    transport: Transport,
-    stop_request: StopRequest | None,
-) -> int:
-    """Do what `run_on_this_machine` does in the run folder, which has been made."""
-    here, hosts = plan.full_plan.as_local, writer.state.hosts
+def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[str, str], transport: Transport) -> str:
+    """Prepare the examples, and write `plan.sh`; return which host was lost meanwhile, or "" if the ranks can start.
+
+    If it fails otherwise, a new run folder is removed.
+    """
+    hosts = writer.state.hosts
     names = sorted(set(hosts))
-    writer.refuse_later_start()
-    writer.write(phase=PREPARING)
     check_hosts = HostMonitor(lambda: transport.find_unresponsive(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
-            _run_step(here(step), environ, check_hosts)
+            _run_step(plan.full_plan.as_local(step), environ, check_hosts)
         write_plan(plan, run_dir)
     except BaseException as error:
         lost = error.names if isinstance(error, HostsLostError) else set()
@@ -509,33 +507,18 @@ def _supervise(
             lines = describe_absent([], hosts, lost)
             for line in (*what, *lines):
                 _print(line)
-            writer.note(silent=tuple(sorted(lost)), reason=lines[0])
-            return RESUMABLE
+            writer.note(silent=tuple(sorted(lost)))
+            return lines[0]
         if not plan.resumed:
             execute.run_command(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
-    ((ranks,),) = plan.ranks
-    watchdog = _make_watchdog(run_dir, hosts, transport, stop_request)
-
-    def update_state() -> None:
-        writer.refuse_later_start()
-        if writer.state.phase == TRAINING and any(Path(run_dir).glob(_UNSAVED_MODEL)):
-            writer.write(phase=SAVING)
-
-    watchdog.update_state = update_state
-    writer.write(phase=TRAINING)
-    code = 1
-    try:
-        code = _run_ranks(here(ranks), watchdog, writer, environ, time_limit)
-    finally:
-        if code:  # mpirun may have left ssh processes, which have sessions of their own
-            kill_processes(run_dir, writer.state.owner)
-    return code
+    return ""
 
 
 def _make_watchdog(
-    run_dir: str, hosts: tuple[str, ...], transport: Transport, stop_request: StopRequest | None
+    run_dir: str, writer: StateWriter, transport: Transport, stop_request: StopRequest | None
 ) -> Watchdog:
+    hosts = writer.state.hosts
     names = tuple(sorted(set(hosts)))
 
     def report_wait() -> None:
@@ -553,6 +536,7 @@ def _make_watchdog(
         has_several_hosts=len(names) > 1,
         start_limit=_START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
         stop_request=stop_request,
+        check_state=writer.check,
     )
 
 
