@@ -30,7 +30,7 @@ LAYER_TIMES = LayerTimesLine(
 
 def make_state(*hosts: str, **changes: Any) -> RunState:
     """The state of a run with a rank on each of these hosts."""
-    return RunState("0123456789ab", hosts=hosts, **changes)
+    return RunState(**{"id": "0123456789ab", "hosts": hosts, **changes})
 
 
 def make_record(ranks: int = 1, hosts: int = 1, seconds: float = 100.0, **changes: Any) -> Record:

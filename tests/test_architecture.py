@@ -187,6 +187,7 @@ TESTED_ELSEWHERE = {
     "kernels.py": "train/fast/test_kernels.py",
     "provision/aws/options.py": "provision/aws/test_plan.py",
     "provision/options.py": "provision/test_simulated.py",
+    "rank/describe_run.py": "launch/test_resume.py",
     "rank/dump_stacks.py": "rank/test_diagnostics.py",
     "report/plots.py": "report/test_page.py",
     "report/tables.py": "report/test_comparison.py",

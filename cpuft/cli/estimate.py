@@ -232,7 +232,7 @@ def _probe(train: TrainConfig) -> Record:
 
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.plan import plan_training
-    from cpuft.launch.state import RunState
+    from cpuft.launch.state import begin_state
     from cpuft.launch.supervise import run_on_this_machine
     from cpuft.record import read_record
 
@@ -245,7 +245,7 @@ def _probe(train: TrainConfig) -> Record:
         click.echo("estimate: training for at most a minute on this machine", err=True)
         try:
             with _output_on_stderr():
-                state = RunState(cluster.run_id(run_dir), hosts=cluster.rank_hosts)
+                state = begin_state(cluster, run_dir, plan.owner)
                 run_on_this_machine(plan, run_dir, state, os.environ, PROBE_SECONDS, cluster.access.transport)
         except CpuftError:
             # On a slow machine the time limit stops the training, and the steps until then are enough.

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from cpuft.argv import WITHOUT_WORKING_FOLDER
 from cpuft.config import LaunchConfig
@@ -22,6 +23,7 @@ from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import SshTransport, Transport, map_hosts
 from cpuft.plan import Plan, Step
+from cpuft.serialization import load, parse_json
 
 LOCAL = Host("localhost")
 """The only host of a run without cluster, hostfile or scheduler: this machine."""
@@ -29,8 +31,8 @@ JOB = "CPUFT_JOB"
 """Environment variable with the folder of the cluster entry that a node of an AWS Batch job wrote for its job."""
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep the files of runs, in a folder cpuft-UID for each user."""
-HOST_FOLDER = ".host-folder"
-"""File in the run folder on the launcher's machine with the path of the run's folder on hosts, below the user's."""
+STATE_FILE = "state.json"
+"""File with the run state (`cpuft.launch.state`), in the folder of a run here and on its hosts."""
 FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 """Argument of `python -c` on a host, to run a program that the launcher sends on standard input."""
 
@@ -147,15 +149,13 @@ class Cluster:
         """
         if not self.works_remotely:
             return run_dir
-        return f"{self.folder}/{self._name_folder(run_dir)}"
+        return f"{self.folder}/{self.name_folder(run_dir)}"
 
-    def run_id(self, run_dir: str) -> str:
-        """Return the id of the run in a folder on this machine: 12 hexadecimal digits, for a new run made at random."""
-        return self._name_folder(run_dir).partition("/")[0]
-
-    def _name_folder(self, run_dir: str) -> str:
-        new = f"{hash_text(self.token + run_dir, 12)}/{os.path.basename(run_dir)}"
-        return read_host_folder(run_dir) or new
+    def name_folder(self, run_dir: str) -> str:
+        """Return "ID/NAME" of the run in a folder on this machine. The id has 12 hexadecimal digits; that of a new run
+        is made at random."""
+        name = os.path.basename(run_dir).encode(errors="replace").decode()
+        return read_host_folder(run_dir) or f"{hash_text(self.token + run_dir, 12)}/{name}"
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
         """Return the argv with which this machine runs `argv` on a host.
@@ -219,12 +219,16 @@ class Cluster:
 
 
 def read_host_folder(run_dir: str) -> str:
-    """Return the path of a run's folder on its hosts, "DIGITS/NAME" below the user's folder; "" if it has none yet."""
+    """Return the path of a run's folder on its hosts, "ID/NAME" below the user's folder; "" if it has none yet.
+
+    The run state in the run's folder on this machine says it.
+    """
     try:
-        name = Path(run_dir, HOST_FOLDER).read_text(encoding="utf-8", errors="surrogateescape").removesuffix("\n")
-    except OSError:
+        values = load(dict[str, Any], parse_json(Path(run_dir, STATE_FILE).read_text(encoding="utf-8")))
+    except (OSError, ValueError):
         return ""
-    return name if re.fullmatch(r"[0-9a-f]{12}/(?!\.\.?$)[^/\n]+", name) else ""
+    name = f"{values.get('id')}/{values.get('name')}"
+    return name if re.fullmatch(r"[0-9a-f]{12}/(?!\.\.?$)[^/\0]+", name) else ""
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:

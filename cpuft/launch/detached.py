@@ -70,6 +70,7 @@ from cpuft.launch.plan import choose_run_dir, plan_claim, plan_script
 from cpuft.launch.progress import format_seconds
 from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.settings import forwarded_settings, user_variables
+from cpuft.launch.state import RunState, begin_state, write_state
 from cpuft.plan import Plan, Setting, Step
 from cpuft.serialization import load, parse_json
 
@@ -282,7 +283,8 @@ def plan_start(
     hidden: secret variables of the command; empty for a plan that is printed.
     """
     first = replace(cluster, assignments=cluster.assignments[:1], facts=cluster.facts[:1])
-    claim = ((plan_claim(run_dir, order.claimed, False),),) if order.claimed else ()
+    state = replace(begin_state(cluster, run_dir, 0), id=order.id)
+    claim = ((plan_claim(run_dir, state, False),),) if order.claimed else ()
     sending = plan_sending(bundles, gather_missing(bundles, first), first)
     stdin = json.dumps({"order": dataclasses.asdict(order), "secrets": dict(hidden)})
     begin = head.step(f"start cpuft {order.verb} on {head.host.name}", "start", stdin=stdin)
@@ -400,6 +402,13 @@ class Detached:
             execute.stop_processes([process])
             process.stdout.close()
 
+    def _claim(self) -> None:
+        """Make the run folder here if the run was started on another machine, so that it can be resumed here."""
+        if not read_host_folder(self.run_dir):
+            Path(self.run_dir).mkdir(parents=True, exist_ok=True)
+            identity, _, name = self.order.claimed.partition("/")
+            write_state(self.run_dir, RunState(identity, name))
+
     def fetch(self, say: Say) -> str:
         """Fetch the results into the run folder on this machine, unless that was done, and say where they are.
 
@@ -415,6 +424,7 @@ class Detached:
                 if now.fetched or not now.has_results:
                     return now.fetched
                 if not is_stored:
+                    self._claim()
                     say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
                     results.fetch(Path(self.run_dir), self.head.command("send", self.order.folder))
                     is_stored = True

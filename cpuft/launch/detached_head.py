@@ -76,7 +76,7 @@ class Order:
     work_folder: str = ""
     """Where the command starts; empty for the folder of the detached run."""
     claimed: str = ""
-    """What the run folder on the user's machine has in HOST_FOLDER; empty if the run folder here is the user's own."""
+    """ID/NAME of the run as its hosts know it; empty if the run folder here is the user's own."""
     host: str = ""
     """Host name of this host, which fills it in: other hosts may share its disk."""
 

@@ -32,7 +32,7 @@ from cpuft.files import (
     split_paths,
     write_text,
 )
-from cpuft.hosts.cluster import Cluster
+from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
 from cpuft.hosts.ssh_config import COMMAND_OPTIONS
@@ -41,6 +41,7 @@ from cpuft.launch.mpirun import KEY
 from cpuft.launch.relay import BUNDLES, Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
 from cpuft.launch.settings import unexportable_names
+from cpuft.launch.state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
 from cpuft.plan import RunPlan, Setting, Stages, Step
 from cpuft.secret_variables import may_be_secret, secrets_for_ranks
 from cpuft.serialization import load, parse_json
@@ -488,8 +489,13 @@ def plan_secrets(
 
 
 @contextmanager
-def secrets_on_hosts(plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[str, str]) -> Iterator[None]:
+def secrets_on_hosts(
+    plan: RunPlan, cluster: Cluster, work: str, environ: Mapping[str, str], state: RunState
+) -> Iterator[None]:
     """Provide the secret variables of a run on its hosts inside the `with` block: one private file for each process.
+
+    With them, each host with a disk of its own gets the first state of this start of the run. A host that has the state
+    of a later start, or of another launcher's start of the same number, refuses both.
 
     The variables are a new random key of the run and the user's tokens and proxies that training may need. Each process
     removes its file when it reads it. The others are removed at the end of the block, and by the hosts themselves if
@@ -499,10 +505,10 @@ def secrets_on_hosts(plan: RunPlan, cluster: Cluster, work: str, environ: Mappin
     ----------
     work: the run folder as the ranks see it.
 
-    Raises CpuftError: naming every host that could not store the files, with its reason. Raised before the block
-    begins.
+    Raises CpuftError: naming every host that could not store the files, before the block begins. Raises
+    LaterStartError: likewise, and some of the hosts know a later start.
     """
-    text = json.dumps({KEY: secrets.token_hex(32)} | secrets_for_ranks(environ))
+    text = format_state(state) + json.dumps({KEY: secrets.token_hex(32)} | secrets_for_ranks(environ))
     prepares = any(
         setting.name == SECRETS_PREFIX for stage in plan.prepare for step in stage for setting in step.settings
     )
@@ -510,17 +516,22 @@ def secrets_on_hosts(plan: RunPlan, cluster: Cluster, work: str, environ: Mappin
         yield
         return
 
+    begun = f"{os.path.dirname(work)}/{STATE_FILE}" if cluster.works_remotely else ""
+
     def send(index: int) -> None:
         names = [*map(str, range(cluster.assignments[index].ranks)), *(["prepare"] if prepares and not index else [])]
-        run(index, "send", *(f"{cluster.sent_file(work, index)}-{name}" for name in names), stdin=text)
+        run(index, "send", begun, *(f"{cluster.sent_file(work, index)}-{name}" for name in names), stdin=text)
 
     def run(index: int, action: str, *paths: str, stdin: str = "") -> str:
         host = cluster.assignments[index].host
         folder = os.path.dirname(cluster.sent_file(work, index))
         command = ("sh", "-c", _SECRET_FILES, "secret_files", action, cluster.folder, folder, *paths)
         answer = cluster.access.transport.run(host, command, stdin)
+        reason = " ".join(answer.errors.split())[-200:]
+        if answer.exit_code == LATER_START:
+            refusing.add(index)
+            raise CpuftError(f"host {host.name} works for another start of the run ({reason}): {WAIT_FOR_OTHER}")
         if answer.exit_code:
-            reason = " ".join(answer.errors.split())[-200:]
             raise CpuftError(f"host {host.name} could not store the run's secret variables ({reason}): check its disk")
         return answer.output
 
@@ -535,12 +546,16 @@ def secrets_on_hosts(plan: RunPlan, cluster: Cluster, work: str, environ: Mappin
             if not any(answers):
                 return
 
-    is_over = threading.Event()
+    is_over, refusing = threading.Event(), set[int]()
     try:
         map_hosts(send, range(len(cluster.assignments)))
         threading.Thread(target=refresh, daemon=True).start()
         yield
+    except CpuftError as error:
+        if refusing:
+            raise LaterStartError(str(error)) from None
+        raise
     finally:
         is_over.set()
         with suppress(CpuftError):
-            map_hosts(lambda index: run(index, "remove"), list_reachable())
+            map_hosts(lambda index: run(index, "remove", begun, stdin=format_state(state)), list_reachable())

@@ -32,7 +32,7 @@ from cpuft.config import (
 from cpuft.errors import CpuftError
 from cpuft.files import PRIVATE, REMOVE
 from cpuft.hardware import choose_precision, effective_flags
-from cpuft.hosts.cluster import HOST_FOLDER, Cluster
+from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.hosts.topology import Interface, RankCores, choose_comm_cores, choose_interface, plan_placement, spread_cores
 from cpuft.launch import mpirun
 from cpuft.launch import settings as environment
@@ -52,9 +52,11 @@ from cpuft.launch.leases import RENEWAL_SECONDS
 from cpuft.launch.results import plan_partial_cleanup, plan_results
 from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun
 from cpuft.launch.settings import script_settings
+from cpuft.launch.state import RunState, begin_state, format_state
 from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
 from cpuft.rank.interruption import NOTICE_VARIABLE
+from cpuft.rank.process import OWNER_VARIABLE
 from cpuft.tasks import FILE_TASKS
 
 LEAST_FREE_BYTES = 256 << 20
@@ -178,7 +180,7 @@ def plan_fetching(cluster: Cluster, resumed: ResumedRun) -> RunPlan:
     The run is fetched into `resumed.run_dir`. The hosts are those of `cluster` and of `resumed.host_copies`. The
     results part is empty if the ranks work in this machine's own folders (`cluster.works_remotely` is False).
     """
-    plan = RunPlan(command_prefixes=cluster.command_prefixes, resumed=True)
+    plan = RunPlan(command_prefixes=cluster.command_prefixes, resumed=True, owner=resumed.owner)
     return add_transfers(plan, (), {}, cluster, resumed.run_dir, resumed.host_copies)
 
 
@@ -217,7 +219,7 @@ def add_transfers(
     claims = cluster.works_remotely and plan.make
     return replace(
         plan,
-        claim=((plan_claim(run_dir, work.removeprefix(f"{cluster.folder}/"), plan.resumed),),) if claims else (),
+        claim=((plan_claim(run_dir, begin_state(cluster, run_dir, plan.owner), plan.resumed),),) if claims else (),
         inputs=plan_sending(bundles, missing, cluster),
         prepare=(*(() if cluster.head in prepared_hosts else plan.prepare), *copies),
         results=plan_results(cluster, work, run_dir, sorted(others.keys() - used)),
@@ -580,6 +582,8 @@ def plan_launch(
     )
     shared = tuple(setting for setting in shared if setting.name not in {one.name for one in extra})
     shared += environment.keep_user_values(extra, environment.user_variables(environ))
+    owner = resumed.owner + 1 if resumed else 1
+    shared += (Setting(OWNER_VARIABLE, str(owner), "number of this start of the run"),)
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "the run folder; files that a script writes there are fetched"),)
     if notice := find_notice(config.interruption_notice) if config.interruption_notice else cluster.access.notice:
         reason = "interruption notice, which the first rank of each host looks for every 5 s"
@@ -607,7 +611,7 @@ def plan_launch(
         notes=_plan_notes(cluster, shared, per_host, notes),
         command_prefixes=cluster.command_prefixes,
         resumed=bool(resumed),
-        owner=resumed.owner + 1 if resumed else 1,
+        owner=owner,
     )
 
 
@@ -635,11 +639,11 @@ def _plan_run_folder(cluster: Cluster, run_dir: str, resumed: ResumedRun | None)
     return Step("make the run folder", command, host=cluster.head)
 
 
-def plan_claim(run_dir: str, host_folder: str, is_resumed: bool) -> Step:
-    """Return the step that makes the run folder on this machine, and notes there the run's folder on its hosts."""
+def plan_claim(run_dir: str, state: RunState, is_resumed: bool) -> Step:
+    """Return the step that makes the run folder on this machine, with the state, which says the run's id."""
     make = 'mkdir -p "$1"' if is_resumed else 'mkdir -p "${1%/*}/" && mkdir "$1"'
-    script = f'{make} && printf "%s\\n" "$3" >"$2.new" && mv "$2.new" "$2"'
-    words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{HOST_FOLDER}", host_folder)
+    script = f'{make} && printf "%s" "$3" >"$2.new" && mv "$2.new" "$2"'
+    words = ("sh", "-c", script, "claim", run_dir, f"{run_dir}/{STATE_FILE}", format_state(state))
     return Step("make the run folder on this machine", words)
 
 

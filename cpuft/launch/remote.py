@@ -28,10 +28,19 @@ from cpuft.launch.checkpoint_copies import CheckpointCopier
 from cpuft.launch.inputs import keep_bundles, secrets_on_hosts
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
 from cpuft.launch.resume import find_newest_checkpoint, remove_empty_run
-from cpuft.launch.state import RunState, find_end, read_state
+from cpuft.launch.state import (
+    INTERRUPTED,
+    LATER_START,
+    WAIT_FOR_OTHER,
+    LaterStartError,
+    RunState,
+    begin_state,
+    find_end,
+    note_state,
+)
 from cpuft.launch.supervise import StopRequest, run_on_this_machine
 from cpuft.plan import RunPlan, Setting, Step
-from cpuft.rank.process import end_with_parent
+from cpuft.rank.process import OWNER_VARIABLE, end_with_parent
 from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import protect_streams
@@ -96,12 +105,12 @@ def run_attempt(
     Raises RuntimeError: the preparation on this machine failed in another way; the message is its output.
     """
     work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
-    state = begin_state(plan, run_dir, cluster)
+    state = begin_state(cluster, run_dir, plan.owner)
     request = (
         None if grace is None else StopRequest(work, cluster.head, cluster.command_prefixes, grace, ctrl_c_seconds)
     )
     try:
-        with secrets_on_hosts(plan, cluster, work, environ), register_run(run_dir, cluster):
+        with secrets_on_hosts(plan, cluster, work, environ, state), register_run(run_dir, cluster):
             keep_bundles(plan, cluster)
             if cluster.works_remotely:
                 return run_on_head_host(plan, run_dir, state, cluster, environ, time_limit, say, request)
@@ -115,25 +124,12 @@ def run_attempt(
         if update := find_newest_checkpoint(run_dir):
             say(f"cpuft: continue after update {update} with {shlex.join(['cpuft', 'launch', '--resume', run_dir])}")
         sys.exit(stopped.exit_code)
+    except HeadHostLostError as lost:
+        note_state(run_dir, phase=INTERRUPTED, reason=str(lost))
+        raise
     finally:
         if stop_signals is not None and request and request.signal_number:
             stop_signals.append(request.signal_number)
-
-
-def begin_state(plan: RunPlan, run_dir: str, cluster: Cluster) -> RunState:
-    """Return the first state of a start of the run, from that in the run folder on this machine.
-
-    Raises CpuftError: the state there cannot be used.
-    """
-    earlier = read_state(run_dir) or RunState(cluster.run_id(run_dir))
-    return RunState(
-        earlier.id,
-        plan.owner,
-        hosts=cluster.rank_hosts,
-        checkpoints=earlier.checkpoints,
-        seconds=earlier.seconds,
-        lease=cluster.access.until,
-    )
 
 
 def run_on_head_host(
@@ -199,6 +195,8 @@ def run_on_head_host(
         if not plan.resumed:
             remove_empty_run(run_dir)
         raise
+    if code == LATER_START:
+        raise LaterStartError(f"another launcher has started the run again: {WAIT_FOR_OTHER}")
     if code == execute.SSH_FAILED:
         cluster.access.transport.find_unresponsive([assignment.host.name for assignment in cluster.assignments])
     if fetch_and_clean_up(plan, run_dir, cluster, environ, not code, say):
@@ -215,7 +213,9 @@ def run_on_head_host(
 
 def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
     """Return the step that starts the supervisor on the head host; its standard input is the order as JSON."""
-    settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
+    # By these, `cpuft.rank.kill` finds the supervisor, mpirun and its ssh processes, even before there are ranks.
+    own = {"CPUFT_RUN_DIR": order.run_dir, OWNER_VARIABLE: str(order.state.owner)}
+    settings = tuple(Setting(name, value, "") for name, value in (cluster.access.settings | own).items())
     command = module_command(cluster.python, "cpuft.launch.remote")
     return Step("supervise the ranks", command, settings, cluster.head, json.dumps(dataclasses.asdict(order)))
 

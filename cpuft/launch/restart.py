@@ -40,7 +40,7 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
-from cpuft.launch.state import find_end
+from cpuft.launch.state import LaterStartError, find_end
 from cpuft.plan import RunPlan
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
@@ -296,6 +296,7 @@ def run_with_restarts(
     is over; or the last attempt raised an error, such as HeadHostLostError, and no signal had asked the ranks to end.
     Raises NotStoredError: the results could not be stored here or, of a finished run, not be fetched. The hosts keep
         them.
+    Raises LaterStartError: another launcher has started the run again.
     """
     is_new = not plan.resumed
     policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
@@ -305,15 +306,15 @@ def run_with_restarts(
             # The hosts keep what they have until the last attempt has ended.
             start_now = partial(start, replace(plan, keep_host_copies=True), launch.run_dir, cluster, time_limit)
             tried = make_attempt(launch, cluster, plan.owner, start_now)
-        except NotStoredError:
-            raise  # the hosts have the only copies of the results, so nothing may be removed there
+        except (NotStoredError, LaterStartError):
+            raise  # the hosts have the only copies of the results, or work for another launcher: nothing is removed
         except CpuftError:
             if policy.restarts:
                 unreachable = cluster.access.transport.unresponsive
                 remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, unreachable, say)
             raise
         if not tried.result.code or (tried.unfetched_from and fetch_if_finished(launch, plan, cluster, say)):
-            clean_up_lost_hosts(history, cluster, launch.run_dir, say)
+            clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
             return 0
         decision = policy.decide(tried.result)
         reason = decision.reason
@@ -332,13 +333,13 @@ def run_with_restarts(
             break
         if not plan.ranks:
             fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
-            clean_up_lost_hosts(history, cluster, launch.run_dir, say)
+            clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
             return 0
         policy.restarts += 1
         hosts = [assignment.host.name for assignment in cluster.assignments]
         ranks = len(cluster.rank_hosts)
         say(f"cpuft: {describe_restart(policy.restarts, policy.limit, reason, hosts, ranks, update)}")
-    kill_ranks(cluster, launch.run_dir)
+    kill_ranks(cluster, launch.run_dir, plan.owner)
     if policy.limit and (policy.restarts or decision.restart):
         say(f"cpuft: not restarted: {reason}")
     if policy.restarts or tried.made_run_folder:
@@ -375,7 +376,7 @@ def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[
         code = start()
     except HeadHostLostError as lost:
         code, error = RESUMABLE, lost
-    except NotStoredError:
+    except (NotStoredError, LaterStartError):
         raise
     except CpuftError as refusal:
         if not (len(names) > 1 and transport.find_unresponsive(names)) and not refusal.is_transient:
@@ -463,7 +464,7 @@ def plan_next_attempt(
     """
     job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
     history.used_hosts.update({one.host.name: one.host for one in last.assignments})
-    kill_ranks(last, run_dir)
+    kill_ranks(last, run_dir, plan.owner)
     hosts, first_ranks = read_hosts(job.config), {one.host.name: one.ranks for one in history.first_cluster.assignments}
     unreachable = _find_unreachable(transport, hosts, tried.result.unreachable)
     remaining, np = choose_hosts(hosts, unreachable | history.leaving, first_ranks, job.config.np)
@@ -473,15 +474,15 @@ def plan_next_attempt(
         raise CpuftError(
             f"only {counted(np, 'rank')} would be left, and --min-np requires {job.config.min_np}: lower --min-np"
         )
-    kill_ranks(last, run_dir, [host for host in remaining if host.name not in last.rank_hosts])
+    kill_ranks(last, run_dir, plan.owner, [host for host in remaining if host.name not in last.rank_hosts])
     if not tried.unfetched_from:  # otherwise the head host has the only record, and may even have finished
         clean_up_left_out_hosts(launch, plan, last, remaining)
     job = replace(job, config=replace(job.config, np=np))
     cluster = gather_cluster(job.config, remaining, last.access, last.works_remotely)
     copies = _ask_hosts(remaining, cluster, run_dir, history.used_hosts.keys()) if cluster.works_remotely else ()
-    if finished := [copy.host for copy in copies if copy.is_finished and not copy.is_active]:
+    if finished := [copy.host for copy in copies if copy.is_finished]:
         cluster = gather_cluster(replace(job.config, np=1), tuple(finished[:1]), last.access, last.works_remotely)
-        return plan_fetching(cluster, ResumedRun(run_dir, host_copies=copies)), cluster, 0
+        return plan_fetching(cluster, ResumedRun(run_dir, owner=plan.owner, host_copies=copies)), cluster, 0
     updates, fetched_from = (
         (-1, "") if tried.unfetched_from else (tried.result.update, last.head if last.works_remotely else "")
     )
@@ -583,14 +584,14 @@ def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say)
     return fetch_and_clean_up(plan, launch.run_dir, cluster, launch.environ, True, say)
 
 
-def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, say: Say) -> None:
+def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, owner: int, say: Say) -> None:
     """Remove a finished run from the hosts that it lost, if they answer again, and name with `say` those that do not.
 
     Kills its ranks there first. Does nothing if the ranks of the last attempt worked in this machine's folders.
 
     Parameters
     ----------
-    last: cluster of the last attempt.
+    last, owner: cluster and number of the last attempt.
     """
     used, transport = {one.host.name for one in last.assignments}, last.access.transport
     lost = [host for name, host in history.used_hosts.items() if name not in used] if last.works_remotely else []
@@ -598,7 +599,9 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, sa
     reachable = [host for host in lost if host.name not in transport.unresponsive]
     work = last.work_dir(run_dir)
     secrets = os.path.dirname(last.sent_file(work, 0))
-    kill_ranks(last, run_dir, reachable)
+    kill_ranks(last, run_dir, owner, reachable)
+    if reachable:  # by ssh, these may have started processes of mpirun on the others
+        kill_ranks(last, run_dir, owner - 1)
     command = remove_command(last.folder, secrets, os.path.dirname(work))
     answers = try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
     cleaned = [host for host, one in zip(reachable, answers) if not isinstance(one, CpuftError) and not one.exit_code]
@@ -625,8 +628,10 @@ def complete_resumed_run(job: Job, resumed: ResumedRun) -> ResumedRun:
     return replace(known, restart_reason=resumed.restart_reason, fetched_from=resumed.fetched_from)
 
 
-def kill_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = None) -> None:
-    """Kill the processes of a run that are left on hosts that answer. A lost mpirun does not end its ranks.
+def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host] | None = None) -> None:
+    """Kill the processes of a run, of this start and earlier ones, that are left on hosts that answer.
+
+    A lost mpirun does not end its ranks.
 
     Waits up to 15 s for each host, all at the same time. Errors are ignored.
 
@@ -635,7 +640,7 @@ def kill_ranks(cluster: Cluster, run_dir: str, hosts: Sequence[Host] | None = No
     run_dir: the run folder on this machine.
     hosts: None for those of the cluster if there are several; for a single host nothing is done then.
     """
-    command = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir))
+    command = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir), str(owner))
     transport, program = cluster.access.transport, Path(kill.__file__).read_text(encoding="utf-8")
     if hosts is None:
         hosts = [one.host for one in cluster.assignments] if len(cluster.assignments) > 1 else []

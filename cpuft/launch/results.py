@@ -29,9 +29,9 @@ from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
-from cpuft.hosts.cluster import HOST_FOLDER, Cluster
-from cpuft.launch.resume import CHECKPOINT_HOSTS, CHECKPOINTS
-from cpuft.launch.state import FINISHED, find_end
+from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
+from cpuft.launch.resume import CHECKPOINTS
+from cpuft.launch.state import FINISHED, find_end, note_state
 from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
@@ -179,7 +179,7 @@ def fetch_and_clean_up(
         if not plan.keep_host_copies:
             remove_all_but_checkpoints(plan, run_dir, environ, unreachable, say)
         return False
-    Path(run_dir, CHECKPOINT_HOSTS).unlink(missing_ok=True)
+    note_state(run_dir, phase=FINISHED, exit_code=0, checkpoints={})  # a host whose disk was full could not
     shutil.rmtree(Path(run_dir, CHECKPOINTS), ignore_errors=True)
     commands, missing = Plan(command_prefixes=plan.command_prefixes), set[str]()
     for stage in cleanup:
@@ -261,8 +261,8 @@ def remove_all_but_checkpoints(
 ) -> None:
     """Remove a run from its hosts, except its checkpoints, with the steps of `plan.partial_cleanup`.
 
-    Waits up to 60 s for the hosts. If some hosts have checkpoints, their names are written to the local run folder, and
-    `say` is told how to continue the run, and which hosts did not answer.
+    Waits up to 60 s for the hosts. If some hosts have checkpoints, they are noted in the state in the local run folder,
+    and `say` is told how to continue the run, and which hosts did not answer.
 
     Parameters
     ----------
@@ -279,13 +279,13 @@ def remove_all_but_checkpoints(
     silent = [step.host for step, answer in zip(steps, answers) if answer.exit_code == execute.SSH_FAILED]
     if silent and say:
         say(f"cpuft: {', '.join(silent)} did not answer at the end of the run: {FILES_LEFT}")
-    updates = {step.host: _parse_newest_checkpoint(answer.output) for step, answer in zip(steps, answers)}
-    owners = [host for host, update in updates.items() if update >= 0]
-    if owners:
-        write_text(Path(run_dir, CHECKPOINT_HOSTS), "".join(f"{host}\n" for host in owners))
-    if owners and say:
+    found = {step.host: _parse_newest_checkpoint(answer.output) for step, answer in zip(steps, answers)}
+    updates = {host: update for host, update in found.items() if update >= 0}
+    if updates:
+        note_state(run_dir, checkpoints=updates)
+    if updates and say:
         say(
-            f"cpuft: checkpoints up to update {max(updates.values())} are saved on {', '.join(owners)}: continue with "
+            f"cpuft: checkpoints up to update {max(updates.values())} are saved on {', '.join(updates)}: continue with "
             f"{shlex.join(('cpuft', 'launch', '--resume', run_dir))}"
         )
 
@@ -479,7 +479,8 @@ def _sync(folder: Path) -> None:
 
 def _store(part: Path, run_dir: Path) -> None:
     """Move the extracted folder to its place."""
-    (part / HOST_FOLDER).unlink(missing_ok=True)  # no host may say which folders on other hosts are those of the run
+    if read_host_folder(str(part)) != read_host_folder(str(run_dir)):
+        (part / STATE_FILE).unlink(missing_ok=True)  # no host may say which folders on other hosts are those of the run
     if not run_dir.is_dir():
         os.rename(part, run_dir)
         _sync(run_dir.parent)

@@ -7,28 +7,35 @@ import os
 import re
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
-from cpuft.hosts.cluster import HOST_FOLDER, WORK_ROOT, Access, Cluster, find_access, read_host_folder, read_hosts
+from cpuft.hosts.cluster import (
+    FROM_STDIN,
+    STATE_FILE,
+    WORK_ROOT,
+    Access,
+    Cluster,
+    find_access,
+    read_host_folder,
+    read_hosts,
+)
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import try_hosts
-from cpuft.launch.state import FILE_NAME as STATE_FILE
-from cpuft.launch.state import read_state
+from cpuft.launch.state import FINISHED, RunState, newest, parse_state, read_state
+from cpuft.rank import describe_run
 from cpuft.record import FILE_NAME, EarlierMeasurements, parse_record, read_measurements, read_record
-from cpuft.serialization import load
+from cpuft.serialization import load, parse_json
 
-CHECKPOINT_HOSTS = "kept.txt"
-"""File in the local run folder that lists the hosts that have checkpoints of an interrupted run."""
 CHECKPOINTS, BEST = "checkpoints", "best"
 """Folder of checkpoints in the folder of a run, and the folder in it for the checkpoint of the best evaluation."""
 _CHECKPOINT = re.compile(r"[0-9]{1,15}\.[0-9]{1,9}")
 """Name of a whole checkpoint: its update and the rank that wrote it."""
 PREPARED_DATA = "data.npz"
 """File in the run folder with the tokenized examples, which are prepared before the ranks start."""
-_DESCRIBE_RUN = Path(__file__).with_name("describe_run.sh").read_text(encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -48,8 +55,13 @@ class HostCopy:
     """First line of the run record (JSON); empty for none."""
     has_data: bool = False
     """Whether the prepared examples are there."""
-    is_finished: bool = False
-    """Whether the run finished on this host, so that only its results have to be fetched."""
+    state: RunState = RunState("")
+    """The newest whole copy of the run state; without an id if there is none."""
+
+    @property
+    def is_finished(self) -> bool:
+        """True if the run has finished on this host, so that only its results have to be fetched."""
+        return self.state.phase == FINISHED and not self.is_active
 
 
 @dataclass(frozen=True)
@@ -171,10 +183,12 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     """
     path = Path(os.path.realpath(run))
     is_active = any(copy.is_active for copy in host_copies)
-    if finished := [copy.host.name for copy in host_copies if copy.is_finished and not copy.is_active]:
+    if finished := [copy.host.name for copy in host_copies if copy.is_finished]:
         return ResumedRun(str(path), finished_on=finished[0])
-    state = read_state(run)
+    state = newest(one for one in (read_state(run), *(copy.state for copy in host_copies)) if one and one.id)
     owner = state.owner if state else 0
+    if state and state.phase == FINISHED and not is_active:
+        raise CpuftError(f"run {run} is finished, and there is nothing to resume: start a new run without --resume")
     headers = [(copy.host.name, copy.header) for copy in host_copies if copy.header]
     has_record, checkpoint = (path / FILE_NAME).exists(), find_checkpoint_here(str(path))
     exists = (path / "logs").is_dir() or any(copy.exists for copy in host_copies) or checkpoint is not None
@@ -188,8 +202,6 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
         record = read_record(str(checkpoint if has_copied_record and not has_record else path))
     if is_script:
         raise CpuftError(f"run {run} is cpuft's own training and has no script: leave the script out")
-    if record.footer:
-        raise CpuftError(f"run {run} is finished, and there is nothing to resume: start a new run without --resume")
     if record.header.independent:
         raise CpuftError(
             f"run {run} measured ranks that train independently, and cannot be resumed: start a new run without "
@@ -246,49 +258,35 @@ def gather_host_copies(
     nothing of the run has a copy with `exists` False.
     """
     folder = read_host_folder(run_dir)
-    command = ("sh", "-c", _DESCRIBE_RUN, "describe_run", folder) if folder else ("true",)
+    command = access.any_python("-c", FROM_STDIN, folder) if folder else ("echo", "{}")
+    program = Path(describe_run.__file__).read_text(encoding="utf-8")
 
     def ask(host: Host) -> HostCopy:
-        answer = access.transport.run(host, command)
-        if answer.exit_code:
-            reason = " ".join(answer.errors.split())[-200:] or f"exit code {answer.exit_code}"
-            raise CpuftError(f"host {host.name} cannot list its files of the run ({reason}): check its disk")
-        return parse_host_copy(answer.output, host)
+        answer = access.transport.run(host, command, program)
+        return parse_host_copy(answer.output, host, answer.errors)
 
     answers = try_hosts(ask, hosts)
     copies = tuple(answer for answer in answers if isinstance(answer, HostCopy))
     return copies, [answer for answer in answers if isinstance(answer, CpuftError)]
 
 
-def parse_host_copy(output: str, host: Host) -> HostCopy:
-    """Return what a host has of a run, from the output of `describe_run.sh` there.
+def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
+    """Return what a host has of a run, from the output of `cpuft.rank.describe_run` there. Damaged states are ignored.
 
-    Lines that the script does not print are ignored, so an empty text means that the host has nothing. Never raises.
-    """
-    lines = output.splitlines()
-    checkpoints = [re.fullmatch(r"checkpoint ([0-9]{1,15})\.[0-9]+", line) for line in lines]
-    steps = [re.fullmatch(r"steps ([0-9]{1,15})", line) for line in lines]
-    return HostCopy(
-        host,
-        exists="exists" in lines,
-        is_active="active" in lines,
-        checkpoint_update=max((int(found[1]) for found in checkpoints if found), default=-1),
-        steps=max((int(found[1]) for found in steps if found), default=0),
-        header=next((line for line in lines if line.startswith("{")), ""),
-        has_data="data" in lines,
-        is_finished="finished" in lines,
-    )
-
-
-def read_checkpoint_hosts(run_dir: str) -> list[str]:
-    """Return the names of the hosts that had checkpoints when the run was interrupted, from a file in the run folder.
-
-    Empty if there is no such file.
+    Raises CpuftError: it is no such output; the message has the end of `errors`, its standard error.
     """
     try:
-        return Path(run_dir, CHECKPOINT_HOSTS).read_text(encoding="utf-8", errors="replace").split()
-    except OSError:
-        return []
+        values = load(dict[str, Any], parse_json(output))
+        texts = load(list[str], values.pop("states", []))
+        copy = load(HostCopy, values | {"host": asdict(host), "state": {"id": ""}})
+    except ValueError as error:
+        reason = " ".join(errors.split())[-200:] or str(error)
+        raise CpuftError(f"host {host.name} cannot list its files of the run ({reason}): check its disk") from None
+    states = list[RunState]()
+    for text in texts:
+        with suppress(CpuftError):
+            states.append(parse_state(text, f"on host {host.name}"))
+    return replace(copy, state=newest(states) or copy.state)
 
 
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
@@ -312,7 +310,8 @@ def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, r
             f"the newest checkpoint of {run_dir}, of update {newest}, is on {', '.join(owners)}, which would not be "
             "used: put that host first in the hostfile, or raise --np"
         )
-    if not updates and not here and (owners := read_checkpoint_hosts(run_dir)):
+    state = read_state(run_dir)
+    if not updates and not here and (owners := list(state.checkpoints if state else ())):
         names, away = ", ".join(owners), ", ".join(name for name in owners if name not in used)
         advice = f"add {away} to the hosts again, or start" if away else "it was removed there, so start"
         raise CpuftError(
@@ -345,17 +344,17 @@ def find_checkpoint_here(run_dir: str, part: str = "") -> Path | None:
 
 
 def has_begun(run_dir: str) -> bool:
-    """Return whether the run folder on this machine has more than the note about the folder on its hosts."""
-    return any(path.name != HOST_FOLDER for path in Path(run_dir).glob("*"))
+    """Return whether the run folder on this machine has more than the run state."""
+    return any(path.name != STATE_FILE for path in Path(run_dir).glob("*"))
 
 
 def remove_empty_run(run_dir: str) -> None:
     """Remove a run folder that holds nothing but the notes of a failed attempt, and leave any other folder as it is.
 
-    The notes are `plan.sh`, `.host-folder` and the run state. Never raises OSError, even if there is no such folder.
+    The notes are `plan.sh` and the run state. Never raises OSError, even if there is no such folder.
     Must not be called while a host has files of the run, which would not be found again.
     """
-    logs, own = Path(run_dir, "logs"), ("plan.sh", HOST_FOLDER, STATE_FILE)
+    logs, own = Path(run_dir, "logs"), ("plan.sh", STATE_FILE)
     with suppress(OSError):
         if {path.name for path in Path(run_dir).glob("*")} <= {"logs", *own} and not any(logs.glob("*")):
             for name in own:

@@ -29,7 +29,7 @@ from cpuft.launch.plan import (
 )
 from cpuft.launch.progress import show_progress
 from cpuft.launch.remote import run_attempt
-from cpuft.launch.restart import describe_limit, run_with_restarts
+from cpuft.launch.restart import describe_limit, kill_ranks, run_with_restarts
 from cpuft.launch.results import fetch_and_clean_up
 from cpuft.launch.resume import check_newest_checkpoint, gather_resumed_run, has_begun
 from cpuft.launch.supervise import SCRIPT_STOP_SECONDS, TRAINING_STOP_SECONDS
@@ -196,6 +196,10 @@ def _run_launch(
         save_note(run_dir, LaunchNote(), environ)
         return 0, f"run: {run_dir}"
     save_note(run_dir, planned.note, environ)
+    if (
+        planned.plan.resumed and cluster.works_remotely
+    ):  # a head host that does not answer may have left ranks on others
+        kill_ranks(cluster, run_dir, planned.plan.owner - 1, [one.host for one in cluster.assignments])
     grace = job.config.grace_period if job.train.engine == "torch" else None
     ctrl_c_seconds = TRAINING_STOP_SECONDS
     if job.script:

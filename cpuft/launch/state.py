@@ -1,14 +1,16 @@
 """The run state: one document that says where a run stands.
 
-RUN/state.json is replaced as a whole by the process that supervises the ranks, on the head host. Copies are beside the
-checkpoints and in the run folder on the launcher's machine. The newest whole one counts. Everything that has to know
-where a run stands reads it; figures come from the record.
+RUN/state.json is replaced as a whole by the process that supervises the ranks, on the head host. The run folder on the
+launcher's machine has a copy, and each host with a disk of its own has that of the last start beside its folder of the
+run. The newest whole one counts. Everything that has to know where a run stands reads it; figures come from the record.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import secrets
 import time
 from collections.abc import Iterable
 from contextlib import suppress
@@ -19,17 +21,28 @@ from typing import Any
 from cpuft.errors import RESUMABLE, CpuftError
 from cpuft.execute import SSH_FAILED
 from cpuft.files import hash_text, write_text
+from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.serialization import load, parse_json
 
-FILE_NAME = "state.json"
-"""Name of the run state in the folder of a run."""
 SENDING, PREPARING, TRAINING, SAVING = "sending", "preparing", "training", "saving"
 """Phases of an active run: files are sent to the hosts, the examples are prepared, the ranks work, and rank 0 saves the
 trained model."""
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
 """Phases of a run that has ended: its results are whole, it can be resumed, or it failed."""
 _PHASES = (SENDING, PREPARING, TRAINING, SAVING, FINISHED, INTERRUPTED, FAILED)
+LATER_START = 213
+"""Exit code of a step on a host, and of a supervisor, that knows a start of the run with a higher number. No signal has
+the number 85."""
+WAIT_FOR_OTHER = "wait until that one has ended, or stop it, and resume the run"
 _FORMAT = 1
+_UNSAVED_MODEL = "model.*.tmp"
+"""Folder in the run folder that rank 0 writes the model to; it is renamed when it is complete."""
+
+
+class LaterStartError(CpuftError):
+    """Another launcher has started the run again. Nothing of it may be removed, and this start must not go on."""
+
+    exit_code = LATER_START
 
 
 @dataclass(frozen=True)
@@ -42,10 +55,14 @@ class RunState:
 
     id: str
     """12 hexadecimal digits, made at random when the run was started first."""
+    name: str = "run"
+    """Of the run's folder. On hosts with disks of their own it is ID/NAME below the user's folder."""
     owner: int = 1
     """Number of the start (attempt) of the run."""
     sequence: int = 0
     """Number of this state among those of the same owner."""
+    start: str = ""
+    """8 random hexadecimal digits, which tell starts of the same number apart, if two launchers make them at once."""
     phase: str = SENDING
     reason: str = ""
     """Why the run was interrupted or failed; empty for other phases."""
@@ -78,9 +95,9 @@ def newest(states: Iterable[RunState]) -> RunState | None:
 
 
 def format_state(state: RunState) -> str:
-    """Return the JSON text of a state, with a checksum that shows whether somebody has changed it."""
+    """Return the line of JSON of a state, with a checksum that shows whether somebody has changed it."""
     values = {"format": _FORMAT, **asdict(state)}
-    return json.dumps(values | {"checksum": _checksum(values)}, indent=1) + "\n"
+    return json.dumps(values | {"checksum": _checksum(values)}) + "\n"
 
 
 def parse_state(text: str, place: str) -> RunState:
@@ -101,7 +118,7 @@ def parse_state(text: str, place: str) -> RunState:
     except ValueError as error:
         raise CpuftError(
             f"the run state {place} cannot be used, because {error}: use the version of cpuft that wrote it, or put "
-            f"a whole copy in its place, such as the {FILE_NAME} beside the run's newest checkpoint"
+            f"a whole copy in its place, such as the {STATE_FILE} that hosts have of the run"
         ) from None
     return state
 
@@ -115,7 +132,7 @@ def read_state(run_dir: str) -> RunState | None:
 
     Raises CpuftError: it cannot be read, is damaged, was edited, or is of another version of cpuft.
     """
-    path = Path(run_dir, FILE_NAME)
+    path = Path(run_dir, STATE_FILE)
     try:
         return parse_state(path.read_text(encoding="utf-8", errors="replace"), str(path))
     except FileNotFoundError:
@@ -127,7 +144,33 @@ def read_state(run_dir: str) -> RunState | None:
 def write_state(run_dir: str, state: RunState) -> None:
     """Replace the state in a run folder, which must exist. Raises OSError: it cannot be written."""
     if Path(run_dir).is_dir():
-        write_text(Path(run_dir, FILE_NAME), format_state(state))
+        write_text(Path(run_dir, STATE_FILE), format_state(state))
+
+
+def note_state(run_dir: str, **changes: Any) -> None:
+    """Change fields of the state in a run folder on the launcher's machine, if there is one and the disk takes it."""
+    with suppress(OSError, CpuftError):
+        if state := read_state(run_dir):
+            write_state(run_dir, replace(state, sequence=state.sequence + 1, **changes))
+
+
+def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
+    """Return the first state of a start of the run, from that in the run folder on this machine. Nothing is written.
+
+    Raises CpuftError: the state there cannot be used.
+    """
+    identity, _, name = cluster.name_folder(run_dir).partition("/")
+    earlier = read_state(run_dir) or RunState(identity, name)
+    return RunState(
+        earlier.id,
+        earlier.name,
+        owner,
+        start=secrets.token_hex(4),
+        hosts=cluster.rank_hosts,
+        checkpoints=earlier.checkpoints,
+        seconds=earlier.seconds,
+        lease=cluster.access.until,
+    )
 
 
 def find_end(run_dir: str, owner: int) -> RunState | None:
@@ -142,11 +185,38 @@ def find_end(run_dir: str, owner: int) -> RunState | None:
 
 
 class StateWriter:
-    """Keeps the state of a run on the head host up to date, while this process supervises the ranks."""
+    """Keeps the state of a run on the head host up to date, while this process supervises the ranks.
+
+    As a context manager, it stores the error that ends the `with` block.
+    """
 
     def __init__(self, run_dir: str, state: RunState) -> None:
         self.state = state
         self._run_dir, self._begun = run_dir, time.monotonic() - state.seconds
+
+    def __enter__(self) -> StateWriter:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error:
+            self.end(getattr(error, "exit_code", 1), str(error))
+
+    def check(self) -> None:
+        """Note that rank 0 has begun to save the model. Raises LaterStartError: a later start of the run has begun."""
+        self.refuse_later_start()
+        if self.state.phase == TRAINING and any(Path(self._run_dir).glob(_UNSAVED_MODEL)):
+            self.write(phase=SAVING)
+
+    def refuse_later_start(self) -> None:
+        """Raise LaterStartError if the host knows a start of the run with a higher number."""
+        states = list[RunState | None]()
+        for folder in (self._run_dir, os.path.dirname(self._run_dir)):
+            with suppress(CpuftError):
+                states.append(read_state(folder))
+        there = newest(state for state in states if state and state.id == self.state.id)
+        if there and there.owner > self.state.owner:
+            which = f"start {there.owner} of the run has begun, so start {self.state.owner} was ended"
+            raise LaterStartError(f"{which}: {WAIT_FOR_OTHER}")
 
     def note(self, **changes: Any) -> None:
         """Change fields of the state, which the next `write` stores."""
@@ -156,11 +226,13 @@ class StateWriter:
         """Change fields of the state and store it. Errors of the disk are ignored: training goes on."""
         self.note(sequence=self.state.sequence + 1, seconds=time.monotonic() - self._begun, **changes)
         with suppress(OSError, CpuftError):
+            self.refuse_later_start()
             write_state(self._run_dir, self.state)
 
-    def end(self, code: int, reason: str = "") -> None:
-        """Store how the attempt has ended: with this exit code, and why."""
-        phase = FAILED if code else FINISHED
-        if code == RESUMABLE or code > 128:
-            phase = INTERRUPTED
-        self.write(phase=phase, exit_code=min(code, SSH_FAILED - 1), reason=reason if code else "")
+    def end(self, code: int, reason: str = "") -> int:
+        """Store how the attempt has ended: with this exit code, which is returned, and why."""
+        phase = FINISHED if not code else INTERRUPTED if code == RESUMABLE or code > 128 else FAILED
+        if phase == FINISHED:
+            self.note(checkpoints={})
+        self.write(phase=phase, exit_code=min(code, SSH_FAILED - 1), reason=reason)
+        return code

@@ -32,11 +32,12 @@ from cpuft.launch.failures import (
 )
 from cpuft.launch.results import write_plan
 from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, Diagnosis, diagnose_run
-from cpuft.launch.state import PREPARING, SAVING, TRAINING, RunState, StateWriter
+from cpuft.launch.state import PREPARING, TRAINING, RunState, StateWriter
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
-from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, STARTED_MARK, WAITS_MARK
+from cpuft.rank.kill import kill_processes
+from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, OWNER_VARIABLE, STARTED_MARK, WAITS_MARK
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 TRAINING_STOP_SECONDS = 120.0
@@ -77,8 +78,6 @@ _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
 _MOST_STARTS = 3
 """How often mpirun is started if no rank starts. Each time its port is another one and the limit is twice as long."""
-_UNSAVED_MODEL = "model.*.tmp"
-"""Folder in the run folder that rank 0 writes the model to; it is renamed when it is complete."""
 _MARK_BYTES = 4096
 """Number of bytes at the beginning and at the end of a log that are searched for a rank's marks."""
 _REMOVE_SECONDS = 60.0
@@ -251,8 +250,8 @@ class Watchdog:
     stop_request: StopRequest | None = None
     report_wait: Callable[[], None] = lambda: None
     """Tells the user which ranks the others have been waiting for."""
-    report_saving: Callable[[], None] = lambda: None
-    """Called while rank 0 saves the model."""
+    check_state: Callable[[], None] = lambda: None
+    """Updates the run state. Raises LaterStartError if another launcher has started the run again."""
     waits: set[bytes] = field(default_factory=set)
     """The long waits that ranks have reported."""
     begun: float = field(default_factory=time.monotonic)
@@ -288,6 +287,7 @@ class Watchdog:
         Raises StuckError: a host is lost, mpirun still runs 25 s after a rank failed, or ranks wait in vain for others.
         Raises NotStartedError: no rank has started within `start_limit`.
         Raises Interrupted: the deadline of the stop request has passed.
+        Raises LaterStartError: another launcher has started the run again.
         Raises CpuftError: the stacks of ranks that hang could not be stored.
         """
         now = time.monotonic()
@@ -296,8 +296,7 @@ class Watchdog:
         self.checked_at = now
         if self.stop_request:
             self.stop_request.check()
-        if any(self.logs.parent.glob(_UNSAVED_MODEL)):
-            self.report_saving()
+        self.check_state()
         ends, mpirun_log = [_read_end(log) for log in list_error_logs(self.logs)], self.logs.parent.glob(HEARTBEAT_FILE)
         if not self.failed_at and (_has_mark(ends, FAILED_MARK) or _has_mark(map(_read_end, mpirun_log), *_HOST_LOST)):
             self.failed_at = now
@@ -460,6 +459,7 @@ def run_on_this_machine(
 
     Raises CpuftError: the run folder cannot be made or exists, the preparation rejected the options or data, the time
     limit passed, or the disk is full.
+    Raises LaterStartError: another launcher has started the run again, and the ranks of this start have been ended.
     Raises RuntimeError: the preparation failed otherwise, although all hosts answer; the message is its output.
     Raises Interrupted: a signal came, or the deadline of `stop_request` passed. All processes of the run have ended.
 
@@ -469,33 +469,34 @@ def run_on_this_machine(
     here = plan.full_plan.as_local
     for (step,) in plan.make:
         _make_run_dir(here(step), environ)
-    writer = StateWriter(run_dir, state)
-    try:
-        code = _supervise(plan, run_dir, writer, environ, time_limit, transport, stop_request)
-    except BaseException as error:
-        writer.end(error.exit_code if isinstance(error, CpuftError | Interrupted) else 1, str(error))
-        raise
-    writer.end(code, writer.state.reason)
-    return code
+    with StateWriter(run_dir, state) as writer:
+        writer.check()
+        writer.write(phase=PREPARING)
+        if lost := _prepare(plan, run_dir, writer, environ, transport):
+            return writer.end(RESUMABLE, lost)
+        ((ranks,),) = plan.ranks
+        watchdog = _make_watchdog(run_dir, writer, transport, stop_request)
+        writer.write(phase=TRAINING)
+        code = 1
+        try:
+            code = _run_ranks(here(ranks), watchdog, writer, environ, time_limit)
+        finally:
+            if code:  # mpirun may have left ssh processes, which have sessions of their own
+                kill_processes(run_dir, state.owner)
+        return writer.end(code, writer.state.reason)
 
 
-def _supervise(
-    plan: RunPlan,
-    run_dir: str,
-    writer: StateWriter,
-    environ: Mapping[str, str],
-    time_limit: float,
-    transport: Transport,
-    stop_request: StopRequest | None,
-) -> int:
-    """Do what `run_on_this_machine` does in the run folder, which has been made."""
-    here, hosts = plan.full_plan.as_local, writer.state.hosts
+def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[str, str], transport: Transport) -> str:
+    """Prepare the examples, and write `plan.sh`; return which host was lost meanwhile, or "" if the ranks can start.
+
+    If it fails otherwise, a new run folder is removed.
+    """
+    hosts = writer.state.hosts
     names = sorted(set(hosts))
-    writer.write(phase=PREPARING)
     check_hosts = HostMonitor(lambda: transport.find_unresponsive(names)).check if len(names) > 1 else lambda: None
     try:
         for step in (step for stage in plan.prepare for step in stage):
-            _run_step(here(step), environ, check_hosts)
+            _run_step(plan.full_plan.as_local(step), environ, check_hosts)
         write_plan(plan, run_dir)
     except BaseException as error:
         lost = error.names if isinstance(error, HostsLostError) else set()
@@ -506,26 +507,18 @@ def _supervise(
             lines = describe_absent([], hosts, lost)
             for line in (*what, *lines):
                 _print(line)
-            writer.note(silent=tuple(sorted(lost)), reason=lines[0])
-            return RESUMABLE
+            writer.note(silent=tuple(sorted(lost)))
+            return lines[0]
         if not plan.resumed:
             execute.run_command(remove_command(os.path.dirname(run_dir), run_dir), _REMOVE_SECONDS)
         raise
-    ((ranks,),) = plan.ranks
-    watchdog = _make_watchdog(run_dir, hosts, transport, stop_request)
-
-    def note_saving() -> None:
-        if writer.state.phase == TRAINING:
-            writer.write(phase=SAVING)
-
-    watchdog.report_saving = note_saving
-    writer.write(phase=TRAINING)
-    return _run_ranks(here(ranks), watchdog, writer, environ, time_limit)
+    return ""
 
 
 def _make_watchdog(
-    run_dir: str, hosts: tuple[str, ...], transport: Transport, stop_request: StopRequest | None
+    run_dir: str, writer: StateWriter, transport: Transport, stop_request: StopRequest | None
 ) -> Watchdog:
+    hosts = writer.state.hosts
     names = tuple(sorted(set(hosts)))
 
     def report_wait() -> None:
@@ -543,6 +536,7 @@ def _make_watchdog(
         has_several_hosts=len(names) > 1,
         start_limit=_START_LIMIT + _START_LIMIT_PER_RANK * len(hosts),
         stop_request=stop_request,
+        check_state=writer.check,
     )
 
 
@@ -581,6 +575,8 @@ def _run_ranks(
 ) -> int:
     """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
     logs, hosts, begun = watchdog.logs, writer.state.hosts, time.monotonic()
+    # By these, `cpuft.rank.kill` finds mpirun and its ssh processes, even before there are ranks.
+    environ = {**environ, "CPUFT_RUN_DIR": str(logs.parent), OWNER_VARIABLE: str(writer.state.owner)}
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
         code, was_stuck, not_started = _start_ranks(step, watchdog, environ, left)

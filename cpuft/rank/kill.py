@@ -1,31 +1,37 @@
-"""Kill what is left of a run on this host: its ranks, and the mpirun processes that started them.
+"""Kill what is left of a run on this host: its supervisor, mpirun, ssh, its ranks, and the processes above them.
 
-The launcher sends this file to each host on standard input and runs it there with RUN_DIR as its argument. It imports
-nothing of cpuft and prints the numbers of the processes that it killed.
+The launcher sends this file to each host on standard input and runs it there with RUN_DIR and OWNER as its arguments:
+processes of later starts of the run stay. It imports nothing of cpuft and prints the numbers of the killed processes.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import re
 import signal
 import sys
 
+_PROXIES = re.compile(r"hydra_.*")
 _STARTERS = re.compile(r"hydra_.*|mpiexec.*|orted|prted")
-"""Names of mpirun's own processes on a host. They have no CPUFT_RUN_DIR, so they are found as parents of ranks."""
+"""Names of mpirun's own processes on a host. Those on other hosts than the head host have no CPUFT_RUN_DIR, so they are
+found as parents of ranks. Hydra's proxies without ranks are left over if their ssh session has ended."""
+_OWNER = b"CPUFT_OWNER="
 
 
-def find_processes(run_dir: str, proc: str = "/proc", uid: int | None = None) -> list[int]:
+def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | None = None) -> list[int]:
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
     A process belongs to the run if one NUL-separated entry of its environment is exactly `CPUFT_RUN_DIR=run_dir`, or if
-    it is one of mpirun's processes above such a process. This process and its own parents are never among them. The
-    list is empty for an empty `run_dir` and for a run without processes.
+    it is one of mpirun's processes above such a process. Also found are mpirun's proxies, of any program, that are
+    handed to process 1 and have no ranks: the ssh session with their mpirun has ended. This process and its own parents
+    are never among them. The list is empty for an empty `run_dir`.
 
     Parameters
     ----------
     run_dir: the run's folder, as its ranks know it.
+    owner: the last start of the run whose processes are found; those of later starts are not.
     proc: where the kernel's process table is mounted.
     uid: number of the user whose processes are looked at; by default the user who runs this.
     """
@@ -34,18 +40,27 @@ def find_processes(run_dir: str, proc: str = "/proc", uid: int | None = None) ->
     uid = os.geteuid() if uid is None else uid
     entry = b"CPUFT_RUN_DIR=" + os.fsencode(run_dir)
     spared = {0, 1, *_list_parents(os.getpid(), proc)}
-    found = []
+    found, left, busy = [], [], set()
     for name in filter(str.isdecimal, os.listdir(proc)):
-        if not _belongs_to(name, proc, uid) or entry not in _read(f"{proc}/{name}/environ").split(b"\0"):
+        if not _belongs_to(name, proc, uid):
             continue
+        entries = _read(f"{proc}/{name}/environ").split(b"\0")
         first, *above = _list_parents(int(name), proc)
-        found.append(first)
-        for pid in above:
-            starter = _read(f"{proc}/{pid}/comm").decode(errors="replace").strip()
-            if not _STARTERS.fullmatch(starter) or not _belongs_to(str(pid), proc, uid):
-                break
-            found.append(pid)
+        chain = [first, *itertools.takewhile(lambda pid: _is_named(_STARTERS, pid, proc, uid), above)]
+        if entry in entries:
+            start = max([0] + [int(one[len(_OWNER) :]) for one in entries if re.fullmatch(_OWNER + b"[0-9]+", one)])
+            found += chain if start <= owner else []
+        if not _is_named(_PROXIES, first, proc, uid):
+            busy.update(chain)
+        elif above[len(chain) - 1 :] == [1]:
+            left.append(chain)
+    found += [pid for chain in left if not busy.intersection(chain) for pid in chain]
     return [pid for pid in dict.fromkeys(found) if pid not in spared]
+
+
+def _is_named(pattern: re.Pattern[str], pid: int, proc: str, uid: int) -> bool:
+    name = _read(f"{proc}/{pid}/comm").decode(errors="replace").strip()
+    return bool(pattern.fullmatch(name)) and _belongs_to(str(pid), proc, uid)
 
 
 def _list_parents(pid: int, proc: str) -> list[int]:
@@ -77,13 +92,16 @@ def _read(path: str) -> bytes:
         return b""
 
 
-def main(run_dir: str) -> None:
-    """Send SIGKILL to the run's processes on this host, and print the number of each killed process on a line."""
-    for pid in find_processes(run_dir):
+def kill_processes(run_dir: str, owner: int) -> list[int]:
+    """Send SIGKILL to the run's processes on this host, which `find_processes` finds; return their numbers."""
+    killed = []
+    for pid in find_processes(run_dir, owner):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, signal.SIGKILL)
-            print(pid)
+            killed.append(pid)
+    return killed
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    for number in kill_processes(sys.argv[1], int(sys.argv[2])):
+        print(number)

@@ -18,13 +18,15 @@ import socket
 import sys
 import time
 from collections.abc import Collection, Mapping
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from cpuft import __version__
 from cpuft.argv import unpack_argv
 from cpuft.errors import CpuftError
 from cpuft.files import take_secrets
 from cpuft.rank.interruption import start_host_watch
 from cpuft.rank.world import World, is_started_by_srun, parse_world, world_variables
+from cpuft.serialization import load, parse_json
 
 FAILED_MARK, STARTED_MARK, ENDED_MARK = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"
 STEPS_MARK, WAITS_MARK, RAISED_MARK = "cpuft-rank-steps:", "cpuft-rank-waits:", "cpuft-rank-raised:"
@@ -37,6 +39,8 @@ OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
 KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: the kernel has killed no process because memory ran out"
 FOREIGN_STORE_ENTRY = "an entry in torch's store was not written by this run"
 """Text of a rank that ended because another program wrote to the store through which ranks find each other."""
+OWNER_VARIABLE = "CPUFT_OWNER"
+"""Environment variable with the number of the start of the run, which all of its processes have."""
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -63,9 +67,10 @@ def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
 
 
 def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None:
-    """Check that the rank runs where the plan put it.
+    """Check that the rank runs where the plan put it, with the version of cpuft that made the plan.
 
-    The world size must be CPUFT_WORLD_SIZE, and the host CPUFT_HOSTNAME. A variable that is not set is not checked.
+    The world size must be CPUFT_WORLD_SIZE, the host CPUFT_HOSTNAME and the version CPUFT_VERSION. A variable that is
+    not set is not checked.
 
     Parameters
     ----------
@@ -84,6 +89,27 @@ def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None
         raise CpuftError(
             f"rank {world.rank} runs on {hostname}, but the plan put it on {host}: check the names in the hostfile"
         )
+    # Options with their defaults are not passed on, and another version may have other defaults.
+    version = environ.get("CPUFT_VERSION", __version__)
+    if version != __version__:
+        raise CpuftError(
+            f"cpuft on {hostname} is {__version__}, and the launch is by {version}: install the same version on all "
+            "hosts with cpuft provision hosts"
+        )
+
+
+def refuse_later_start(environ: Mapping[str, str]) -> None:
+    """Raise CpuftError if this host knows a later start of the run, which then works with the same files.
+
+    An mpirun that was frozen, or cut off from the launcher, may start ranks late.
+    """
+    run_dir, owner = environ.get("CPUFT_RUN_DIR", ""), environ.get(OWNER_VARIABLE, "")
+    for folder in (run_dir, os.path.dirname(run_dir)) if owner.isdecimal() else ():
+        with contextlib.suppress(OSError, ValueError), open(f"{folder}/state.json", encoding="utf-8") as file:
+            there = load(dict[str, Any], parse_json(file.read()))
+            number = load(int, there.get("owner"))
+            if there.get("name") == os.path.basename(run_dir) and number > int(owner):
+                raise CpuftError(f"start {number} of the run has begun, and this rank is of start {owner}: let it end")
 
 
 def abort_job(environ: Mapping[str, str], code: int) -> None:
@@ -282,6 +308,7 @@ def main() -> None:
         world = parse_world(os.environ)
         print(f"{STARTED_MARK} rank {world.rank} on {hostname}", file=sys.stderr, flush=True)
         check_place(world, os.environ, hostname)
+        refuse_later_start(os.environ)
         cores = parse_cores(os.environ.get("CPUFT_CORES", ""), world.local_rank)
         if os.environ.get("CPUFT_PIN") == "rank" and cores:
             os.sched_setaffinity(0, cores)

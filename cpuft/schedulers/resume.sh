@@ -3,6 +3,6 @@
 set -- --run-dir "$run"
 if [ "$restarted" ] && { [ -s "$run/$progress" ] || [ -d "$run/checkpoints" ]; }; then
     set -- --resume "$run" --run-dir ''
-elif [ "$restarted" ] && { [ -d "$run/logs" ] || [ -e "$run/.host-folder" ]; }; then
+elif [ "$restarted" ] && { [ -d "$run/logs" ] || [ -e "$run/state.json" ]; }; then
     mv "$run" "$run-$(date +%s)" || exit 1
 fi

@@ -30,7 +30,7 @@ run='my runs/x'$task progress=logs restarted=${SLURM_RESTART_COUNT#0}
 set -- --run-dir "$run"
 if [ "$restarted" ] && { [ -s "$run/$progress" ] || [ -d "$run/checkpoints" ]; }; then
     set -- --resume "$run" --run-dir ''
-elif [ "$restarted" ] && { [ -d "$run/logs" ] || [ -e "$run/.host-folder" ]; }; then
+elif [ "$restarted" ] && { [ -d "$run/logs" ] || [ -e "$run/state.json" ]; }; then
     mv "$run" "$run-$(date +%s)" || exit 1
 fi
 # Shortly before the time limit Slurm sends USR1 to this shell alone. The shell passes it on: the ranks save a

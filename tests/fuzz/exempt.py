@@ -55,7 +55,6 @@ EXEMPT = {
     "read_mpi": "the first line of what mpirun prints",
     "read_mtus": "the kernel's files",
     "read_newest": "read_checkpoint, of the files that are there",
-    "read_checkpoint_hosts": "a text, whatever it holds",
     "read_state": "parse_state",
     "read_host_folder": "a text that one regular expression matches, or nothing",
     "read_tags": "what boto3 has read by AWS's own model",

@@ -364,7 +364,8 @@ _MEASURED = st.tuples(*(values.damaged_json(json.loads(format_line(line))) for l
 _EVENTS = values.damaged([format_event(ProgressEvent(3, 60, 0.53, 64.2, 12.5, "accuracy 0.8603", True))])
 _FAILURES = values.damaged([f"{FAILED_MARK} rank 0 on a exit code 2\n", f"{FAILED_MARK} rank 0 on a exit code 1 2 3\n"])
 _STEPS = values.damaged([f"{STEPS_MARK} rank 1 on a ended after 5\n", f"{STEPS_MARK} rank 0 on a failed after 6\n"])
-_KEPT = values.damaged([f"there\nbroke off\nsteps 3\n{format_line(make_record(2).header)}\ncheckpoint 000000002.1\n"])
+_COPY = {"steps": 3, "header": format_line(make_record(2).header), "states": [format_state(make_state("a"))]}
+_KEPT = values.damaged_json(_COPY)
 
 _STATES = values.damaged([format_state(make_state("a", "b"))])
 

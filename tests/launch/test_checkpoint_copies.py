@@ -25,13 +25,14 @@ from cpuft.launch.checkpoint_copies import CheckpointCopier, check_copy, choose_
 from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.results import fetch_and_clean_up, plan_results
 from cpuft.launch.resume import HostCopy, ResumedRun, check_newest_checkpoint, find_checkpoint_here, read_resumed_run
+from cpuft.launch.state import write_state
 from cpuft.plan import RunPlan
 from cpuft.record import Line, format_line
 from cpuft.train.checkpoint.files import keep_best, write_checkpoint
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
 from tests.launch.test_resume import HEADER, TRAIN
-from tests.records import make_steps
+from tests.records import make_state, make_steps
 
 
 def write(run: Path, update: int, rank: int = 0) -> Path:
@@ -239,7 +240,7 @@ def test_a_run_is_resumed_from_a_copy_if_its_hosts_are_gone(tmp_path: Path) -> N
         read_resumed_run(run, is_script=True)
     lost = [HostCopy(Host("z"), checkpoint_update=6)]
     check_newest_checkpoint(lost, AWAY, run)
-    (tmp_path / "kept.txt").write_text("z\n")
+    write_state(str(tmp_path), make_state(checkpoints={"z": 9}))
     check_newest_checkpoint([HostCopy(Host("a"))], AWAY, run)
     with pytest.raises(CpuftError, match="of update 7, is on z, which would not be used"):
         check_newest_checkpoint([replace(lost[0], checkpoint_update=7)], AWAY, run)

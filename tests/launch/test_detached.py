@@ -38,6 +38,7 @@ from cpuft.launch.detached import (
 )
 from cpuft.launch.detached_head import Description, Event, Order
 from cpuft.launch.inputs import LaunchNote, save_note
+from cpuft.launch.state import RunState, write_state
 from cpuft.record import read_record
 from tests.launch.test_plan import make_cluster
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
@@ -137,7 +138,7 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     # Their folder is the one that the run folder here names, whatever process computes it.
     moved = replace(cluster, token="")
     assert moved.work_dir(order.run_dir) == f"/var/tmp/cpuft-1000/{order.claimed}"
-    assert moved.run_id(order.run_dir) == order.id
+    assert order.claimed == f"{order.id}/x"
 
 
 def test_what_is_moved_with_a_script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -179,7 +180,7 @@ def test_results_go_where_this_machine_says(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "runs" / "x").mkdir(parents=True)
     with pytest.raises(CpuftError, match="exists already"):
         choose_folder(RUN, FOUND, "")
-    (tmp_path / "runs" / "x" / ".host-folder").write_text("0123456789ab/x\n")
+    write_state("runs/x", RunState("0123456789ab", "x"))
     assert choose_folder(RUN, FOUND, "").run_dir == f"{tmp_path}/runs/x"
 
 
@@ -188,7 +189,7 @@ def test_a_run_is_found_by_a_part_of_its_id_that_no_other_has(monkeypatch: pytes
     monkeypatch.setattr(detached, "list_runs", lambda config: ([(RUN.head, one) for one in both], []))
     environ, config = {"CPUFT_STATE": str(tmp_path / "state")}, LaunchConfig(hostfile="hosts")
     assert find_run("012", config, environ)[0].order.id == ORDER.id
-    (tmp_path / ".host-folder").write_text("01aa00000000/y\n")
+    write_state(str(tmp_path), RunState("01aa00000000", "y"))
     assert find_run(str(tmp_path), config, environ)[0].order.id == "01aa00000000"
     with pytest.raises(CpuftError, match=r"begin with 01 \(0123456789ab, 01aa00000000\): give more of the id"):
         find_run("01", config, environ)

@@ -47,9 +47,11 @@ from cpuft.launch.relay import RelayOrder
 from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
+from cpuft.launch.state import LaterStartError, read_state
 from cpuft.plan import RunPlan, Step
 from cpuft.serialization import load, parse_json
 from tests.conftest import make_facts
+from tests.records import make_state
 
 LONG = "a" * 300
 """A text that is not a path."""
@@ -536,10 +538,11 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cluster:
 
 
 @contextmanager
-def sent(cluster: Cluster) -> Iterator[Path]:
-    """The secret file of a rank during a launch."""
-    with secrets_on_hosts(RunPlan(), cluster, "/work", {}):
-        yield Path(cluster.sent_file("/work", 0) + "-0")
+def sent(cluster: Cluster, **changes: Any) -> Iterator[Path]:
+    """The secret file of a rank during a launch, which begins with this state."""
+    work = f"{cluster.folder}/0123456789ab/run"
+    with secrets_on_hosts(RunPlan(), cluster, work, {}, make_state(**changes)):
+        yield Path(cluster.sent_file(work, 0) + "-0")
 
 
 def wait_until_gone(path: Path, seconds: float = 10) -> bool:
@@ -561,6 +564,25 @@ def test_secret_files_exist_during_the_run_and_are_removed_after_it(cluster: Clu
         assert Path(f"/proc/{pid}").exists()
     assert list(Path(cluster.folder).iterdir()) == []
     assert wait_until_gone(Path(f"/proc/{pid}"))
+
+
+def test_a_host_knows_the_last_start_of_a_run_and_refuses_earlier_ones(cluster: Cluster) -> None:
+    """Two launchers may command one run, and may have counted to the same number."""
+    begun = Path(cluster.folder, "0123456789ab")
+    with sent(cluster, owner=9, start="one"):
+        with sent(cluster, owner=10, start="two") as path:
+            assert read_state(str(begun)) == make_state(owner=10, start="two")
+            for changes in ({"owner": 9}, {"owner": 10, "start": "three"}):
+                why = r"^host a works for another start of the run \(number 10\): wait until"
+                with pytest.raises(LaterStartError, match=why), sent(cluster, **changes):
+                    pass
+            assert read_state(str(begun)) == make_state(owner=10, start="two")
+            assert path.exists()
+        assert not begun.exists()
+    (begun / "run").mkdir(parents=True)
+    with sent(cluster, owner=11) as path:
+        pass
+    assert (path.parent.exists(), (begun / "state.json").exists()) == (False, True)
 
 
 def test_a_host_removes_secret_files_that_no_process_read_in_ten_minutes(cluster: Cluster) -> None:
@@ -595,4 +617,5 @@ def test_the_next_launch_removes_secret_files_of_a_host_that_was_off(cluster: Cl
     (folder / "inputs").mkdir()
     age(folder / "old.sent" / "0-0", 11)
     with sent(cluster) as path:
-        assert sorted(one.name for one in folder.iterdir()) == sorted(["inputs", "new.sent", path.parent.name])
+        names = ["inputs", "new.sent", path.parent.name, "0123456789ab"]
+        assert sorted(one.name for one in folder.iterdir()) == sorted(names)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.hosts.cluster import HOST_FOLDER, Cluster
+from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from tests.conftest import run_cpuft
 from tests.provision.simulated import Simulated, needs_root, simulate
@@ -189,6 +189,6 @@ def test_files_on_a_lost_head_host_stay_and_their_folder_is_named(
         place = f"the run's record is in {work} on {cluster.hosts[CASES['master'].lost - 1].name}"
         assert ending.lines[-1].endswith(place)
         assert (work / "kept").read_text() == "mine"
-        assert [path.name for path in (cluster.folder / "master").iterdir()] == [HOST_FOLDER]
+        assert [path.name for path in (cluster.folder / "master").iterdir()] == [STATE_FILE]
     finally:
         shutil.rmtree(work.parent)

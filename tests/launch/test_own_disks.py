@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -19,7 +20,6 @@ from typing import IO
 import numpy as np
 import pytest
 
-from cpuft.hosts.cluster import HOST_FOLDER
 from cpuft.record import read_record
 from tests.launch import hanging
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
@@ -166,8 +166,7 @@ def test_embeddings_of_two_hosts_come_back(cluster: Simulated) -> None:
     assert ("texts.csv" in sent["1"], "texts.csv" in sent["2"]) == (True, False)
     assert ("config.json" in sent["1"], "config.json" in sent["2"]) == (True, True)
     assert not [path for path in files_of(cluster, "var/tmp") if "vectors" in path or path.endswith("embeddings.npy")]
-    left = [HOST_FOLDER, "logs", "plan.sh", "state.json"]
-    assert sorted(path.name for path in (cluster.folder / "embedded").iterdir()) == left
+    assert sorted(path.name for path in (cluster.folder / "embedded").iterdir()) == ["logs", "plan.sh", "state.json"]
 
 
 @pytest.mark.proof
@@ -298,6 +297,37 @@ def test_a_run_that_loses_its_head_host_is_restarted_and_finishes(job: tuple[str
     assert resumed.step + resumed.repeated >= max(shown, default=0)
     assert [one.step for one in record.steps] == list(range(1, steps + 1))
     assert [line for line in before + after if "are saved on" in line] == []
+
+
+def find_processes(run: str) -> list[str]:
+    """Processes of a run on all hosts."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if f"/{run}\0" in (path / "environ").read_text(errors="replace").partition("CPUFT_RUN_DIR=")[2]:
+                found.append((path / "cmdline").read_text(errors="replace").replace("\0", " "))
+    return found
+
+
+@pytest.mark.proof
+def test_a_head_host_that_is_cut_from_the_launcher_only_does_not_go_on(cluster: Simulated) -> None:
+    """Its ranks could go on with the others, which answer the launcher."""
+    with start_lasting(cluster, "parted", "--np", "3", "--max-steps", "60") as process:
+        wait_for_checkpoint(cluster, 2)
+        cluster.on(1, "set -- $SSH_CONNECTION; (sleep 1; ip route add blackhole $1) >/dev/null 2>&1 </dev/null &")
+        assert process.stderr is not None
+        before = until("resumed after update ", process.stderr)
+        after = list(process.stderr)
+        assert process.wait(10) == 0, "".join([*before, *after])
+    record = read_record(str(cluster.folder / "parted"))
+    assert [one.step for one in record.steps] == list(range(1, 61))
+    (resumed,) = record.resumptions
+    assert [rank.host for rank in resumed.ranks] == [f"{cluster.name}-{index}" for index in (2, 3)]
+    end = time.monotonic() + 30
+    while find_processes("parted") and time.monotonic() < end:
+        time.sleep(0.5)
+    assert find_processes("parted") == []
+    repair(cluster)
 
 
 @pytest.mark.proof

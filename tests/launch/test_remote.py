@@ -19,9 +19,10 @@ from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.launch.inputs import make_bundle
 from cpuft.launch.plan import Job, plan_run
-from cpuft.launch.remote import begin_state, run_attempt, run_on_head_host
+from cpuft.launch.remote import run_attempt, run_on_head_host
 from cpuft.launch.results import HeadHostLostError
 from cpuft.launch.resume import ResumedRun
+from cpuft.launch.state import begin_state
 from cpuft.launch.supervise import StopRequest
 from cpuft.plan import RunPlan, Step
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot
@@ -189,7 +190,7 @@ def test_a_launch_whose_inputs_cannot_be_sent_may_be_repeated(
     resumed = ResumedRun(run_dir) if is_resumed else None
     plan = plan_run(Job(LaunchConfig(), TrainConfig(), ("true",)), here, run_dir, {}, resumed)
     for _ in range(2):
-        state = begin_state(plan, run_dir, here)
+        state = begin_state(here, run_dir, plan.owner)
         with pytest.raises(CpuftError, match=r"send rows\.csv to localhost: failed"):
             run_on_head_host(replace(plan, inputs=((send,),)), run_dir, state, here, os.environ, 0.0, print, None)
     assert Path(here.work_dir(run_dir)).parent.exists() == is_resumed

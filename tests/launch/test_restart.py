@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
-from cpuft.hosts.cluster import FROM_STDIN, HOST_FOLDER, Assignment, Cluster, gather_cluster
+from cpuft.hosts.cluster import Assignment, Cluster, gather_cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure
 from cpuft.launch.plan import Job, Launch, plan_run
@@ -38,7 +39,7 @@ from cpuft.launch.restart import (
 )
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, ResumedRun, find_newest_checkpoint
-from cpuft.launch.state import StateWriter
+from cpuft.launch.state import FINISHED, LaterStartError, StateWriter, format_state, write_state
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
@@ -88,10 +89,6 @@ def lost(log: Path) -> int:
 
 def refused(log: Path) -> int:
     raise CpuftError("no such rows: name others")
-
-
-def not_stored(log: Path) -> int:
-    raise NotStoredError("the results could not be stored: make room here")
 
 
 def unreached(log: Path) -> int:
@@ -199,10 +196,10 @@ def test_lost_hosts_that_answer_again_are_cleaned_up_at_the_end(cluster: Cluster
     last = replace(cluster, works_remotely=True, uid=7, access=replace(cluster.access, transport=Transport()))
     used = {name: Host(name) for name in ("localhost", "b", "c", "d")}
     said = list[str]()
-    clean_up_lost_hosts(RestartHistory(last, used_hosts=used), last, "/runs/mrpc", said.append)
+    clean_up_lost_hosts(RestartHistory(last, used_hosts=used), last, "/runs/mrpc", 3, said.append)
     work = last.work_dir("/runs/mrpc")
     sent = os.path.dirname(last.sent_file(work, 0))
-    words = ((FROM_STDIN, work), (sent, os.path.dirname(work)))
+    words = ((work, "3"), (sent, os.path.dirname(work)))
     assert sorted(asked) == sorted((name, *two) for name in ("b", "d") for two in words)
     assert [line.partition(" did not")[0] for line in said] == ["cpuft: c, d"]
     asked.clear()
@@ -210,9 +207,10 @@ def test_lost_hosts_that_answer_again_are_cleaned_up_at_the_end(cluster: Cluster
         RestartHistory(last, used_hosts={"b": Host("b")}),
         replace(last, works_remotely=False),
         "/runs/mrpc",
+        3,
         said.append,
     )
-    clean_up_lost_hosts(RestartHistory(last), last, "/runs/mrpc", said.append)
+    clean_up_lost_hosts(RestartHistory(last), last, "/runs/mrpc", 3, said.append)
     assert (asked, len(said)) == ([], 1)
 
 
@@ -224,7 +222,7 @@ def test_a_run_that_finished_before_the_connection_was_lost_is_only_fetched(
             return set()
 
         def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
-            return Answer(0, "there\nfinished\n", "")
+            return ANSWER
 
     fetched = list[str]()
 
@@ -252,7 +250,7 @@ class Answering(transport_module.SshTransport):
         return set()
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
-        if "describe_run" not in argv:
+        if argv[-1] != "0123456789ab/run":
             return super().run(host, argv, stdin, seconds)
         answer = SAID.pop(0) if len(SAID) > 1 else SAID[0]
         if answer is None:
@@ -261,15 +259,15 @@ class Answering(transport_module.SshTransport):
 
 
 SAID: list[Answer | None] = []
-FINISHED = Answer(0, "exists\nfinished\n")
+ANSWER = Answer(0, json.dumps({"exists": True, "states": [format_state(make_state(phase=FINISHED))]}))
 
 
 @pytest.mark.parametrize(
     "said",
     [
-        [FINISHED],
-        [None, None, FINISHED],  # the question fails, and is asked again
-        [None, None, None, FINISHED],  # the host is back when a restart is planned
+        [ANSWER],
+        [None, None, ANSWER],  # the question fails, and is asked again
+        [None, None, None, ANSWER],  # the host is back when a restart is planned
     ],
 )
 def test_a_run_that_has_finished_is_never_started_again(
@@ -290,7 +288,7 @@ def test_a_run_that_has_finished_is_never_started_again(
     )
     folder, starts = Path("run").absolute(), list[int]()
     folder.mkdir()
-    (folder / HOST_FOLDER).write_text("0123456789ab/run\n")
+    write_state(str(folder), make_state())
 
     def start(plan: RunPlan, run_dir: str, where: Cluster, seconds: float) -> int:
         starts.append(1)
@@ -313,7 +311,7 @@ def test_a_run_that_finished_on_an_earlier_head_host_is_fetched_from_there(monke
         return replace(last, assignments=tuple(Assignment(host, 1) for host in hosts[: config.np]))
 
     def ask(*given: object) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
-        return (HostCopy(hosts[0], True, is_finished=True), HostCopy(hosts[1], True, has_data=True)), []
+        return (HostCopy(hosts[0], True, state=make_state(phase=FINISHED)), HostCopy(hosts[1], True, has_data=True)), []
 
     for name, fake in {
         "read_hosts": lambda config: hosts,
@@ -347,7 +345,7 @@ def test_a_restart_does_not_take_a_host_that_could_not_be_asked_for_one_without_
     )
     folder = Path("run").absolute()
     folder.mkdir()
-    (folder / HOST_FOLDER).write_text("0123456789ab/run\n")
+    write_state(str(folder), make_state())
     code, plans, said, _ = run(script(3), away, KILLED, KILLED)
     assert (code, len(plans)) == (137, 1)
     assert "not restarted: rank 0 on localhost was killed by SIGKILL, and host localhost cannot be used" in said[0]
@@ -362,7 +360,7 @@ def test_a_restart_continues_in_the_folder_on_the_disk_of_the_host(cluster: Clus
     """This machine is the only host that remains. Its checkpoints are not in the run folder."""
     on_disk = replace(cluster, works_remotely=True, command_prefixes={"localhost": ()})
     Path("run").mkdir()
-    (Path("run") / HOST_FOLDER).write_text("0123456789ab/run\n")
+    write_state("run", make_state())
     code, plans, _, _ = run(script(1), on_disk, KILLED, ends)
     folders = [step.command[-1] for plan in plans for stage in plan.make for step in stage]
     assert (code, folders) == (0, 2 * [on_disk.work_dir(str(Path("run").absolute()))])
@@ -426,13 +424,23 @@ def test_an_error_before_the_start_is_raised_as_it_is(cluster: Cluster) -> None:
         run(script(3), cluster, refused)
 
 
-def test_results_that_cannot_be_stored_stay_on_the_hosts_and_cause_no_restart(
-    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "error",
+    [
+        NotStoredError("the results could not be stored: make room here"),
+        LaterStartError("another launcher has started the run again: wait"),
+    ],
+)
+def test_what_is_left_on_hosts_of_results_or_of_another_launcher_stays_and_there_is_no_restart(
+    error: CpuftError, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def end(log: Path) -> int:
+        raise error
+
     cleaned = list[object]()
     monkeypatch.setattr("cpuft.launch.restart.remove_all_but_checkpoints", lambda *given: cleaned.append(given))
-    with pytest.raises(NotStoredError, match=r"^the results could not be stored: make room here$"):
-        run(script(3), cluster, KILLED, not_stored)
+    with pytest.raises(type(error), match=str(error)):
+        run(script(3), cluster, KILLED, end)
     assert cleaned == []
 
 

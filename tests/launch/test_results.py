@@ -22,7 +22,7 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import results
 from cpuft.launch.results import NotStoredError, fetch_and_clean_up, fetch_results, plan_results
-from cpuft.launch.state import StateWriter
+from cpuft.launch.state import StateWriter, write_state
 from cpuft.plan import RunPlan, Step
 from tests.launch.test_inputs import AWAY
 from tests.records import make_state
@@ -309,6 +309,8 @@ def test_a_signal_while_a_finished_run_is_fetched_says_where_it_is(
 def test_a_run_whose_state_says_that_it_finished_is_finished(code: int, tmp_path: Path, run: Path) -> None:
     """The connection to the supervisor broke when the last rank had ended."""
     cluster, plan, work = planned(tmp_path, run)
+    run.mkdir(parents=True)
+    write_state(str(run), make_state())  # as the launcher made it
     StateWriter(str(work), make_state("a")).end(code)
     plan = replace(plan, results=(plan.results[0], ()))
     assert fetch_and_clean_up(plan, str(run), cluster, os.environ, False, lambda line: None) == (code == 0)

@@ -18,7 +18,7 @@ from cpuft.argv import pack_argv
 from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
-from cpuft.hosts.cluster import HOST_FOLDER, Access, Cluster, gather_cluster, read_host_folder
+from cpuft.hosts.cluster import STATE_FILE, Access, Cluster, gather_cluster, read_host_folder
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.inputs import Bundle, plan_sending
@@ -35,8 +35,10 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
+from cpuft.launch.state import FINISHED, INTERRUPTED, read_state, write_state
 from cpuft.launch.supervise import run_on_this_machine
 from cpuft.plan import Plan, RunPlan, Step
+from cpuft.rank import describe_run
 from cpuft.record import Line, RecordedRank, ResumedLine, Writer, format_line, read_measurements
 from tests.conftest import run_cpuft
 from tests.launch.test_inputs import AWAY
@@ -66,7 +68,6 @@ def test_options_ranks_and_batch_are_the_runs_own(tmp_path: Path) -> None:
     "lines, message",
     [
         ((), "has no header, because the run ended before its first step"),
-        ((HEADER, *make_steps(1, [0.1]), make_record().footer), "is finished, and there is nothing to resume: start"),
         (
             (replace(HEADER, independent=True),),
             "that train independently, and cannot be resumed: start",
@@ -77,6 +78,21 @@ def test_runs_that_cannot_be_resumed(tmp_path: Path, lines: tuple[Line, ...], me
     run = write_run(tmp_path / "run", *lines)
     with pytest.raises(CpuftError, match=message):
         read_resumed_run(str(run))
+
+
+def test_a_finished_run_is_never_trained_again(tmp_path: Path) -> None:
+    """Also that of a script, which has no record, and one of which only a host knows that it has finished."""
+    run = write_run(tmp_path / "run", HEADER)
+    write_state(str(run), make_state(phase=FINISHED))
+    (tmp_path / "script").mkdir()
+    write_state(str(tmp_path / "script"), make_state(phase=FINISHED))
+    for folder, is_script in ((run, False), (tmp_path / "script", True)):
+        with pytest.raises(CpuftError, match="is finished, and there is nothing to resume: start a new run"):
+            read_resumed_run(str(folder), is_script)
+    write_state(str(run), make_state(phase=INTERRUPTED))
+    there = HostCopy(Host("b"), exists=True, state=make_state(owner=2, phase=FINISHED))
+    assert read_resumed_run(str(run), host_copies=[there]).finished_on == "b"
+    assert read_resumed_run(str(run), host_copies=[HostCopy(Host("b"), state=make_state(owner=4))]).owner == 4
 
 
 def test_a_run_is_the_same_under_every_path_of_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,8 +199,8 @@ def test_measurements_are_reused_only_between_the_same_hosts(
     resumed = read_resumed_run(str(write_run(tmp_path / "run", HEADER, again)))
     plan = plan_training(make_cluster(ranks), LaunchConfig(np=sum(ranks)), TRAIN, "r", "lines", {}, resumed=resumed)
     words = {word for stage in plan.ranks for step in stage for word in step.command if "--measurements=" in word}
-    measured = json.dumps(asdict(read_measurements(HEADER))) if told else ""
-    assert words == set(pack_argv([f"--measurements={measured}"]))
+    measured = json.dumps(asdict(read_measurements(HEADER)))
+    assert words == (set(pack_argv([f"--measurements={measured}"])) if told else set())
 
 
 def test_rejected_input_leaves_a_resumed_run_unchanged(tmp_path: Path) -> None:
@@ -196,7 +212,6 @@ def test_rejected_input_leaves_a_resumed_run_unchanged(tmp_path: Path) -> None:
     assert (run / "record.jsonl").exists()
 
 
-LOOK = (Path(__file__).parents[2] / "cpuft/launch/describe_run.sh").read_text()
 HERE = replace(AWAY, command_prefixes={})
 ALL_LOGS = ["logs", "logs-1", "logs-2"]
 
@@ -253,17 +268,22 @@ def test_hosts_with_checkpoints_are_named_and_noted_for_the_next_launch(tmp_path
         partial_cleanup=(tuple(Step("keep", ("sh", "-c", script), host=host) for host, script in said.items()),)
     )
     run = tmp_path / "run"
+    run.mkdir()
+    write_state(str(run), make_state())
     printed = list[str]()
     remove_all_but_checkpoints(plan, str(run), os.environ, without="a", say=printed.append)
     assert printed == [
         f"cpuft: c did not answer at the end of the run: {FILES_LEFT}",
         f"cpuft: checkpoints up to update 10 are saved on b: continue with cpuft launch --resume {run}",
     ]
+    noted = read_state(str(run))
+    assert noted
+    assert (noted.checkpoints, noted.sequence) == ({"b": 10}, 1)
     for owner, advice in (
         ("b", "it was removed there, so start a new run"),
         ("z", "add z to the hosts again, or start"),
     ):
-        (run / "kept.txt").write_text(f"{owner}\n")
+        write_state(str(run), make_state(checkpoints={owner: 10}))
         with pytest.raises(CpuftError, match=f"has a checkpoint of {run}, but {owner} had one: {advice}"):
             check_newest_checkpoint([HostCopy(Host("a"))], AWAY, str(run))
     check_newest_checkpoint([HostCopy(Host("a"), checkpoint_update=3)], AWAY, str(run))
@@ -286,9 +306,7 @@ def test_the_host_with_the_newest_checkpoint_must_be_used(cluster: Cluster, upda
 
 
 def look(place: Path) -> HostCopy:
-    script = LOOK.replace("/var/tmp/cpuft-$(id -u)", str(place))
-    done = subprocess.run(["sh", "-c", script, "describe_run", "mark/a 0"], capture_output=True, text=True, check=True)
-    return parse_host_copy(done.stdout, Host("a"))
+    return parse_host_copy(json.dumps(describe_run.describe_run(f"{place}/mark/a 0")), Host("a"))
 
 
 def test_a_host_reports_its_files_of_a_run(tmp_path: Path) -> None:
@@ -306,12 +324,12 @@ def test_a_host_reports_its_files_of_a_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [-1, 1, 255])
 def test_a_host_that_does_not_answer_the_question_is_not_one_without_files(code: int, tmp_path: Path) -> None:
-    (tmp_path / HOST_FOLDER).write_text("0123456789ab/run\n")
+    write_state(str(tmp_path), make_state())
 
     class Transport(SshTransport):
         def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
             assert argv[-1] == "0123456789ab/run"
-            return Answer(code * (host.name == "b"), "exists\n", "no shell")
+            return Answer(code, "", "no shell") if host.name == "b" else Answer(0, '{"exists": true}', "")
 
     copies, (error,) = gather_host_copies([Host("a"), Host("b")], Access(Transport()), str(tmp_path))
     assert copies == (HostCopy(Host("a"), exists=True),)
@@ -321,11 +339,11 @@ def test_a_host_that_does_not_answer_the_question_is_not_one_without_files(code:
 def test_a_finished_run_that_was_not_fetched_is_recognized(tmp_path: Path) -> None:
     """It only has to be fetched, whatever this machine has of it."""
     work = write_work(tmp_path, "000000010.0")
-    (work / "logs/exit-code").write_text("0\n")
+    write_state(str(work.parent), make_state(sequence=1))
+    assert not look(tmp_path).is_finished
+    write_state(str(work), make_state(sequence=2, phase=FINISHED))
     found = look(tmp_path)
     assert found.is_finished
-    (work / "logs/exit-code").write_text("137\n")
-    assert not look(tmp_path).is_finished
     run = str(tmp_path / "run")
     assert read_resumed_run(run, host_copies=[found]) == ResumedRun(run, finished_on="a")
     assert read_resumed_run(run, is_script=True, host_copies=[found]).finished_on == "a"
@@ -376,7 +394,7 @@ def test_a_resumed_run_is_planned_on_the_hosts_that_answer() -> None:
     plan = add_transfers(plan, (), {}, cluster, "/runs/one", kept)
     ((make,),), ((ranks,),) = plan.make, plan.ranks
     assert make.host == ranks.host == "node1"
-    assert {"--recorded-updates=9", "--global-batch=64", "--checkpoint-every=-1.0"} <= set(ranks.command)
+    assert {"--recorded-updates=9", "--global-batch=64"} <= set(ranks.command)
     assert f"--run-dir={work}" in ranks.command
     _, clean = plan.results
     assert [step.host for step in clean] == ["node1", "node2", "node0"]
@@ -492,7 +510,7 @@ def test_the_folder_on_hosts_is_found_from_whichever_machine_has_the_run_folder(
     class Transport(SshTransport):
         def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 0.0) -> Answer:
             asked.append(argv[-1])
-            return Answer(0, "exists\n")
+            return Answer(0, '{"exists": true}')
 
     monkeypatch.setattr("socket.gethostname", lambda: "next")
     moved = (tmp_path / "runs").rename(tmp_path / "mounted") / "a 0"
@@ -519,24 +537,26 @@ def test_a_new_run_does_not_take_an_existing_folder(tmp_path: Path) -> None:
     assert (claim(plan), claim(plan)) == (0, 1)
 
 
-@pytest.mark.parametrize("name", ["", "run", "../run", "0123456789ab/..", "0123456789ab/a/b", "/0123456789ab/run"])
-def test_a_note_that_names_no_folder_of_a_run_is_ignored(name: str, tmp_path: Path) -> None:
-    (tmp_path / HOST_FOLDER).write_text(f"{name}\n")
+@pytest.mark.parametrize(
+    "changes", [{"id": "run"}, {"id": "../0123456789ab"}, {"name": ".."}, {"name": "a/b"}, {"name": ""}, {"id": 5}]
+)
+def test_a_state_that_names_no_folder_of_a_run_is_ignored(changes: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / STATE_FILE).write_text(json.dumps({"id": "0123456789ab", "name": "run"} | changes))
     assert read_host_folder(str(tmp_path)) == ""
 
 
 def test_no_host_says_where_the_files_of_a_run_are(tmp_path: Path) -> None:
     work, run = write_work(tmp_path / "there"), write_run(tmp_path / "runs/run", HEADER)
-    (work / HOST_FOLDER).write_text("0123456789ab/theirs\n")
-    (run / HOST_FOLDER).write_text("0123456789ab/ours\n")
+    write_state(str(work), make_state(id="ba9876543210"))
+    write_state(str(run), make_state())
     assert fetch(work, run) == 0
-    assert read_host_folder(str(run)) == "0123456789ab/ours"
+    assert read_host_folder(str(run)) == "0123456789ab/run"
 
 
 def test_a_run_folder_with_nothing_but_notes_is_removed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    (run / HOST_FOLDER).write_text("0123456789ab/run\n")
+    write_state(str(run), make_state())
     assert not has_begun(str(run))
     (run / "mine").touch()
     assert has_begun(str(run))

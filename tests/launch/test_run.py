@@ -18,8 +18,10 @@ from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
 from cpuft.hosts.cluster import LOCAL
 from cpuft.launch.resume import HostCopy, ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
+from cpuft.launch.state import FINISHED
 from cpuft.record import Record, read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
+from tests.records import make_state
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 DEMO = ("--task", "demo", "--max-train-samples", "128", "--max-steps", "4", "--batch-size", "16")
@@ -36,7 +38,7 @@ def launch(*words: str, **settings: str) -> Record:
 @pytest.mark.parametrize(
     "copy, is_on_host_disk",
     [
-        (HostCopy(LOCAL, exists=True, is_finished=True), True),
+        (HostCopy(LOCAL, exists=True, state=make_state(phase=FINISHED)), True),
         (HostCopy(LOCAL, exists=True), True),
         (HostCopy(LOCAL), False),
     ],

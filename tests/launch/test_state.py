@@ -14,7 +14,9 @@ from cpuft.launch.state import (
     FAILED,
     FINISHED,
     INTERRUPTED,
+    SAVING,
     TRAINING,
+    LaterStartError,
     RunState,
     StateWriter,
     find_end,
@@ -79,13 +81,51 @@ def test_the_end_of_a_start_is_that_of_no_other(code: int, phase: str, kept: int
     writer.write(phase=TRAINING)
     assert find_end(str(tmp_path), 3) is None
     writer.note(silent=("b",))
-    writer.end(code, "why")
+    assert writer.end(code, "why") == code
     ended = find_end(str(tmp_path), 3)
     assert ended
     assert (ended.phase, ended.exit_code, ended.silent) == (phase, kept, ("b",))
-    assert (ended.reason, ended.sequence) == ("why" if code else "", STATE.sequence + 2)
+    assert (ended.reason, ended.sequence) == ("why", STATE.sequence + 2)
+    assert ended.checkpoints == (STATE.checkpoints if code else {})
     assert STATE.seconds <= ended.seconds < STATE.seconds + 60
     assert find_end(str(tmp_path), 2) is find_end(str(tmp_path), 4) is None
+
+
+def test_an_error_that_ends_the_supervisor_is_in_the_state(tmp_path: Path) -> None:
+    error = CpuftError("no such rows: name others")
+    with pytest.raises(CpuftError, match=r"^no such rows"), StateWriter(str(tmp_path), STATE):
+        raise error
+    ended = find_end(str(tmp_path), 3)
+    assert ended
+    assert (ended.phase, ended.exit_code, ended.reason) == (FAILED, error.exit_code, "no such rows: name others")
+
+
+def test_rank_0_is_seen_to_save_the_model(tmp_path: Path) -> None:
+    writer = StateWriter(str(tmp_path), STATE)
+    writer.check()
+    assert writer.state.phase == TRAINING
+    (tmp_path / "model.12.tmp").mkdir()
+    writer.check()
+    state = read_state(str(tmp_path))
+    assert state
+    assert state.phase == SAVING
+
+
+def test_a_start_ends_when_a_later_one_has_begun(tmp_path: Path) -> None:
+    """The next launcher writes beside the run folder before ranks start, and the next supervisor into it."""
+    work = tmp_path / "run"
+    work.mkdir()
+    writer = StateWriter(str(work), STATE)
+    writer.write()
+    for state in (replace(STATE, owner=3, start="mine"), replace(STATE, owner=4, id="ba9876543210")):
+        write_state(str(tmp_path), state)
+        writer.refuse_later_start()
+    write_state(str(tmp_path), replace(STATE, owner=4))
+    with pytest.raises(LaterStartError, match=r"^start 4 of the run has begun, so start 3 was ended: wait until"):
+        writer.refuse_later_start()
+    write_state(str(work), replace(STATE, owner=4))
+    writer.end(213, "it was ended")
+    assert read_state(str(work)) == replace(STATE, owner=4)
 
 
 def test_a_disk_that_is_full_does_not_end_the_run() -> None:

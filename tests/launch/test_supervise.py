@@ -23,7 +23,7 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch import supervise
 from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.stack_dumps import Diagnosis
-from cpuft.launch.state import FAILED, FINISHED, INTERRUPTED, read_state
+from cpuft.launch.state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
 from cpuft.launch.supervise import (
     LogTail,
     NotStartedError,
@@ -307,6 +307,23 @@ def test_mpirun_is_started_again_if_no_rank_starts(
     ended = read_state(str(run))
     assert ended
     assert (ended.phase, ended.exit_code) == (FAILED if code else FINISHED, code)
+
+
+def test_ranks_are_ended_when_another_launcher_has_started_the_run_again(tmp_path: Path) -> None:
+    """This head host was cut off from the launcher only."""
+    run = tmp_path / "run"
+    make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
+    (tmp_path / "later").mkdir()
+    write_state(str(tmp_path / "later"), make_state("localhost", owner=2))
+    script = 'cp "$0/../later/state.json" "$0/.."; echo "$CPUFT_OWNER $CPUFT_RUN_DIR" >"$0/told"; exec sleep 60'
+    plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
+    begun = time.monotonic()
+    with pytest.raises(LaterStartError, match="start 2 of the run has begun, so start 1 was ended"):
+        run_on_this_machine(plan, str(run), make_state("localhost"), os.environ, 0.0, SshTransport())
+    assert time.monotonic() - begun < 30
+    assert (run / "told").read_text() == f"1 {run}\n"
+    with pytest.raises(LaterStartError):
+        run_on_this_machine(plan, str(run), make_state("localhost"), os.environ, 0.0, SshTransport())
 
 
 def test_a_host_that_is_lost_while_examples_are_prepared_is_detected(

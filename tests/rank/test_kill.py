@@ -38,10 +38,10 @@ def start() -> Iterator[Start]:
         process.wait()
 
 
-def run_as_on_a_host(run_dir: str) -> str:
-    """Run kill.py as the launcher does: from standard input, with the run's folder as its argument."""
+def run_as_on_a_host(run_dir: str, owner: int = 9) -> str:
+    """Run kill.py as the launcher does: from standard input, with the run's folder and the owner as arguments."""
     source = Path(kill.__file__).read_text(encoding="utf-8")
-    command = [sys.executable, "-c", "import sys; exec(sys.stdin.read())", run_dir]
+    command = [sys.executable, "-c", "import sys; exec(sys.stdin.read())", run_dir, str(owner)]
     return subprocess.run(command, input=source, capture_output=True, text=True, check=True, timeout=20).stdout
 
 
@@ -73,18 +73,18 @@ def test_mpiruns_process_above_a_rank_is_killed_too_and_its_parent_is_not(start:
     proxy = int((tmp_path / "output").read_text())
     pids: list[int] = []
     while len(pids) < 2:
-        pids = kill.find_processes(run_dir)
+        pids = kill.find_processes(run_dir, 9)
     assert pids[1:] == [proxy]
     # mpirun's process may end by itself as soon as its rank has ended.
     assert run_as_on_a_host(run_dir).split() in ([str(pids[0])], [str(pid) for pid in pids])
     while "still there" not in (tmp_path / "output").read_text():
         assert above.poll() is None
-    assert kill.find_processes(run_dir) == []
+    assert kill.find_processes(run_dir, 9) == []
 
 
 def test_it_kills_neither_itself_nor_anything_for_an_empty_folder(start: Start) -> None:
     stranger = start({"CPUFT_RUN_DIR": ""})
-    assert kill.find_processes("") == []
+    assert kill.find_processes("", 9) == []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CPUFT_RUN_DIR", "/nowhere/run")
         assert run_as_on_a_host("/nowhere/run") == ""
@@ -93,5 +93,34 @@ def test_it_kills_neither_itself_nor_anything_for_an_empty_folder(start: Start) 
 
 def test_processes_of_other_users_are_never_killed(start: Start, tmp_path: Path) -> None:
     own = start({"CPUFT_RUN_DIR": str(tmp_path)})
-    assert kill.find_processes(str(tmp_path), uid=os.geteuid() + 1) == []
-    assert kill.find_processes(str(tmp_path)) == [own.pid]
+    assert kill.find_processes(str(tmp_path), 9, uid=os.geteuid() + 1) == []
+    assert kill.find_processes(str(tmp_path), 9) == [own.pid]
+
+
+def test_processes_of_later_starts_stay(start: Start, tmp_path: Path) -> None:
+    """Another launcher has started the run again. Those of earlier starts may have no ranks yet, only mpirun or ssh."""
+    first, second, third = (start({"CPUFT_RUN_DIR": str(tmp_path), "CPUFT_OWNER": str(owner)}) for owner in (1, 2, 10))
+    assert sorted(map(int, run_as_on_a_host(str(tmp_path), 2).split())) == sorted([first.pid, second.pid])
+    assert third.poll() is None
+
+
+def test_a_proxy_whose_ssh_session_has_ended_is_killed_if_it_has_no_ranks(start: Start, tmp_path: Path) -> None:
+    """An mpirun on a frozen host has started it late, and cannot start ranks any more."""
+    proxy = tmp_path / "hydra_bstrap_proxy"
+    shutil.copy(shutil.which("bash") or "/bin/bash", proxy)
+    os.mkfifo(tmp_path / "pipe")
+    rank = "sleep 60 & echo $$; wait"
+    script = f"'{proxy}' -c '{{}}' >'{tmp_path}/{{}}' & "
+    start(
+        {}, "bash", "-c", script.format(f"echo $$; read x <>'{tmp_path}/pipe'", "idle") + script.format(rank, "busy")
+    ).wait()
+    while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in ("idle", "busy")):
+        pass
+    idle, busy = (int((tmp_path / name).read_text()) for name in ("idle", "busy"))
+    try:
+        assert os.getpgid(idle) == os.getpgid(busy)
+        if Path(f"/proc/{idle}/stat").read_text().split()[3] != "1":
+            pytest.skip("another process than number 1 takes over processes here")
+        assert (idle in kill.find_processes("/nowhere", 9), busy in kill.find_processes("/nowhere", 9)) == (True, False)
+    finally:
+        os.killpg(os.getpgid(busy), signal.SIGKILL)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.errors import CpuftError
 from cpuft.files import take_secrets
 from cpuft.rank.process import (
     FAILED_MARK,
@@ -18,6 +19,7 @@ from cpuft.rank.process import (
     parse_cores,
     parse_failure,
     parse_missing_ranks,
+    refuse_later_start,
     remove_abandoned_memory,
 )
 
@@ -34,6 +36,41 @@ def test_shared_memory_of_ended_processes_is_removed_and_all_other_is_not(tmp_pa
         _segment(tmp_path, name, age)
     remove_abandoned_memory(str(tmp_path))
     assert {path.name for path in tmp_path.iterdir()} == {f"{dead.pid}:1:0", f"{os.getpid()}:0:0", "a:b:c"}
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"owner": 3, "name": "other"}', '{"owner": 2, "name": "run"}', "later"])
+@pytest.mark.parametrize("folder", [".", "run"])
+def test_a_rank_of_an_earlier_start_does_not_start(text: str, folder: str, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    later = '{"id": "a", "name": "run", "owner": 3}'
+    (tmp_path / folder / "state.json").write_text(later if text == "later" else text)
+    environ = {"CPUFT_RUN_DIR": f"{tmp_path}/run", "CPUFT_OWNER": "2"}
+    if text == "later":
+        with pytest.raises(
+            CpuftError, match=r"^start 3 of the run has begun, and this rank is of start 2: let it end$"
+        ):
+            refuse_later_start(environ)
+        environ = {"CPUFT_RUN_DIR": f"{tmp_path}/run"}
+    refuse_later_start(environ)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("CPUFT_WORLD_SIZE", "2", "unset RANK"),
+        ("CPUFT_HOSTNAME", "elsewhere", "check the names in the hostfile"),
+        ("CPUFT_VERSION", "0.0.9", "install the same version on all hosts"),
+    ],
+)
+def test_a_rank_that_is_not_where_the_plan_put_it_or_has_another_version_ends(
+    name: str, value: str, advice: str
+) -> None:
+    command = [sys.executable, "-m", "cpuft.rank", "true"]
+    environ = {key: text for key, text in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, env={**environ, name: value}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert value in done.stderr
+    assert advice in done.stderr
 
 
 def test_secret_variables_are_read_once_and_their_file_is_removed(tmp_path: Path) -> None:

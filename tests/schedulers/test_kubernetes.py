@@ -221,7 +221,7 @@ def test_a_job_resumes_only_the_run_that_it_has_begun(run_dir: str) -> None:
     Path(run, "record.jsonl").unlink()
     Path(run).rmdir()
     assert start("b") == begins
-    for left in "logs", ".host-folder":
+    for left in "logs", "state.json":
         Path(run, left).mkdir(parents=True)
         assert start("b") == begins  # after it has moved aside what came to nothing
         assert not Path(run).exists()

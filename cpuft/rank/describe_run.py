@@ -1,0 +1,60 @@
+"""Print what this host has of a run: copies of its state, its newest checkpoint, and what its record says.
+
+The launcher sends this file to each host on standard input and runs it there with RUN as its argument: the run's folder
+below that of this user. It imports nothing of cpuft and prints a JSON object with the fields of `HostCopy`.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import re
+import sys
+from typing import Any
+
+
+def describe_run(work: str) -> dict[str, Any]:
+    """Return what this host has of the run in the folder `work`; an empty dictionary for nothing.
+
+    The names of whole checkpoints are UPDATE.RANK; rank-RANK.last has the last update of a rank.
+    """
+    folder, checkpoints = os.path.dirname(work), f"{work}/checkpoints"
+    if not os.path.isdir(folder):
+        return {}
+    names = os.listdir(checkpoints) if os.path.isdir(checkpoints) else []
+    whole = [name for name in names if re.match(r"[0-9]{1,15}\.[0-9]{1,9}$", name)]
+    records = [_read(f"{place}/record.jsonl") for place in [work] + [f"{checkpoints}/{name}" for name in whole]]
+    notes = [_read(f"{checkpoints}/{name}").strip() for name in names if re.match(r"rank-[0-9]+\.last$", name)]
+    counts = [text.count('"kind": "step"') for text in records] + [int(text) for text in notes if text.isdigit()]
+    return {
+        "exists": True,
+        "is_active": _is_locked(f"{work}.lock"),
+        "checkpoint_update": max([-1] + [int(name.split(".")[0]) for name in whole]),
+        "steps": max(counts),
+        "header": next((text.split("\n")[0] for text in records if text), ""),
+        "has_data": os.path.isfile(f"{work}/data.npz"),
+        "states": [text for text in [_read(f"{work}/state.json"), _read(f"{folder}/state.json")] if text],
+    }
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _is_locked(path: str) -> bool:
+    """Return whether the supervisor of the run holds the lock, which the kernel releases when it ends."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
+
+
+if __name__ == "__main__":
+    print(json.dumps(describe_run(f"/var/tmp/cpuft-{os.getuid()}/{sys.argv[1]}")))
