@@ -77,7 +77,7 @@ def move(
     packages: what the head host's Python must have besides cpuft.
     """
     from cpuft.launch.detached import Detached, Head, examine_python, list_place_options, plan_move, plan_start, start
-    from cpuft.launch.inputs import LaunchNote, list_input_paths
+    from cpuft.launch.inputs import TRAINING_INPUTS, LaunchNote, list_input_paths
     from cpuft.plan import format_comment, format_plan
     from cpuft.secret_variables import secrets_for_ranks
 
@@ -92,7 +92,8 @@ def move(
         text = format_comment(f"What {command} then does on {cluster.head}:\n{format_plan(there)}")
         click.echo(format_plan(plan, os.getcwd()) + text)
         return 0
-    paths = () if script else tuple(sorted(list_input_paths(pick(TrainConfig, values), given)))
+    named = {name: value for name, value in given.items() if name in TRAINING_INPUTS}
+    paths = tuple(sorted(list_input_paths(TrainConfig(**named), named)))
     hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
     note = LaunchNote(paths, config.cluster, hostfile, ssh_config)
     run = Detached(head, order, run_dir)

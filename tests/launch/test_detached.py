@@ -354,7 +354,7 @@ def test_a_run_goes_on_without_its_launcher_and_is_attached_to_from_elsewhere(
 
 @needs_root
 def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simulated) -> None:
-    run = start(cluster, "long", *TEXTS, *QUIET, "--max-steps", "500")
+    run = start(cluster, "long", *TEXTS, *QUIET, "--max-steps", "80")
     wait_for_step(cluster, run)
     down = cluster.cpuft("provision", "down", cluster.name)
     assert (down.returncode, run in down.stderr) == (2, True), down.stderr
@@ -364,11 +364,12 @@ def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simu
     folder = cluster.folder / "long"
     line, *_ = re.findall(rf"continue with (cpuft launch --resume {folder})\n", ended.stderr)
     made = len(read_record(str(folder)).steps)
-    assert 0 < made < 500
+    assert 0 < made < 80
     refused = cluster.cpuft("stop", run)
     assert (refused.returncode, "does not run any more" in refused.stderr) == (2, True)
-    resumed = cluster.cpuft(*line.split()[1:], "--time-limit", "6", "--no-check")
-    assert f"continue after update {made}" in resumed.stderr or "step " in resumed.stderr, resumed.stderr
+    resumed = cluster.cpuft(*line.split()[1:], "--no-check")
+    assert resumed.returncode == 0, resumed.stderr
+    assert len(read_record(str(folder)).steps) == 80
 
 
 SHORT = ("--task", "demo", "--max-train-samples", "32", "--max-steps", "2", "--precision", "fp32")
