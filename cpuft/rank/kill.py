@@ -13,7 +13,7 @@ import re
 import signal
 import sys
 
-_PROXIES = re.compile(r"hydra_.*")
+_PROXIES, _SHELLS = re.compile(r"hydra_.*"), re.compile(r"(ba|da|k|z|c|tc|fi)?sh")
 _STARTERS = re.compile(r"hydra_.*|mpiexec.*|orted|prted")
 """Names of mpirun's own processes on a host. Those on other hosts than the head host have no CPUFT_RUN_DIR, so they are
 found as parents of ranks. Hydra's proxies without ranks are left over if their ssh session has ended."""
@@ -24,9 +24,9 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | Non
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
     A process belongs to the run if one NUL-separated entry of its environment is exactly `CPUFT_RUN_DIR=run_dir`, or if
-    it is one of mpirun's processes above such a process. Also found are mpirun's proxies, of any program, that are
-    handed to process 1 and have no ranks: the ssh session with their mpirun has ended. This process and its own parents
-    are never among them. The list is empty for an empty `run_dir`.
+    it is one of mpirun's processes above such a process. Also found are mpirun's proxies, of any program, that have no
+    ranks and only shells above them, because the ssh session with their mpirun has ended: they would wait for ever.
+    This process and its own parents are never among them. The list is empty for an empty `run_dir`.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | Non
             found += chain if start <= owner else []
         if not _is_named(_PROXIES, first, proc, uid):
             busy.update(chain)
-        elif above[len(chain) - 1 :] == [1]:
+        elif all(pid == 1 or _is_named(_SHELLS, pid, proc, uid) for pid in above[len(chain) - 1 :]):
             left.append(chain)
     found += [pid for chain in left if not busy.intersection(chain) for pid in chain]
     return [pid for pid in dict.fromkeys(found) if pid not in spared]
