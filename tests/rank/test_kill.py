@@ -7,7 +7,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -103,25 +102,3 @@ def test_processes_of_later_starts_stay(start: Start, tmp_path: Path) -> None:
     first, second, third = (start({"CPUFT_RUN_DIR": str(tmp_path), "CPUFT_OWNER": str(owner)}) for owner in (1, 2, 10))
     assert sorted(map(int, run_as_on_a_host(str(tmp_path), 2).split())) == sorted([first.pid, second.pid])
     assert third.poll() is None
-
-
-def test_a_proxy_whose_ssh_session_has_ended_is_killed_if_it_has_no_ranks(start: Start, tmp_path: Path) -> None:
-    """An mpirun on a frozen host has started it late, and cannot start ranks any more."""
-    proxy = tmp_path / "hydra_bstrap_proxy"
-    shutil.copy(shutil.which("bash") or "/bin/bash", proxy)
-    os.mkfifo(tmp_path / "pipe")
-    script = f"""cd '{tmp_path}'; wait='echo $$; read x <pipe'
-        '{proxy}' -c "$wait" >idle &
-        sh -c '"$0" -c "$1" >below; :' '{proxy}' "$wait" &
-        '{proxy}' -c 'sleep 60 & echo $$; wait' >busy & sleep 0.3"""
-    start({}, "bash", "-c", script).wait()
-    places = [tmp_path / name for name in ("idle", "below", "busy")]
-    while not all(place.exists() and place.read_text() for place in places):
-        time.sleep(0.01)
-    idle, below, busy = (int(place.read_text()) for place in places)
-    try:
-        if Path(f"/proc/{idle}/stat").read_text().split()[3] != "1":
-            pytest.skip("another process than number 1 takes over processes here")
-        assert {idle, below, busy}.intersection(kill.find_processes("/nowhere", 9)) == {idle, below}
-    finally:
-        os.killpg(os.getpgid(busy), signal.SIGKILL)
