@@ -7,16 +7,14 @@ processes of later starts of the run stay. It imports nothing of cpuft and print
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import re
 import signal
 import sys
 
-_PROXIES = re.compile(r"hydra_.*")
 _STARTERS = re.compile(r"hydra_.*|mpiexec.*|orted|prted")
 """Names of mpirun's own processes on a host. Those on other hosts than the head host have no CPUFT_RUN_DIR, so they are
-found as parents of ranks. Hydra's proxies without ranks are left over if their ssh session has ended."""
+found as parents of ranks."""
 _OWNER = b"CPUFT_OWNER="
 
 
@@ -24,9 +22,8 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | Non
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
     A process belongs to the run if one NUL-separated entry of its environment is exactly `CPUFT_RUN_DIR=run_dir`, or if
-    it is one of mpirun's processes above such a process. Also found are mpirun's proxies, of any program, that are
-    handed to process 1 and have no ranks: the ssh session with their mpirun has ended. This process and its own parents
-    are never among them. The list is empty for an empty `run_dir`.
+    it is one of mpirun's processes above such a process. This process and its own parents are never among them. The
+    list is empty for an empty `run_dir` and for a run without processes.
 
     Parameters
     ----------
@@ -40,27 +37,20 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | Non
     uid = os.geteuid() if uid is None else uid
     entry = b"CPUFT_RUN_DIR=" + os.fsencode(run_dir)
     spared = {0, 1, *_list_parents(os.getpid(), proc)}
-    found, left, busy = [], [], set()
+    found = []
     for name in filter(str.isdecimal, os.listdir(proc)):
-        if not _belongs_to(name, proc, uid):
+        entries = _read(f"{proc}/{name}/environ").split(b"\0") if _belongs_to(name, proc, uid) else []
+        starts = [int(one[len(_OWNER) :]) for one in entries if re.fullmatch(_OWNER + b"[0-9]+", one)]
+        if entry not in entries or max([0, *starts]) > owner:
             continue
-        entries = _read(f"{proc}/{name}/environ").split(b"\0")
         first, *above = _list_parents(int(name), proc)
-        chain = [first, *itertools.takewhile(lambda pid: _is_named(_STARTERS, pid, proc, uid), above)]
-        if entry in entries:
-            start = max([0] + [int(one[len(_OWNER) :]) for one in entries if re.fullmatch(_OWNER + b"[0-9]+", one)])
-            found += chain if start <= owner else []
-        if not _is_named(_PROXIES, first, proc, uid):
-            busy.update(chain)
-        elif above[len(chain) - 1 :] == [1]:
-            left.append(chain)
-    found += [pid for chain in left if not busy.intersection(chain) for pid in chain]
+        found.append(first)
+        for pid in above:
+            starter = _read(f"{proc}/{pid}/comm").decode(errors="replace").strip()
+            if not _STARTERS.fullmatch(starter) or not _belongs_to(str(pid), proc, uid):
+                break
+            found.append(pid)
     return [pid for pid in dict.fromkeys(found) if pid not in spared]
-
-
-def _is_named(pattern: re.Pattern[str], pid: int, proc: str, uid: int) -> bool:
-    name = _read(f"{proc}/{pid}/comm").decode(errors="replace").strip()
-    return bool(pattern.fullmatch(name)) and _belongs_to(str(pid), proc, uid)
 
 
 def _list_parents(pid: int, proc: str) -> list[int]:

@@ -102,25 +102,3 @@ def test_processes_of_later_starts_stay(start: Start, tmp_path: Path) -> None:
     first, second, third = (start({"CPUFT_RUN_DIR": str(tmp_path), "CPUFT_OWNER": str(owner)}) for owner in (1, 2, 10))
     assert sorted(map(int, run_as_on_a_host(str(tmp_path), 2).split())) == sorted([first.pid, second.pid])
     assert third.poll() is None
-
-
-def test_a_proxy_whose_ssh_session_has_ended_is_killed_if_it_has_no_ranks(start: Start, tmp_path: Path) -> None:
-    """An mpirun on a frozen host has started it late, and cannot start ranks any more."""
-    proxy = tmp_path / "hydra_bstrap_proxy"
-    shutil.copy(shutil.which("bash") or "/bin/bash", proxy)
-    os.mkfifo(tmp_path / "pipe")
-    rank = "sleep 60 & echo $$; wait"
-    script = f"'{proxy}' -c '{{}}' >'{tmp_path}/{{}}' & "
-    start(
-        {}, "bash", "-c", script.format(f"echo $$; read x <>'{tmp_path}/pipe'", "idle") + script.format(rank, "busy")
-    ).wait()
-    while not all((tmp_path / name).exists() and (tmp_path / name).read_text() for name in ("idle", "busy")):
-        pass
-    idle, busy = (int((tmp_path / name).read_text()) for name in ("idle", "busy"))
-    try:
-        assert os.getpgid(idle) == os.getpgid(busy)
-        if Path(f"/proc/{idle}/stat").read_text().split()[3] != "1":
-            pytest.skip("another process than number 1 takes over processes here")
-        assert (idle in kill.find_processes("/nowhere", 9), busy in kill.find_processes("/nowhere", 9)) == (True, False)
-    finally:
-        os.killpg(os.getpgid(busy), signal.SIGKILL)
