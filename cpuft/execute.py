@@ -407,38 +407,6 @@ def start_with_log(
         )
 
 
-def start_with_output(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process whose standard output this process reads from `stdout` of the result, and return it without
-    waiting.
-
-    It runs in a new session, reads nothing, and writes its errors to this process's own standard error. The kernel
-    sends it SIGTERM when the calling thread ends.
-
-    Raises
-    ------
-    OSError: the program cannot be started; FileNotFoundError if it does not exist.
-    """
-    null, end = subprocess.DEVNULL, _end_with_parent
-    return subprocess.Popen(
-        command, env=environ, stdin=null, stdout=subprocess.PIPE, start_new_session=True, preexec_fn=end
-    )
-
-
-def start_with_input(command: Sequence[str], environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process to whose standard input this process writes by `stdin` of the result, and return it without
-    waiting.
-
-    It runs in a new session, and writes to this process's own standard output and standard error. The kernel sends it
-    SIGTERM when the calling thread ends.
-
-    Raises
-    ------
-    OSError: the program cannot be started; FileNotFoundError if it does not exist.
-    """
-    end = _end_with_parent
-    return subprocess.Popen(command, env=environ, stdin=subprocess.PIPE, start_new_session=True, preexec_fn=end)
-
-
 def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
     """Wait for a process and return its exit code (128 + N if signal N ended it).
 

@@ -190,40 +190,6 @@ def split_paths(text: str) -> list[str]:
     return [path for name in names for path in (sorted(glob.glob(name)) if glob.has_magic(name) else []) or [name]]
 
 
-def list_tree(path: Path, name: str = "", above: tuple[tuple[int, int], ...] = ()) -> Iterator[tuple[Path, str]]:
-    """Yield the files and empty folders at a path, each with `name` and its path below that, as `tar -h` finds them.
-
-    Links are followed; compiled modules (__pycache__) and special files are left out. `above` has the device and inode
-    of each folder on the way to the path.
-
-    Raises OSError: something cannot be read. Raises CpuftError: a link leads to nothing, or to a folder that contains
-    it.
-    """
-    try:
-        state = path.stat()
-    except OSError:
-        if not path.is_symlink():
-            raise
-        raise CpuftError(
-            f"{path} is a link to {os.readlink(path)}, which does not exist or cannot be read: correct the link, or "
-            "remove it"
-        ) from None
-    if stat.S_ISREG(state.st_mode):
-        yield path, name
-    elif stat.S_ISDIR(state.st_mode):
-        folder = state.st_dev, state.st_ino
-        if folder in above:
-            raise CpuftError(
-                f"{path} is a link to {os.path.realpath(path)}, a folder that contains the link: remove the link, or "
-                "name a folder without it"
-            )
-        inner = sorted(one for one in path.iterdir() if one.name != "__pycache__")
-        if not inner:
-            yield path, name
-        for one in inner:
-            yield from list_tree(one, f"{name}/{one.name}", (*above, folder))
-
-
 def hash_text(text: str, digits: int = 64) -> str:
     """Return the first `digits` hexadecimal digits, at most 64, of the SHA-256 of a text in UTF-8."""
     return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[:digits]

@@ -16,8 +16,9 @@ from typing import Any
 from cpuft.argv import WITHOUT_WORKING_FOLDER
 from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, counted, suggest_names
+from cpuft.execute import Answer
 from cpuft.files import hash_text
-from cpuft.hosts import facts, registry
+from cpuft.hosts import facts, registry, transfer
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.topology import HostFacts, parse_facts
@@ -77,6 +78,20 @@ class Access:
         """
         script = 'python=$(command -v "$0" || echo python3); exec "$python" "$@"'
         return ("sh", "-c", script, self.python, *arguments)
+
+    def transfer_command(self, *words: str) -> tuple[str, ...]:
+        """Return the argv that starts the other side of a transfer (`transfer.connect`) on the host where it runs.
+
+        Parameters
+        ----------
+        words: what it does there (`transfer.ROLES`), and the arguments of this.
+        """
+        return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
+
+    def run_transfer(self, host: Host, *words: str) -> Answer:
+        """Run `cpuft.hosts.transfer` on a host where nothing has to be sent; return its answer."""
+        program = Path(transfer.__file__).read_text(encoding="utf-8")
+        return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program)
 
     @property
     def mpirun_options(self) -> tuple[str, ...]:
@@ -169,6 +184,10 @@ class Cluster:
         host: name of the host, as in the hostfile.
         """
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
+
+    def transfer_on(self, host: str, *words: str) -> tuple[str, ...]:
+        """Return the argv with which `transfer.connect` starts the other side on a host (`Access.transfer_command`)."""
+        return self.command_on(host, self.access.transfer_command(*words))
 
     @property
     def addresses(self) -> dict[str, str]:

@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
@@ -53,7 +52,6 @@ with many hosts that compute for seconds would keep a core of this machine busy.
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _BEGIN = "cpuft: the command begins"
-_PUT = 'set -e; umask 077; base64 -d >"$1.part"; mv "$1.part" "$1"'
 
 UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
 """Kinds of `HostError`: no connection or a broken one; the host's key is in no known_hosts file; it differs from the
@@ -168,35 +166,6 @@ class Transport(ABC):
         if self.is_here(host):
             return execute.run_command(argv, seconds, stdin)
         return self._run_remotely(host, argv, stdin, seconds)
-
-    def put(self, local: Path, host: Host, path: str, seconds: float = 60.0) -> None:
-        """Copy a file of this machine to `path` on a host, readable by this user only. Readers never see a part of it.
-
-        It is for files of some MB at most. The folder of `path` must exist; a file at `path` is replaced.
-
-        Raises CpuftError: the file cannot be written there within `seconds`, or the host cannot be used (`run`). Raises
-        OSError: `local` cannot be read.
-        """
-        text = base64.b64encode(local.read_bytes()).decode()
-        answer = self.run(host, ("sh", "-c", _PUT, "put", path), text, seconds)
-        if answer.exit_code:
-            raise CpuftError(f"host {host.name} cannot write {path} ({answer.errors.strip()[-200:]})")
-
-    def get(self, host: Host, path: str, local: Path, seconds: float = 60.0) -> None:
-        """Copy the file at `path` on a host to `local` on this machine, and replace what is there.
-
-        It is for files of some MB at most.
-
-        Raises CpuftError: the file cannot be read there within `seconds`, or the host cannot be used (`run`). Raises
-        OSError: `local` cannot be written.
-        """
-        answer = self.run(host, ("base64", path), seconds=seconds)
-        if answer.exit_code:
-            raise CpuftError(f"host {host.name} cannot read {path} ({answer.errors.strip()[-200:]})")
-        try:
-            local.write_bytes(base64.b64decode(answer.output))
-        except ValueError as error:
-            raise CpuftError(f"host {host.name} did not send {path} in base64 ({error})") from None
 
     def find_unresponsive(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
         """Return the names of the hosts that do not answer in time, because they are off, cut off or frozen.

@@ -33,7 +33,6 @@ _PAUSE_SHARE = 4.0
 _CHECK_SECONDS = 600.0
 _MOST_FAILURES = 3
 """After so many failed copies in a row the user is told."""
-_SEND_CHECKPOINTS = Path(__file__).with_name("send_checkpoints.sh").read_text(encoding="utf-8")
 
 
 def choose_copy_seconds(checkpoint_every: float) -> float:
@@ -111,10 +110,10 @@ class CheckpointCopier:
     def plan_copy(self) -> Step:
         """Return the step that stores what the head host has and this machine has not."""
         have = [str(path.relative_to(self._root)) for path in self._list_copies()]
-        send = ("sh", "-c", _SEND_CHECKPOINTS, "send_checkpoints", f"{self._work}/{CHECKPOINTS}", *have)
         command = (*module_command(sys.executable, "cpuft.launch.results"), str(self._root))
         head = self._cluster.head
-        return Step(f"copy the newest checkpoint from {head}", (*command, *self._cluster.command_on(head, send)))
+        send = self._cluster.transfer_on(head, "send-checkpoints", f"{self._work}/{CHECKPOINTS}", *have)
+        return Step(f"copy the newest checkpoint from {head}", (*command, *send))
 
     def _list_copies(self) -> list[Path]:
         found = [find_checkpoint_here(self._run_dir, part) for part in ("", BEST)]

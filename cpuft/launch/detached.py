@@ -68,7 +68,7 @@ from cpuft.launch.inputs import (
 )
 from cpuft.launch.plan import choose_run_dir, plan_claim, plan_script
 from cpuft.launch.progress import format_seconds
-from cpuft.launch.resume import remove_empty_run
+from cpuft.launch.resume import CHECKPOINTS, remove_empty_run
 from cpuft.launch.settings import forwarded_settings, user_variables
 from cpuft.launch.state import RunState, begin_state, write_state
 from cpuft.plan import Plan, Setting, Step
@@ -129,6 +129,11 @@ class Head:
         if prefix:
             return Plan(command_prefixes={self.host.name: prefix}).as_local(step).command
         return ("env", *(f"{one.name}={one.value}" for one in step.settings), *step.command)
+
+    def transfer_command(self, *words: str) -> tuple[str, ...]:
+        """Return the argv with which this machine starts the other side of a transfer on the host."""
+        plan = Plan(command_prefixes={self.host.name: self.access.transport.command_prefix(self.host)})
+        return plan.as_local(Step("", self.access.transfer_command(*words), host=self.host.name)).command
 
     def ask(self, *words: str, stdin: str = "") -> str:
         """Carry out an action on the host, and return its output. Raises CpuftError: it failed there."""
@@ -388,7 +393,7 @@ class Detached:
     def _read_events(self, position: int, only_past: bool) -> Iterator[tuple[int, Event]]:
         """Yield (position behind it, event) from a position on, until the connection or the run ends."""
         words = ("follow", self.order.folder, str(position), *(["past"] if only_past else []))
-        process = execute.start_with_output(self.head.command(*words), os.environ)
+        process = execute.start_process(self.head.command(*words), os.environ, execute.PIPE)
         assert process.stdout
         try:
             for line in process.stdout:  # one that the connection has cut is read again from its begin
@@ -400,7 +405,8 @@ class Detached:
             ) from None
         finally:
             execute.stop_processes([process])
-            process.stdout.close()
+            for stream in filter(None, (process.stdin, process.stdout, process.stderr)):
+                stream.close()
 
     def _claim(self) -> None:
         """Make the run folder here if the run was started on another machine, so that it can be resumed here."""
@@ -417,16 +423,17 @@ class Detached:
         Raises CpuftError: they could not be fetched, and stay there. Raises NotStoredError: this machine cannot store
         them.
         """
-        is_stored = False
+        is_stored, viewer, sent = False, secrets.token_hex(6), (self.order.run_dir, CHECKPOINTS)
         for pause in (*_FETCH_PAUSES, 0):
             try:
                 (now,) = (one for one in self.head.list_runs() if one.order.folder == self.order.folder)
                 if now.fetched or not now.has_results:
                     return now.fetched
                 if not is_stored:
+                    self.head.ask("claim", self.order.folder, viewer)
                     self._claim()
                     say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
-                    results.fetch(Path(self.run_dir), self.head.command("send", self.order.folder))
+                    results.fetch(Path(self.run_dir), self.head.transfer_command("send-run", *sent))
                     is_stored = True
                 self.head.ask("fetched", self.order.folder, f"{socket.gethostname()}:{self.run_dir}")
                 return self.run_dir

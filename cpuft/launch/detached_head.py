@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO
 
 from cpuft import execute
 from cpuft.argv import module_command
@@ -39,12 +39,11 @@ STARTED, OUTPUT, ERRORS, BEGUN, END, LOST = "started", "output", "errors", "begu
 its keeper was killed or this host was started again."""
 RUNNING, ENDED = "running", "ended"
 """States of a detached run, beside LOST."""
-FETCHING = 3
-"""Exit code of the action `send`: another process sends the results at this moment."""
-_ORDER, _EVENTS, _ALIVE, _STOP, _FETCHED = "order.json", "events.jsonl", "alive", "stop", "fetched"
-_SEND_RUN = Path(__file__).with_name("send_run.sh")
+_ORDER, _EVENTS, _ALIVE, _STOP, _CLAIM, _FETCHED = "order.json", "events.jsonl", "alive", "stop", "claim", "fetched"
 _START_SECONDS = 15.0
 _POLL_SECONDS = 0.2
+_CLAIM_SECONDS = 60.0
+"""How long a viewer may take to begin to fetch the results before another one may."""
 _KEPT_SECONDS = 30 * 86400.0
 """How long the order and the events of an ended run stay."""
 
@@ -236,8 +235,12 @@ def _read_order(folder: Path) -> Order:
 
 def _is_alive(folder: Path) -> bool:
     """Return whether a keeper has the lock of a detached run, which Linux releases however the keeper ends."""
+    return _is_locked(folder / _ALIVE)
+
+
+def _is_locked(path: str | Path) -> bool:
     try:
-        with (folder / _ALIVE).open() as lock:
+        with open(path) as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -297,15 +300,15 @@ def _list(root: Path) -> Iterator[str]:
                 yield json.dumps(dataclasses.asdict(_describe(path.parent)))
 
 
-def _send(folder: Path) -> NoReturn:
-    """Write the run folder to standard output as a tar archive, unless another process does that at this moment."""
-    lock = (folder / "fetch").open("w")
-    os.set_inheritable(lock.fileno(), True)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        sys.exit(FETCHING)
-    os.execvp("sh", ["sh", str(_SEND_RUN), _read_order(folder).run_dir])
+def _claim(folder: Path, who: str) -> None:
+    """Let one viewer fetch the results. Raises CpuftError: another one has begun to a moment ago, or is receiving."""
+    claim = folder / _CLAIM
+    with (folder / f"{_CLAIM}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        is_new = claim.exists() and time.time() - claim.stat().st_mtime < _CLAIM_SECONDS
+        if (is_new and claim.read_text(encoding="utf-8") != who) or _is_locked(f"{_read_order(folder).run_dir}.lock"):
+            raise CpuftError("another cpuft attach fetches the results")
+        write_text(claim, who)
 
 
 def _note_fetched(folder: Path, where: str) -> None:
@@ -329,7 +332,7 @@ def main() -> None:
     """
     action, *words = sys.argv[1:]
     root = Path(find_folder(os.geteuid()))
-    acts: dict[str, Callable[..., object]] = {"keep": _keep, "send": _send, "fetched": _note_fetched}
+    acts: dict[str, Callable[..., object]] = {"keep": _keep, "claim": _claim, "fetched": _note_fetched}
     acts |= {"stop": _stop, "forget": _forget}
     try:
         if action == "start":

@@ -7,11 +7,9 @@ import json
 import os
 import re
 import secrets
-import shlex
-import stat
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -25,20 +23,19 @@ from cpuft.files import (
     REMOVE,
     SECRETS_PREFIX,
     check_private_folder,
-    hash_file,
     hash_text,
-    list_tree,
     make_private_folder,
     split_paths,
     write_text,
 )
+from cpuft.hosts import transfer
 from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
 from cpuft.hosts.ssh_config import COMMAND_OPTIONS
 from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.mpirun import KEY
-from cpuft.launch.relay import BUNDLES, Receiver, RelayOrder
+from cpuft.launch.relay import Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
 from cpuft.launch.settings import unexportable_names
 from cpuft.launch.state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
@@ -46,15 +43,7 @@ from cpuft.plan import RunPlan, Setting, Stages, Step
 from cpuft.secret_variables import may_be_secret, secrets_for_ranks
 from cpuft.serialization import load, parse_json
 
-_SEND = 'folder=$1 count=$2; shift 2; tar -C "$folder" --exclude=__pycache__ -chf - -- "${@:1:count}" | "${@:count+1}"'
-"""Shell program that sends files as a tar archive to a command. Links are followed, because their targets are not on
-the hosts; the cache of the Hugging Face hub consists of links."""
 _HERE = Path(__file__)
-_RECEIVE_BUNDLE = f"set -e\n{PRIVATE}{REMOVE}{BUNDLES}" + _HERE.with_name("receive_bundle.sh").read_text(
-    encoding="utf-8"
-)
-_FIND_MISSING = PRIVATE + BUNDLES + _HERE.with_name("find_missing.sh").read_text(encoding="utf-8")
-_KEEP_BUNDLES = f'{REMOVE}{BUNDLES}[ ! -d "$1" ] || keep_bundles "$@"'
 _SECRET_FILES = PRIVATE + REMOVE + _HERE.with_name("secret_files.sh").read_text(encoding="utf-8")
 _REFRESH_SECONDS = 200.0
 """How often this machine tells the hosts that secret files are still needed. Otherwise they remove them in 10 min."""
@@ -93,6 +82,12 @@ class Bundle:
     """Total size of the files in bytes."""
     is_for_head: bool = False
     """Whether only the head host needs the files."""
+
+    @property
+    def place(self) -> tuple[str, ...]:
+        """The folder on the hosts, and its checksum if it has one: that of a checkpoint has not."""
+        name = os.path.basename(self.remote_folder)
+        return (self.remote_folder, name) if re.fullmatch("[0-9a-f]{24}", name) else (self.remote_folder,)
 
 
 def list_input_paths(train: TrainConfig, options: Collection[str] = TRAINING_INPUTS) -> set[str]:
@@ -306,13 +301,13 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
 
     Raises OSError: a file cannot be read. Raises CpuftError: a link leads to nothing, or to a folder that contains it.
     """
-    found = [(path, name, path.stat()) for source in sources for path, name in list_tree(source, source.name)]
-    entries = [
-        f"{name}\0{state.st_mode & 0o111}\0{hash_file(path)}" if stat.S_ISREG(state.st_mode) else f"{name}/"
-        for path, name, state in found
-    ]
-    nbytes = sum(state.st_size for _, _, state in found if stat.S_ISREG(state.st_mode))
-    return Bundle(sources, f"{inputs}/{hash_text(chr(0).join(entries), 24)}", nbytes)
+    try:
+        found = [one for source in sources for one in transfer.walk(str(source), source.name)]
+        digests = [digest for _, digest in transfer.hash_blocks(found)]
+    except transfer.TransferError as error:
+        raise CpuftError(str(error)) from None
+    checksum = transfer.make_checksum(found, digests)
+    return Bundle(sources, f"{inputs}/{checksum}", sum(one.size for one in found))
 
 
 def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:
@@ -325,12 +320,12 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
     Raises CpuftError: a host does not answer, or another user could have written the files that it has.
     """
     hosts = [assignment.host for assignment in cluster.assignments]
-    command = ("sh", "-c", _FIND_MISSING, "find_missing", cluster.folder, *(one.remote_folder for one in bundles))
 
     def ask(host: Host) -> set[str]:
-        answer = cluster.access.transport.run(host, command)
+        folders = (one.remote_folder for one in bundles)
+        answer = cluster.access.run_transfer(host, "find-missing", cluster.folder, *folders)
         if answer.exit_code:
-            reason = (answer.errors.strip().splitlines() or ["check its disk"])[-1]
+            reason = (answer.errors.strip().splitlines() or ["check its disk"])[-1].removeprefix("cpuft: error: ")
             raise CpuftError(f"host {host.name} has no safe folder for the files of the run: {reason}")
         return set(answer.output.split())
 
@@ -340,10 +335,9 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
 def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
     """Note on the hosts that the bundles of a plan are used now, and remove those that no run has used for 30 days."""
     used = sorted({*re.findall(rf"{re.escape(cluster.inputs)}/[0-9a-f]{{24}}", str(plan))})
-    command = ("sh", "-c", _KEEP_BUNDLES, "keep_bundles", cluster.inputs, *used)
-    hosts = [assignment.host for assignment in cluster.assignments]
+    hosts = [assignment.host for assignment in cluster.assignments if cluster.has_own_disks]
     # A host that does not answer is reported by the first step that needs it.
-    try_hosts(lambda host: cluster.access.transport.run(host, command), hosts if cluster.has_own_disks else [])
+    try_hosts(lambda host: cluster.access.run_transfer(host, "keep-bundles", cluster.inputs, *used), hosts)
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
@@ -373,23 +367,29 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
             )
         names = [source.name for source in bundle.sources]
         folder = str(bundle.sources[0].parent) if names else ""
-        send = ("bash", "-o", "pipefail", "-c", _SEND, "send", folder, str(len(names)), *names)
-        receive = ("sh", "-c", _RECEIVE_BUNDLE, "receive_bundle", cluster.folder, bundle.remote_folder)
+        send, place = _push_command(sys.executable, folder, names), (cluster.folder, *bundle.place)
         size = f"{bundle.nbytes / 1e6:.1f} MB"
         if len(hosts) >= _RELAY_HOSTS and bundle.nbytes * len(hosts) > _RELAY_BYTES:
             relay = RelayOrder(
                 folder,
                 tuple(names),
-                (cluster.folder, cluster.inputs),
-                bundle.remote_folder,
+                place,
                 tuple(Receiver(host, addresses.get(host, ""), cluster.command_on(host, start)) for host in hosts),
             )
             stages.append((_plan_relay(sys.executable, relay, f"send {names[0]} to {len(hosts)} hosts ({size} each)"),))
             continue
         stages.append(
-            tuple(Step(f"send {names[0]} to {h} ({size})", (*send, *cluster.command_on(h, receive))) for h in hosts)
+            tuple(
+                Step(f"send {names[0]} to {host} ({size})", (*send, *cluster.transfer_on(host, "receive", *place)))
+                for host in hosts
+            )
         )
     return tuple(stage for stage in stages if stage)
+
+
+def _push_command(python: str, folder: str, names: Sequence[str]) -> tuple[str, ...]:
+    """Return the argv that sends files to a host, without the command that receives them there."""
+    return (*module_command(python, "cpuft.hosts.transfer"), "push", folder, str(len(names)), *names)
 
 
 def _receive_command(cluster: Cluster) -> tuple[str, ...]:
@@ -417,29 +417,24 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
     work: the run folder on the hosts.
     have: names of hosts that have the file already.
     """
-    script = f'folder=$1; shift; tar -C "$folder" -cf - {PREPARED_DATA} | ssh {shlex.join(COMMAND_OPTIONS)} "$@"'
-    receive = (
-        f'{PRIVATE}private "$1" && mkdir -p "$2" && part=$(mktemp -d "$2.XXXXXX") && '
-        f'tar -C "$part" -xf - && mv "$part/{PREPARED_DATA}" "$2" && rmdir "$part"'
-    )
-    receive = make_shell_line(("sh", "-c", receive, "receive", cluster.folder, work))
-    options = cluster.access.mpirun_options
-    send = ("bash", "-o", "pipefail", "-c", script, "copy_data", work, *options)
     names = [assignment.host.name for assignment in cluster.assignments[1:] if assignment.host.name not in have]
     if not names or not cluster.has_own_disks:
         return ()
+    access, place = cluster.access, (cluster.folder, work)
+    ssh = ("ssh", *COMMAND_OPTIONS, *access.mpirun_options)
+    settings = tuple(Setting(name, value, "") for name, value in access.settings.items())
     if len(names) >= _RELAY_COPIES:
-        ssh, start = ("ssh", *COMMAND_OPTIONS, *options), make_shell_line(_receive_command(cluster))
-        addresses = cluster.addresses
+        start, addresses = make_shell_line(_receive_command(cluster)), cluster.addresses
         receivers = tuple(Receiver(name, addresses.get(name, ""), (*ssh, name, start)) for name in names)
-        file = f"{work}/{PREPARED_DATA}"
-        relay = RelayOrder(work, (PREPARED_DATA,), (cluster.folder,), file, receivers, is_file=True)
+        relay = RelayOrder(work, (PREPARED_DATA,), place, receivers)
         why = f"copy the prepared examples to {len(names)} hosts"
-        settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
         return ((_plan_relay(cluster.python, relay, why, settings=settings, host=cluster.head),),)
+    send = _push_command(cluster.python, work, (PREPARED_DATA,))
+    receive = make_shell_line(access.transfer_command("receive", *place))
     return (
         tuple(
-            Step(f"copy the prepared examples to {name}", (*send, name, receive), host=cluster.head) for name in names
+            Step(f"copy the prepared examples to {name}", (*send, *ssh, name, receive), settings, cluster.head)
+            for name in names
         ),
     )
 

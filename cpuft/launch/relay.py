@@ -16,29 +16,24 @@ import datetime
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import ssl
-import struct
 import sys
-import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from pathlib import Path
-from typing import IO, NoReturn
+from io import BufferedReader
+from typing import NoReturn, cast
 
 from cpuft import execute
 from cpuft.errors import CpuftError
-from cpuft.files import make_private_folder
+from cpuft.hosts import transfer
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
-BUNDLES = Path(__file__).with_name("bundles.sh").read_text(encoding="utf-8")
-"""Shell functions for bundles of files on a host: `has_bundle`, `store_bundle` and `keep_bundles`."""
 FAN_OUT = 2
 """To how many hosts a host sends. Its link carries that many copies. In a chain it would carry one, but a host that is
 lost keeps the files from all hosts after it."""
@@ -52,14 +47,11 @@ _HANDSHAKE_SECONDS = 5.0
 """How long one host may take to show its certificate, so that a stranger does not keep others from being served."""
 _LOST_SECONDS = 9
 """A silent connection is lost if the other host's kernel has not answered for so long."""
-_STALLED_SECONDS = 60
-"""A host is lost if it has taken no data for so long, for example because its disk does not answer."""
+_STALLED_SECONDS = 45
+"""A host is lost if it has taken no data for so long, for example because its disk does not answer. Who sends to the
+host that serves it waits longer (`transfer.STALLED_SECONDS`)."""
 _BACKLOG = 64
 """Connections that wait to be accepted: more than a host serves, so that strangers do not keep others away."""
-_STORE_SECONDS = 600.0
-_BLOCK = 1 << 18
-_LENGTH = struct.Struct(">I")
-"""Length of the block that follows. A length of 0 is the end: without it, a host does not store what it has got."""
 _DIRECT = 8
 """Most hosts that get a copy of their own from the sender at the same time, after the tree did not serve them."""
 _LAST_LINES = 3
@@ -87,13 +79,10 @@ class RelayOrder:
     """Folder of the sender that has the files."""
     names: tuple[str, ...]
     """Names of the files and folders in `folder`. Links are followed, and __pycache__ is left out."""
-    private: tuple[str, ...]
-    """Folders on the hosts that only this user can open, the outer ones first. They are made if necessary."""
-    destination: str
-    """Path of the folder that has the files on the hosts; of the file, with `is_file`."""
+    place: tuple[str, ...]
+    """On the hosts: this user's private folder, the folder below it that gets the files, and for a bundle its
+    checksum."""
     receivers: tuple[Receiver, ...]
-    is_file: bool = False
-    """Whether one file is sent, whose name is the last part of `destination`."""
 
 
 @dataclass(frozen=True)
@@ -169,7 +158,7 @@ def _send_tree(order: RelayOrder, receivers: Sequence[Receiver]) -> dict[str, tu
             if link not in ready[:1]:
                 link.close_input()
         if ready:
-            _feed(order, ready[0])
+            _feed(order, ready[0], not certificate)
         failures = {link.receiver.host: link.finish() for link in links}
         return {host: failure for host, failure in failures.items() if failure[0]}
 
@@ -197,17 +186,16 @@ class _Link:
 
     def tell(self, message: ReceiverOrder | Place) -> None:
         """Write a line to the receiver, if it has not ended."""
-        self.write(json.dumps(dataclasses.asdict(message)).encode() + b"\n")
-
-    def write(self, data: bytes) -> bool:
-        """Write to the receiver's standard input; return False if it has ended."""
         assert self._process.stdin
-        try:
-            self._process.stdin.write(data)
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(dataclasses.asdict(message)).encode() + b"\n")
             self._process.stdin.flush()
-        except BrokenPipeError:
-            return False
-        return True
+
+    def open_stream(self) -> transfer.Stream:
+        """Return the stream of a transfer to the receiver, which has got its place."""
+        assert self._process.stdin
+        assert self._process.stdout
+        return transfer.open_stream(self._process.stdout.fileno(), self._process.stdin.fileno())
 
     def close_input(self) -> None:
         """End the receiver's standard input."""
@@ -251,21 +239,19 @@ class _Link:
         return execute.exit_code_of(self._process), " | ".join(lines[-_LAST_LINES:]) or "without a message"
 
 
-def _feed(order: RelayOrder, link: _Link) -> None:
-    """Send the files to the first host of a tree. Raises CpuftError: they cannot be read."""
-    command = ("tar", "-C", order.folder, "--exclude=__pycache__", "-chf", "-", "--", *order.names)
-    with execute.start_with_output(command, os.environ) as archive:
-        assert archive.stdout
-        is_there = True
-        while is_there and (block := archive.stdout.read(_BLOCK)):
-            is_there = link.write(_LENGTH.pack(len(block)) + block)
-    if is_there and archive.returncode:
-        raise CpuftError(
-            f"tar could not read {', '.join(order.names)} in {order.folder}: check that they exist and can be read"
-        )
-    if is_there:
-        link.write(_LENGTH.pack(0))
-    link.close_input()
+def _feed(order: RelayOrder, link: _Link, is_alone: bool) -> None:
+    """Send the files to the first host of a tree, which can answer if it is alone. Raises CpuftError: they cannot be
+    read."""
+    try:
+        found = transfer.walk_names(order.folder, order.names)
+        # A bundle is compared with its checksum when all of it has come.
+        transfer.send(link.open_stream(), found, is_alone, has_checksums=len(order.place) == 2)
+    except transfer.LostError:
+        pass  # its command says why
+    except (transfer.TransferError, OSError) as error:
+        raise CpuftError(str(error)) from None
+    finally:
+        link.close_input()
 
 
 def _make_certificate() -> str:
@@ -297,12 +283,14 @@ def _make_context(protocol: int, certificate: str) -> ssl.SSLContext:
     return context
 
 
-def receive(given: IO[bytes]) -> None:
+def receive(given: BufferedReader) -> None:
     """Receive files as a `ReceiverOrder` and a `Place` on standard input say, send them on, and store them.
 
-    Raises CpuftError: the files did not come to their end, a folder for them is not private, or tar could not store
-    them. Raises OSError: a file or folder could not be made, or there is no connection to the host that has the files.
+    Raises CpuftError: there is no place. Raises TransferError, RefusedError: the files did not come to their end or are
+    wrong, or a folder for them is not private. Raises OSError: a file or folder could not be made, or there is no
+    connection to the host that has the files.
     """
+    os.umask(0o077)
     told = load(ReceiverOrder, parse_json(given.readline().decode()))
     with ExitStack() as stack:
         port = 0
@@ -323,11 +311,16 @@ def receive(given: IO[bytes]) -> None:
             server.close()
         for child in children:
             stack.enter_context(child)
-        _store(told.order, _pass_on(_read_blocks(source), children))
+        stream = transfer.Stream(_pass_on(source, children), lambda data: os.write(sys.stdout.fileno(), data))
+        try:
+            transfer.receive_folder(stream, *told.order.place, is_answered=not told.address)
+        except (OSError, transfer.RefusedError):
+            stream.drain()  # if this disk is full, the other hosts still get the files
+            raise
 
 
 @contextmanager
-def _connect(place: Place, certificate: str) -> Iterator[IO[bytes]]:
+def _connect(place: Place, certificate: str) -> Iterator[BufferedReader]:
     """Open the stream of the host that serves this one."""
     context = _make_context(ssl.PROTOCOL_TLS_CLIENT, certificate)
     plain = socket.create_connection((place.parent, place.port), timeout=_CONNECT_SECONDS)
@@ -362,75 +355,24 @@ def _notice_loss(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
-def _read_blocks(source: IO[bytes]) -> Iterator[bytes]:
-    """Yield the blocks of a stream. Raises CpuftError: it ended early."""
-    while True:
-        header = source.read(_LENGTH.size)
-        length = _LENGTH.unpack(header)[0] if len(header) == _LENGTH.size else -1
-        if not length:
-            return
-        block = source.read(length) if 0 < length <= _BLOCK else b""
-        if len(block) != length:
-            raise CpuftError(
-                "the connection ended before the last file: check whether the sending host is up, and launch again"
-            )
-        yield block
+def _pass_on(source: BufferedReader, children: list[ssl.SSLSocket]) -> Callable[[memoryview], int]:
+    """Return a function that reads from a stream into a place in memory, and sends the same to all children.
 
-
-def _pass_on(blocks: Iterator[bytes], children: list[ssl.SSLSocket]) -> Iterator[bytes]:
-    """Yield the blocks, and send each to all children. A child whose connection was lost gets no more blocks."""
+    A child whose connection was lost gets no more.
+    """
     left = list(children)
 
-    def send_all(frame: bytes) -> None:
+    def read_into(place: memoryview) -> int:
+        data = source.read1(len(place))
         for child in left[:]:
             try:
-                child.sendall(frame)
+                child.sendall(data)
             except OSError:
                 left.remove(child)
+        place[: len(data)] = data
+        return len(data)
 
-    for block in blocks:
-        send_all(_LENGTH.pack(len(block)) + block)
-        yield block
-    send_all(_LENGTH.pack(0))
-
-
-def _store(order: RelayOrder, blocks: Iterator[bytes]) -> None:
-    """Unpack a tar archive beside the destination, and rename what it contains if all of it has come."""
-    for folder in order.private:
-        make_private_folder(Path(folder), "check the disk of the host")
-    os.umask(0o077)
-    destination = Path(order.destination)
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    part = Path(tempfile.mkdtemp(prefix=f"{destination.name}.", dir=destination.parent))
-    try:
-        with execute.start_with_input(("tar", "-C", str(part), "-xof", "-"), os.environ) as tar:
-            assert tar.stdin
-            try:
-                for block in blocks:
-                    # If this disk is full, the other hosts still get the files; tar's exit code says that it failed.
-                    with suppress(BrokenPipeError):
-                        tar.stdin.write(block)
-            except BaseException:
-                tar.kill()
-                with suppress(OSError):
-                    tar.stdin.close()
-                raise
-            with suppress(BrokenPipeError):
-                tar.stdin.close()
-        if tar.returncode:
-            raise CpuftError(f"tar could not store {destination}: check the free space and the permissions there")
-        if order.is_file:
-            (part / destination.name).replace(destination)
-        else:
-            store = f'set -e\n{BUNDLES}store_bundle "$@"'
-            answer = execute.run_command(("sh", "-c", store, "store", str(part), str(destination)), _STORE_SECONDS)
-            if answer.exit_code:
-                raise CpuftError(
-                    f"{destination} could not be stored ({answer.text.strip()[-200:]}): check the disk there"
-                )
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-        Path(f"{part}.files").unlink(missing_ok=True)
+    return read_into
 
 
 def _exit_at_signal(signal_number: int, frame: object) -> NoReturn:
@@ -443,8 +385,8 @@ def main() -> None:
         signal.signal(signal.SIGTERM, _exit_at_signal)  # so that a part of the files is removed
         end_with_parent(signal.SIGTERM)
         try:
-            receive(sys.stdin.buffer)
-        except (CpuftError, OSError) as error:
+            receive(cast(BufferedReader, sys.stdin.buffer))
+        except (CpuftError, transfer.TransferError, transfer.RefusedError, OSError) as error:
             sys.exit(f"cpuft: error: {error}")
         return
     order = load(RelayOrder, parse_json(sys.stdin.read()))

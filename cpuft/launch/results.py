@@ -1,34 +1,28 @@
 """Bring the results of a run back from its hosts, and remove the run there.
 
-`python -m cpuft.launch.results RUN_DIR COMMAND...` runs COMMAND, which writes a tar archive of the run's folder to its
-standard output, and merges the archive into RUN_DIR. The archive comes from another machine, so nothing in it is
-trusted: only plain files and folders are stored, and they are unpacked in a new folder, which no earlier fetch could
-have prepared.
+`python -m cpuft.launch.results RUN_DIR COMMAND...` merges what COMMAND sends from the run's folder on a host
+(`cpuft.hosts.transfer`) into RUN_DIR. It comes from another machine, so nothing in it is trusted: only plain files and
+folders are stored.
 """
 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import re
-import select
 import shlex
 import shutil
 import signal
-import stat
 import sys
-import tarfile
-import tempfile
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
-from typing import IO, cast
 
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
+from cpuft.hosts import transfer
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
 from cpuft.launch.state import FINISHED, find_end, note_state
@@ -39,31 +33,17 @@ FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a 
 """End of a line for the user that names hosts that do not answer."""
 _SKIPPED = "only plain files and folders of a run are fetched; left out: "
 _HERE = Path(__file__)
-_SEND_RUN = _HERE.with_name("send_run.sh").read_text(encoding="utf-8")
 _REMOVE_ALL_BUT_CHECKPOINTS = REMOVE + _HERE.with_name("remove_all_but_checkpoints.sh").read_text(encoding="utf-8")
-_STALLED_SECONDS = 120.0
-"""A sender is given up if no byte has come from it for so long. The whole may take as long as its link needs."""
 _FETCH_PAUSES = (2, 5, 10, 20, 40, *(60,) * 9)
 """Seconds before each new try to fetch a run that has finished: ten minutes together."""
 _REMOVE_SECONDS = 15.0
 _PARTIAL_REMOVE_SECONDS = 60.0
 _LAST_LINES = 6
 """Lines of output of a failed step that its error shows."""
-_BLOCK = 1 << 20
-_END = bytes(1024)
-"""Two blocks of zeros end every complete tar archive."""
-_PREFIX = ".cpuft-fetch-"
-_KINDS = {
-    tarfile.SYMTYPE: "symbolic link",
-    tarfile.LNKTYPE: "hard link",
-    tarfile.FIFOTYPE: "pipe",
-    tarfile.CHRTYPE: "device",
-    tarfile.BLKTYPE: "device",
-}
+_PART = ".cpuft-fetch.partial"
+"""Folder in the run folder with what has come while it is fetched."""
 _SHOWN = 5
 """Names of entries that were not stored, in the line that says so."""
-_SENDER_END_SECONDS = 10.0
-"""How long a sender whose archive broke off may take to give its exit code."""
 
 
 class HeadHostLostError(CpuftError):
@@ -96,7 +76,7 @@ def plan_results(cluster: Cluster, work: str, run_dir: str, former_hosts: Sequen
     """
     if not cluster.works_remotely:
         return ()
-    send = cluster.command_on(cluster.head, ("sh", "-c", _SEND_RUN, "send_run", work))
+    send = cluster.transfer_on(cluster.head, "send-run", work, CHECKPOINTS)
     program = module_command(sys.executable, "cpuft.launch.results")
     fetch = Step(f"fetch the run from {cluster.head}", (*program, run_dir, *send))
     remove = remove_command(cluster.folder, os.path.dirname(work))
@@ -230,7 +210,7 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
     fetched.
 
     Raises NotStoredError: the folder came, but this machine could not store it.
-    Raises CpuftError: the head host does not answer, could not send the folder, or has sent no byte for two minutes.
+    Raises CpuftError: the head host does not answer, could not send the folder, or has sent no byte for a minute.
     """
     if cluster.head in cluster.access.transport.unresponsive:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
@@ -296,195 +276,46 @@ def _parse_newest_checkpoint(output: str) -> int:
     return int(names[-1]) if names else -1
 
 
-class _Source:
-    """The sender's output, as a file for `tarfile` that remembers the last bytes."""
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self.end = b""
-        self.is_over = False
-
-    def read(self, size: int) -> bytes:
-        """Return up to `size` bytes, at the end none. Raises CpuftError: none have come for two minutes."""
-        if not select.select([self._stream], [], [], _STALLED_SECONDS)[0]:
-            raise CpuftError(f"the host has sent nothing for {_STALLED_SECONDS:.0f} s")
-        block = os.read(self._stream.fileno(), size)
-        self.is_over = not block
-        self.end = (self.end + block)[-len(_END) :]
-        return block
-
-    def drain(self) -> None:
-        """Read the rest, so that the sender can end."""
-        while self.read(_BLOCK):
-            pass
-
-
 def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
-    """Run `command` and merge the archive that it writes into `run_dir`. An empty archive changes nothing.
+    """Merge the files that `command` sends (`transfer.connect`) into `run_dir`, when all of them are here.
 
-    All files are on this machine's disk when this function returns. Files in `run_dir` are replaced by those of the
-    archive with the same name, other files stay, and older logs are kept as `logs-N`. Where a file takes a folder's
-    place, or a folder a file's or a link's, the older one is renamed to `NAME.old-N`.
+    What has come when the connection breaks stays in `run_dir`, and the next call goes on from there. All files are on
+    this machine's disk when this function returns. Files in `run_dir` are replaced by those with the same name, other
+    files stay, and older logs are kept as `logs-N`. Where a file takes a folder's place, or a folder a file's or a
+    link's, the older one is renamed to `NAME.old-N`.
 
     Returns
     -------
-    Names of the archive's links, pipes and devices, which are not stored, each with its kind, for example "logs/x
-    (symbolic link)".
+    Names of the links, pipes and devices there, which are not sent, each with its kind, for example "logs/x (symbolic
+    link)".
 
-    Raises CpuftError: the command failed, or has sent nothing for two minutes.
-    Raises NotStoredError: the archive is incomplete or leads out of the folder, or this machine's disk does not take
-    the files.
+    Raises CpuftError: the command failed, or has sent nothing for a minute.
+    Raises NotStoredError: a path leads out of the folder, or this machine's disk does not take the files.
     """
     run_dir = Path(os.path.realpath(run_dir))
-    # On the disk of the run's folder, which may be a link to another disk or a mount point.
-    place = run_dir if run_dir.is_dir() else run_dir.parent
     try:
-        place.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(place)
-        folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=place))
-        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX)
-            part = folder / "run"
-            skipped = _receive(part, command)
-            if part.exists():
-                _store(part, run_dir)
-            return skipped
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.close(held)
+        with transfer.open_part(f"{run_dir}/{_PART}") as part:
+            with transfer.connect(command) as stream:
+                files, others = transfer.receive(stream, part, syncs=True)
+            if files:
+                _store(Path(part), run_dir)
+    except transfer.TransferError as error:
+        code = f" (exit code {error.exit_code})" if error.exit_code else ""
+        raise CpuftError(f"the host could not send the run: {error}{code}") from None
+    except transfer.RefusedError as error:
+        raise NotStoredError(str(error)) from None
     except OSError as error:
         raise NotStoredError(f"{error.filename2 or error.filename or run_dir}: {error.strerror}") from None
-
-
-def _remove_leftovers(parent: Path) -> None:
-    """Remove the folders of fetches that were killed; a fetch that still runs holds a lock on its folder."""
-    for folder in parent.glob(f"{_PREFIX}*"):
+    finally:
         with contextlib.suppress(OSError):
-            held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-            try:
-                if os.fstat(held).st_uid == os.geteuid():
-                    fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    shutil.rmtree(folder, ignore_errors=True)
-            finally:
-                os.close(held)
-
-
-def _receive(part: Path, command: Sequence[str]) -> list[str]:
-    """Extract what the command sends into `part`; return the names of what was skipped."""
-    sender = execute.start_with_output(command, os.environ)
-    assert sender.stdout is not None
-    source = _Source(sender.stdout)
-    try:
-        skipped = extract(source, part)
-        source.drain()
-        code = sender.wait()
-    except NotStoredError:
-        # An archive that breaks off is the sender's failure, if the sender failed.
-        if source.is_over and execute.wait_for_exit(sender, _SENDER_END_SECONDS):
-            raise CpuftError(f"the host could not send the run (exit code {execute.exit_code_of(sender)})") from None
-        raise
-    finally:
-        execute.stop_processes([sender])
-        sender.stdout.close()
-    if code:
-        raise CpuftError(f"the host could not send the run (exit code {code})")
-    if source.end != _END:
-        raise NotStoredError("the archive from the host is incomplete")
-    return skipped
-
-
-def extract(source: _Source, part: Path) -> list[str]:
-    """Extract the plain files and folders of a tar archive into `part`, a path where nothing is.
-
-    Owners are not restored. Files get at most mode 755 and at least 600, folders at least 700. Each file is synced to
-    the disk.
-
-    Returns
-    -------
-    Names of links, pipes and devices, which are not stored, each with its kind, for example "logs/x (symbolic link)".
-
-    Raises NotStoredError: it is no tar archive, a name leads out of the folder, or a name is there twice.
-    Raises OSError: a file cannot be written.
-    """
-    skipped = []
-    try:
-        stream = cast(IO[bytes], source)  # reading is all that is done with it
-        with tarfile.open(fileobj=stream, mode="r|", errorlevel=2, errors="surrogateescape") as archive:
-            for member in archive:
-                path = part.joinpath(*_split(member.name))
-                if member.isdir():
-                    _make_folders(path, part)
-                    path.chmod(member.mode & 0o755 | 0o700)
-                elif member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and not member.issparse():
-                    _make_folders(path.parent, part)
-                    _write(archive, member, path)
-                else:
-                    skipped.append(f"{member.name} ({_KINDS.get(member.type, 'special file')})")
-                vars(archive)["members"] = []  # it would remember all of them
-    except (tarfile.TarError, EOFError, ValueError, OverflowError) as error:
-        raise NotStoredError(f"the host did not send a readable tar archive ({error})") from None
-    for folder, _, _ in os.walk(part):
-        _sync(Path(folder))
-    return skipped
-
-
-def _split(name: str) -> list[str]:
-    """Return the components of a member's name below the run's folder."""
-    components = [component for component in name.split("/") if component not in ("", ".")]
-    if name.startswith("/") or ".." in components or "\0" in name:
-        raise NotStoredError(
-            f"the host sent a file named {name!r}, which is outside the run folder: "
-            "cpuft never does that, so check the host before you use it again"
-        )
-    return components
-
-
-def _make_folders(path: Path, part: Path) -> None:
-    """Make a folder below `part`, and the folders above it. Raises NotStoredError: a file has one of the names."""
-    missing = [folder for folder in (path, *path.parents) if folder == part or part in folder.parents]
-    for folder in reversed(missing):
-        try:
-            folder.mkdir(mode=0o700)
-        except FileExistsError:
-            if not stat.S_ISDIR(folder.lstat().st_mode):
-                raise NotStoredError(
-                    f"the host sent {folder.relative_to(part)} both as a file and as a folder"
-                ) from None
-
-
-def _write(archive: tarfile.TarFile, member: tarfile.TarInfo, path: Path) -> None:
-    content = archive.extractfile(member)
-    assert content is not None
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    except FileExistsError:
-        raise NotStoredError(f"the host sent {member.name} twice") from None
-    with os.fdopen(file, "wb") as output:
-        shutil.copyfileobj(content, output, _BLOCK)
-        output.flush()
-        os.fchmod(file, member.mode & 0o755 | 0o600)
-        with contextlib.suppress(OverflowError, OSError, ValueError):  # a time that no file system knows
-            os.utime(file, (member.mtime, member.mtime))
-        os.fsync(file)
-
-
-def _sync(folder: Path) -> None:
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(held)
-    finally:
-        os.close(held)
+            run_dir.rmdir()  # nothing has come
+    return [f"{one.name} ({one.kind})" for one in others]
 
 
 def _store(part: Path, run_dir: Path) -> None:
-    """Move the extracted folder to its place."""
+    """Move what has come to its place."""
     if read_host_folder(str(part)) != read_host_folder(str(run_dir)):
         (part / STATE_FILE).unlink(missing_ok=True)  # no host may say which folders on other hosts are those of the run
-    if not run_dir.is_dir():
-        os.rename(part, run_dir)
-        _sync(run_dir.parent)
-        return
     own = [run_dir / "logs"] if _is_folder(part / "logs") else []
     for logs in (*own, *sorted(part.glob("logs-*"))):
         if _is_folder(logs):
@@ -501,7 +332,7 @@ def _merge(part: Path, target: Path) -> None:
             source.replace(place)
         else:
             _merge(source, place)
-    _sync(target)
+    transfer.sync_folder(str(target))
 
 
 def _is_folder(path: Path) -> bool:

@@ -157,8 +157,6 @@ def test_every_login_shell_runs_commands_and_steps(tmp_path: Path, shell: str) -
     with foreign(tmp_path, shell) as transport:
         assert transport.run(HOST, command, "given") == Answer(0, expected, "")
         assert run_step(transport, *command, stdin="given") == [Answer(0, expected)]
-        transport.put(tmp_path / "known_hosts", HOST, f"{tmp_path}/it's")
-        assert (tmp_path / "it's").exists()
 
 
 @needs_root
@@ -204,20 +202,6 @@ def test_input_and_output_may_flow_at_the_same_time(config: Path) -> None:
     answer = SshTransport(str(config)).run(HOST, ("tee", "/dev/stderr"), "0123456789abcde\n" * 400_000)
     assert (len(answer.output), answer.exit_code) == (6_400_000, 0)
     assert answer.errors.endswith(answer.output)
-
-
-@pytest.mark.parametrize("host", [HOST, Host("localhost")])
-def test_files_are_copied_to_a_host_and_back(host: Host, config: Path, tmp_path: Path) -> None:
-    transport, data = SshTransport(str(config)), bytes(range(256)) * 1000
-    (tmp_path / "here").write_bytes(data)
-    transport.put(tmp_path / "here", host, f"{tmp_path}/a 0")
-    transport.get(host, f"{tmp_path}/a 0", tmp_path / "back")
-    assert (tmp_path / "back").read_bytes() == data
-    assert (tmp_path / "a 0").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(CpuftError, match=f"host {host.name} cannot read {tmp_path}/none .*No such file"):
-        transport.get(host, f"{tmp_path}/none", tmp_path / "back")
-    with pytest.raises(CpuftError, match=f"host {host.name} cannot write /proc/none .*cannot create"):
-        transport.put(tmp_path / "here", host, "/proc/none")
 
 
 def test_this_machine_needs_no_ssh() -> None:

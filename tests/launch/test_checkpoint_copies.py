@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import os
 import shutil
 import subprocess
-import tarfile
 import threading
 import time
 from collections.abc import Callable
@@ -20,6 +18,7 @@ from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.transfer import connect, receive
 from cpuft.launch import plan as planning
 from cpuft.launch.checkpoint_copies import CheckpointCopier, check_copy, choose_copy_seconds, pack_checkpoints
 from cpuft.launch.plan import Job, plan_run
@@ -98,18 +97,15 @@ def test_a_checkpoint_that_the_ranks_remove_meanwhile_is_sent_as_a_whole(
     (first / "state.safetensors").write_bytes(bytes(1 << 20))
     step = copier.plan_copy()
     words = [*step.command[step.command.index("sh") :]]
-    with subprocess.Popen(words, stdout=subprocess.PIPE) as sender:
+    received = tmp_path / "received"
+    with connect(words) as stream:
         wait_until(lambda: all(list(first.parent.glob(f"copy.*/*/{path.name}")) for path in first.iterdir()))
         for update in (3, 4):
             write(tmp_path / "work", update)
         assert not first.exists()
-        assert sender.stdout
-        archive = sender.stdout.read()
-    assert sender.returncode == 0
-    with tarfile.open(fileobj=io.BytesIO(archive)) as opened:
-        sizes = {member.name: member.size for member in opened if member.isfile()}
-    assert sizes["./000000002.0/state.safetensors"] == 1 << 20
-    assert {name.split("/")[1] for name in sizes} == {"000000002.0"}
+        receive(stream, str(received))
+    assert (received / "000000002.0" / "state.safetensors").stat().st_size == 1 << 20
+    assert [path.name for path in received.iterdir()] == ["000000002.0"]
     assert names(tmp_path / "work") == ["000000003.0", "000000004.0"]
 
 

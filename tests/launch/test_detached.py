@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -49,22 +49,18 @@ QUIET += ("--grad-compression", "none")
 STEPS = ("--max-steps", "6", "--eval-every", "3")
 
 
+@dataclass(frozen=True)
 class Answers(SshTransport):
-    """Hosts that give one answer to everything; the commands are kept."""
+    """Hosts that give one answer after another to everything."""
 
-    def __init__(self, *answers: Answer) -> None:
-        super().__init__()
-        object.__setattr__(self, "answers", list(answers))
-        object.__setattr__(self, "asked", [])
+    answers: list[Answer] = field(default_factory=list, compare=False)
 
     def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
-        self.asked.append(tuple(argv))  # type: ignore[attr-defined]
-        answer: Answer = self.answers.pop(0)  # type: ignore[attr-defined]
-        return answer
+        return self.answers.pop(0)
 
 
 def make_head(*answers: Answer) -> Head:
-    return Head(Host("node1"), Access(Answers(*answers), "/env/bin/python"), ("--cluster=lab",))
+    return Head(Host("node1"), Access(Answers(answers=list(answers)), "/env/bin/python"), ("--cluster=lab",))
 
 
 @pytest.mark.parametrize(
@@ -269,7 +265,7 @@ def test_results_are_fetched_once(
     monkeypatch.setattr(detached, "_FETCH_PAUSES", (0.01, 0.01, 0.01))
     assert Detached(make_head(), ORDER, "here").fetch(lambda line: None) == where
     assert calls == ["here"] * sent
-    assert [words[0] for words in asked] == ["fetched"] * (where == "here")
+    assert [words[0] for words in asked] == ["claim"] * sent + ["fetched"] * (where == "here")
 
 
 def test_the_shell_completes_ids_and_folders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

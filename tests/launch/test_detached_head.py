@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import subprocess
 import sys
@@ -95,23 +96,21 @@ def test_a_viewer_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
     assert [event.text for event in events_of(tmp_path, first)] == ["b", ""]
 
 
-def test_results_are_sent_by_one_process_at_a_time(tmp_path: Path) -> None:
-    order = replace(ORDER, run_dir=str(tmp_path / "a" / "run" / "x"))
-    (tmp_path / "a" / "run" / "x").mkdir(parents=True)
-    (tmp_path / "a" / "order.json").write_text(json.dumps(asdict(order)))
-    # More than a pipe holds: the first sender waits for its reader.
-    (tmp_path / "a" / "run" / "x" / "model").write_bytes(bytes(1 << 20))
-    program = (
-        "import sys; from pathlib import Path; from cpuft.launch import detached_head as d; d._send(Path(sys.argv[1]))"
-    )
-    command = [sys.executable, "-c", program, str(tmp_path / "a")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as first:
-        assert first.stdout
-        begin = first.stdout.read(1)
-        second = subprocess.run(command, capture_output=True, timeout=30, check=False)
-        rest = first.stdout.read()
-    assert (first.returncode, second.returncode, second.stdout) == (0, detached_head.FETCHING, b"")
-    assert len(begin + rest) > 1 << 20
-    detached_head._note_fetched(tmp_path / "a", "m:/x")
-    assert not (tmp_path / "a" / "run").exists()
-    assert (tmp_path / "a" / "fetched").read_text() == "m:/x"
+def test_one_viewer_at_a_time_fetches_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another one may when the first did not begin, and not while it receives them."""
+    order = replace(ORDER, run_dir=str(tmp_path / "run" / "x"))
+    (tmp_path / "run").mkdir()
+    (tmp_path / "order.json").write_text(json.dumps(asdict(order)))
+    detached_head._claim(tmp_path, "one")
+    detached_head._claim(tmp_path, "one")
+    with pytest.raises(CpuftError, match="another cpuft attach fetches the results"):
+        detached_head._claim(tmp_path, "two")
+    monkeypatch.setattr(detached_head, "_CLAIM_SECONDS", 0.0)
+    with (tmp_path / "run" / "x.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(CpuftError, match="another cpuft attach fetches the results"):
+            detached_head._claim(tmp_path, "two")
+    detached_head._claim(tmp_path, "two")
+    detached_head._note_fetched(tmp_path, "m:/x")
+    assert not (tmp_path / "run").exists()
+    assert (tmp_path / "fetched").read_text() == "m:/x"

@@ -22,11 +22,12 @@ from cpuft.cli import cli
 from cpuft.config import LaunchConfig, PredictConfig, ScriptConfig, TrainConfig, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer, run_stage
-from cpuft.files import list_tree
 from cpuft.hosts import cluster as clusters
+from cpuft.hosts import transfer
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.transfer import FILE, FROM_STREAM, connect, send, walk, walk_names
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (
@@ -78,7 +79,7 @@ def work(tmp_path: Path) -> Path:
 
 
 def names_of(bundle: inputs.Bundle) -> list[str]:
-    return [name for source in bundle.sources for _, name in list_tree(source, source.name)]
+    return [one.name for source in bundle.sources for one in walk(str(source), source.name) if one.kind == FILE]
 
 
 def test_nothing_is_sent_to_hosts_that_share_files(work: Path) -> None:
@@ -285,11 +286,12 @@ def test_a_bundle_is_sent_and_unpacked_as_planned(work: Path, tmp_path_factory: 
     (work / "code/pack/weights").symlink_to(work / "rows.csv")
     bundle = make_bundle((work / "code/pack", work / "code/train.py"), "/inputs")
     folder = tmp_path_factory.mktemp("there") / "mine"
-    there = folder / "inputs" / "abc"
-    ((step,),) = plan_sending((replace(bundle, remote_folder=str(there)),), {"a": {str(there)}, "b": set()}, AWAY)
+    there = folder / bundle.remote_folder[1:]
+    bundle = replace(bundle, remote_folder=str(there))
+    ((step,),) = plan_sending((bundle,), {"a": {str(there)}, "b": set()}, AWAY)
     sent = ("code/pack/__init__.py", "code/pack/a.py", "code/pack/weights", "code/train.py")
     assert bundle.nbytes == sum((work / name).stat().st_size for name in sent)
-    ((big,),) = plan_sending((replace(bundle, remote_folder=str(there), nbytes=12_345_678),), {"a": {str(there)}}, AWAY)
+    ((big,),) = plan_sending((replace(bundle, nbytes=12_345_678),), {"a": {str(there)}}, AWAY)
     assert big.why == f"send {work}/code/pack to a (12.3 MB)".replace(f"{work}/code/", "")
     step = replace(step, command=(*step.command[: step.command.index("ssh")], "sh", "-c", step.command[-1]))
     step = replace(step, command=tuple(word.replace(AWAY.folder, str(folder)) for word in step.command))
@@ -299,7 +301,7 @@ def test_a_bundle_is_sent_and_unpacked_as_planned(work: Path, tmp_path_factory: 
     found = sorted(str(path.relative_to(there)) for path in there.rglob("*") if path.is_file())
     assert found == ["pack/__init__.py", "pack/a.py", "pack/weights", "train.py"]
     assert not (there / "pack/weights").is_symlink()
-    assert sorted(path.name for path in there.parent.iterdir()) == ["abc", "abc.files"]
+    assert sorted(path.name for path in there.parent.iterdir()) == [there.name, f"{there.name}.files"]
 
 
 def test_what_is_behind_links_counts_like_what_is_in_the_folder(work: Path) -> None:
@@ -324,18 +326,23 @@ def test_what_is_behind_links_counts_like_what_is_in_the_folder(work: Path) -> N
     assert make_bundle((work / "code",), AWAY.inputs).remote_folder != before.remote_folder
 
 
-def test_the_walk_finds_what_tar_sends(work: Path) -> None:
+def test_the_walk_follows_links_and_leaves_out_what_cannot_be_sent(work: Path) -> None:
     (work / "code/more").symlink_to(work / "model")
     (work / "code/again").symlink_to(work / "model")
     (work / "code/pack/compiled").symlink_to(work / "code/pack/__pycache__")
     (work / "code/empty").mkdir()
     os.mkfifo(work / "code/pipe")
-    bundle = make_bundle((work / "code",), AWAY.inputs)
-    words = ("bash", "-c", inputs._SEND, "send", str(work), "1", "code", "tar", "-t")
-    listed = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-    sent = {name for name in listed if not name.endswith("/")} - {"code/pipe"}
-    assert {name for name in names_of(bundle) if name != "code/empty"} == sent
-    assert "code/empty/" in listed
+    assert names_of(make_bundle((work / "code",), AWAY.inputs)) == [
+        *(
+            "code/again/config.json",
+            "code/more/config.json",
+            "code/notes.txt",
+            "code/other.py",
+            "code/pack/__init__.py",
+        ),
+        *("code/pack/a.py", "code/pack/compiled/a.pyc", "code/train.py"),
+    ]
+    assert "code/empty" in [one.name for one in walk_names(str(work), ["code"])]
 
 
 def test_links_that_cannot_be_followed_are_named(work: Path) -> None:
@@ -349,37 +356,39 @@ def test_links_that_cannot_be_followed_are_named(work: Path) -> None:
         make_bundle((work / "model",), AWAY.inputs)
 
 
-def run_script(script: str, *words: object, stdin: bytes = b"") -> str:
-    """Run one of the scripts for hosts here; return what it printed."""
-    command = ("sh", "-c", script, "script", *map(str, words))
-    return subprocess.run(command, input=stdin, capture_output=True, check=True).stdout.decode()
+def run_transfer(*words: object) -> str:
+    """Run the program for hosts here; return what it printed."""
+    command = (sys.executable, transfer.__file__, *map(str, words))
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture
 def stored(work: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a bundle on a host, which has received `code/pack` and `rows.csv`."""
-    there = tmp_path_factory.mktemp("there") / "mine" / "inputs" / ("0123456789ab" * 2)
-    receive(work, there)
-    return there
+    bundle = make_bundle((work / "code/pack", work / "rows.csv"), str(tmp_path_factory.mktemp("there") / "mine/inputs"))
+    receive(work, Path(bundle.remote_folder))
+    return Path(bundle.remote_folder)
 
 
 def receive(work: Path, there: Path) -> None:
-    archive = subprocess.run(("tar", "-C", work, "-cf", "-", "code/pack", "rows.csv"), capture_output=True, check=True)
-    run_script(inputs._RECEIVE_BUNDLE, there.parents[1], there, stdin=archive.stdout)
+    words = (sys.executable, "-IS", "-c", FROM_STREAM, "receive", *map(str, (there.parents[1], there, there.name)))
+    with connect(words) as stream:
+        send(stream, [*walk(f"{work}/code/pack", "pack"), *walk(f"{work}/rows.csv", "rows.csv")])
 
 
 def test_a_bundle_that_lacks_a_file_is_sent_again(work: Path, stored: Path) -> None:
     """systemd-tmpfiles removes single files from /var/tmp. What runs have added since is no reason to send again."""
 
     def find_missing() -> str:
-        return run_script(inputs._FIND_MISSING, stored.parents[1], stored).strip()
+        return run_transfer("find-missing", stored.parents[1], stored).strip()
 
-    (stored / "code/pack/__pycache__/b.pyc").write_text("compiled there")
+    (stored / "pack/__pycache__").mkdir()
+    (stored / "pack/__pycache__/b.pyc").write_text("compiled there")
     (stored / "log").write_text("written by a run")
     assert find_missing() == ""
     kept = (stored / "rows.csv").stat()
     for damage in (
-        lambda: (stored / "code/pack/a.py").unlink(),
+        lambda: (stored / "pack/a.py").unlink(),
         lambda: (stored / "rows.csv").write_text("cut"),
         lambda: stored.with_name(f"{stored.name}.files").unlink(),
     ):
@@ -387,10 +396,8 @@ def test_a_bundle_that_lacks_a_file_is_sent_again(work: Path, stored: Path) -> N
         assert find_missing() == str(stored)
         receive(work, stored)
         assert find_missing() == ""
-        assert ((stored / "code/pack/a.py").read_text(), (stored / "rows.csv").stat().st_size) == (
-            "code/pack/a.py",
-            kept.st_size,
-        )
+        found = ((stored / "pack/a.py").read_text(), (stored / "rows.csv").stat().st_size)
+        assert found == ("code/pack/a.py", kept.st_size)
     assert (stored / "log").exists()
     assert sorted(path.name for path in stored.parent.iterdir()) == [stored.name, f"{stored.name}.files"]
 
@@ -398,7 +405,7 @@ def test_a_bundle_that_lacks_a_file_is_sent_again(work: Path, stored: Path) -> N
 def test_old_bundles_are_removed_from_hosts_unless_a_process_uses_them(work: Path, stored: Path) -> None:
     """Only folders whose names cpuft gives are removed; the times of those in use are refreshed."""
     month = 31 * 86400
-    names = ("a" * 24, "b" * 24, "c" * 24, f"{'a' * 24}.x1y2z3", "notes", "d" * 23)
+    names = ("a" * 24, "b" * 24, "c" * 24, f"{'a' * 24}.x1y2z3", f"{'a' * 24}.partial", "notes", "d" * 23)
     for name in names:
         (stored.parent / name / "inside").mkdir(parents=True)
         os.utime(stored.parent / name, (time.time() - month,) * 2)
@@ -408,7 +415,7 @@ def test_old_bundles_are_removed_from_hosts_unless_a_process_uses_them(work: Pat
         os.utime(path, (time.time() - month,) * 2)
     script = ("sh", "-c", "read line", str(stored.parent / ("b" * 24) / "train.py"))
     with subprocess.Popen(script, stdin=subprocess.PIPE) as user:
-        run_script(inputs._KEEP_BUNDLES, stored.parent, stored)
+        run_transfer("keep-bundles", stored.parent, stored)
         user.communicate(b"\n")
     left = {path.name for path in stored.parent.iterdir()} - {stored.name, f"{stored.name}.files"}
     assert left == {"b" * 24, "c" * 24, "notes", "d" * 23}
@@ -416,14 +423,14 @@ def test_old_bundles_are_removed_from_hosts_unless_a_process_uses_them(work: Pat
     assert all(time.time() - path.stat().st_atime < 60 for path in files)
     # Python compiles a module again if its time has changed.
     assert all(time.time() - path.stat().st_mtime > month - 60 for path in files)
-    run_script(inputs._KEEP_BUNDLES, stored.parent / "missing")
+    run_transfer("keep-bundles", stored.parent / "missing")
 
 
 def test_a_launch_tells_its_hosts_which_bundles_it_uses(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = list[tuple[str, tuple[str, ...]]]()
 
     def run(self: SshTransport, host: Host, command: Sequence[str], stdin: str = "", seconds: float = 0) -> Answer:
-        asked.append((host.name, tuple(command[4:])))
+        asked.append((host.name, tuple(command[7:])))
         return Answer(1, "", "")
 
     monkeypatch.setattr(SshTransport, "run", run)
@@ -431,7 +438,7 @@ def test_a_launch_tells_its_hosts_which_bundles_it_uses(work: Path, monkeypatch:
     plan = RunPlan(ranks=((Step("ranks", ("mpirun", *command)),),))
     for cluster in (AWAY, SHARED):
         inputs.keep_bundles(plan, cluster)
-    assert sorted(asked) == [(name, (AWAY.inputs, bundle.remote_folder)) for name in "abc"]
+    assert sorted(asked) == [(name, ("keep-bundles", AWAY.inputs, bundle.remote_folder)) for name in "abc"]
 
 
 def test_a_run_is_fetched_completely_or_not_at_all(tmp_path: Path) -> None:
@@ -492,8 +499,8 @@ def test_large_files_are_sent_to_many_hosts_as_a_tree(work: Path) -> None:
     assert (step.why, step.host) == ("send model to 4 hosts (20.0 MB each)", "")
     assert step.command == module_command(sys.executable, "cpuft.launch.relay")
     order = load(RelayOrder, parse_json(step.stdin))
-    assert (order.folder, order.names, order.is_file) == (str(work), ("model",), False)
-    assert (order.private, order.destination) == ((cluster.folder, cluster.inputs), bundle.remote_folder)
+    assert (order.folder, order.names) == (str(work), ("model",))
+    assert order.place == (cluster.folder, bundle.remote_folder, os.path.basename(bundle.remote_folder))
     assert [(one.host, one.address) for one in order.receivers] == [(f"n{n}", f"10.0.0.{n}") for n in range(1, 5)]
     *ssh, line = order.receivers[1].command
     receive = (*module_command(cluster.python, "cpuft.launch.relay"), "receive")
@@ -511,8 +518,7 @@ def test_prepared_examples_are_copied_to_many_hosts_as_a_tree() -> None:
     assert step.command == module_command(cluster.python, "cpuft.launch.relay")
     assert [(one.name, one.value) for one in step.settings] == [("PYTHONPATH", "/opt/a b")]
     order = load(RelayOrder, parse_json(step.stdin))
-    assert (order.folder, order.names, order.is_file) == (work, ("data.npz",), True)
-    assert (order.private, order.destination) == ((cluster.folder,), f"{work}/data.npz")
+    assert (order.folder, order.names, order.place) == (work, ("data.npz",), (cluster.folder, work))
     assert [one.host for one in order.receivers] == [f"n{number}" for number in (2, *range(4, 11))]
     assert order.receivers[0].command[:3] == ("ssh", "-o", "BatchMode=yes")
     assert order.receivers[0].command[-4:-1] == ("-F", "/opt/config", "n2")

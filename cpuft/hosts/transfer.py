@@ -1,0 +1,756 @@
+"""Move files between this machine and a host, in either direction. A transfer that broke goes on where it stopped.
+
+Both sides run this file, so both have the same version of it: the host's Python gets it on its standard input
+(`connect`). It therefore imports the standard library alone, and runs on Python 3.6 and newer. `python -m
+cpuft.hosts.transfer push FOLDER COUNT NAME... COMMAND...` sends files to the host that COMMAND reaches.
+
+The protocol, over the two streams of a command such as ssh:
+
+1. The sender lists what it has, in the order of its walk: frames (4 bytes of length, then JSON) of lists [name, kind,
+   size, mode, time in ns]. An empty frame ends the list.
+2. The receiver names each block of 1 MiB that it has of an earlier try: number of the file or folder, number of the
+   block, SHA-256. Number 2**32 - 1 ends this, and says whether the receiver wants checksums.
+3. The sender goes through all blocks of all files. It writes `=` for a block that the receiver has, `+`, the SHA-256
+   and the block for another one, or `-` and the block if no checksum is wanted. `.` is the end.
+4. The receiver verifies and writes the blocks in a folder beside their destination, which stays if the connection
+   breaks, and moves the files to their places when all have come. A receiver without an answer (`cpuft.launch.relay`)
+   leaves step 2 out.
+
+A sender that wants to send more than plain files and folders, a path outside the folder, or a name twice is refused.
+There is no limit in total, but one of 60 s without any byte.
+"""
+
+import collections
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import select
+import shutil
+import stat
+import struct
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple, TypeVar
+
+S = TypeVar("S")
+T = TypeVar("T")
+BLOCK = 1 << 20
+FILE, FOLDER = "file", "folder"
+STALLED_SECONDS = 60.0
+"""The other side is given up if it has sent or taken no byte for so long."""
+FROM_STREAM = "import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"
+"""Argument of `python -c` on a host for `connect`, which sends the length of this file and the file."""
+_END_SECONDS = 10.0
+"""How long a command may take to give its exit code after its stream broke."""
+_LOCK_SECONDS = 15.0
+_KEEP_SECONDS = 30 * 86400.0
+_MAGIC = b"cpuft-transfer-begins\n"
+_SAME, _SENT, _UNCHECKED, _END = b"=", b"+", b"-", b"."
+_LENGTH, _HAVE = struct.Struct(">I"), struct.Struct(">II32s")
+_LAST = (1 << 32) - 1
+_MOST_FRAME, _MOST_NAMES = 1 << 24, 10**7
+_BATCH = 256
+"""Most small blocks that are read at a time."""
+_AHEAD = 4
+"""Number of threads that read, hash and write blocks, and of the blocks that each direction holds in memory."""
+_SMALL = 1 << 16
+"""Pieces of fewer bytes are read and written together, and hashed at once instead of by threads. A login shell may
+print so many bytes before the command begins."""
+_KINDS = {"-": FILE, "d": FOLDER, "l": "symbolic link", "p": "pipe", "s": "socket"}
+_BUNDLE = re.compile(r"[0-9a-f]{24}(\.[A-Za-z0-9_]{6,8})?")
+_CHECKPOINT = re.compile(r"[0-9]+\.[0-9]+")
+
+
+class TransferError(Exception):
+    """The connection or the other side failed, or files could not be read. Another try goes on where this one ended."""
+
+    exit_code = 0
+    """Exit code of the command of `connect`, if it ended by itself."""
+
+
+class LostError(TransferError):
+    """The connection was lost."""
+
+
+class RefusedError(Exception):
+    """What came is not what cpuft sends."""
+
+
+class Entry(NamedTuple):
+    """A file, a folder, or something else that is named and not sent."""
+
+    name: str
+    """Path below the folder that is sent."""
+    kind: str
+    """FILE, FOLDER, or for example "symbolic link"."""
+    size: int
+    mode: int
+    time: int
+    """Time of change in ns."""
+    path: str = ""
+    """Where the sender has it."""
+
+
+class _Block(NamedTuple):
+    number: int
+    """Number of the file among the entries."""
+    entry: Entry
+    place: int
+    """Number of the block in the file."""
+    size: int
+
+
+def walk(
+    path: str, name: str = "", follow: bool = True, above: "tuple[tuple[int, int], ...]" = ()
+) -> "Iterator[Entry]":
+    """Yield what is at a path and below it, in alphabetical order; a folder without a `name` is not among it.
+
+    With `follow`, links are followed, and compiled modules (__pycache__) and special files are left out. `above` has
+    the device and inode of each folder on the way to the path. Raises TransferError: a link leads to nothing, or to a
+    folder that contains it.
+    """
+    try:
+        state = os.stat(path) if follow else os.lstat(path)
+    except OSError:
+        if not os.path.islink(path):
+            raise
+        raise TransferError(
+            f"{path} is a link to {os.readlink(path)}, which does not exist or cannot be read: correct the link, or "
+            "remove it"
+        ) from None
+    kind = _KINDS.get(stat.filemode(state.st_mode)[0], "device")
+    if follow and kind not in (FILE, FOLDER):
+        return
+    if name:
+        yield Entry(name, kind, state.st_size if kind == FILE else 0, state.st_mode, state.st_mtime_ns, path)
+    if kind == FOLDER:
+        folder = (state.st_dev, state.st_ino)
+        if folder in above:
+            raise TransferError(
+                f"{path} is a link to {os.path.realpath(path)}, a folder that contains the link: remove the link, or "
+                "name a folder without it"
+            )
+        for inner in sorted(os.listdir(path)):
+            if not follow or inner != "__pycache__":
+                below = os.path.join(name, inner)
+                yield from walk(os.path.join(path, inner), below, follow, (*above, folder))
+
+
+def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[Entry]":
+    """Yield some files and folders of a folder as `walk` does."""
+    for name in names:
+        yield from walk(os.path.join(folder, name), name)
+
+
+def hash_blocks(entries: "Sequence[Entry]") -> "Iterator[tuple[_Block, bytes]]":
+    """Return each block of the files among the entries, with its SHA-256. Raises TransferError: a file has changed."""
+
+    def read(batch: "list[_Block]") -> "list[tuple[_Block, bytes]]":
+        return [(block, hashlib.sha256(_read_block(block)).digest()) for block in batch]
+
+    return _run_ahead(read, _list_batches(entries))
+
+
+def make_checksum(entries: "Sequence[Entry]", digests: "Sequence[bytes]") -> str:
+    """Return 24 hexadecimal digits for the names, executable bits and contents of files, and for names of folders.
+
+    `digests` has the SHA-256 of all blocks in their order.
+    """
+    found = [[_to_wire(one.name), one.kind, one.size, one.mode & 0o111 * (one.kind == FILE)] for one in entries]
+    return hashlib.sha256(json.dumps(found).encode() + b"".join(digests)).hexdigest()[:24]
+
+
+def _list_batches(entries: "Sequence[Entry]") -> "Iterator[list[_Block]]":
+    """Yield all blocks of all files in their order: one large block, or many small ones, at a time."""
+    batch: list[_Block] = []
+    nbytes = 0
+    for number, entry in enumerate(entries):
+        for offset in range(0, entry.size if entry.kind == FILE else 0, BLOCK):
+            size = min(BLOCK, entry.size - offset)
+            if batch and (nbytes + size > BLOCK or len(batch) == _BATCH):
+                yield batch
+                batch, nbytes = [], 0
+            batch.append(_Block(number, entry, offset // BLOCK, size))
+            nbytes += size
+    yield batch
+
+
+def _read_block(block: _Block) -> bytes:
+    entry = block.entry
+    file = os.open(entry.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        data = os.pread(file, block.size, block.place * BLOCK)
+        state = os.fstat(file)
+    finally:
+        os.close(file)
+    if len(data) != block.size or (state.st_size, state.st_mtime_ns) != (entry.size, entry.time):
+        raise TransferError(f"{entry.path} has changed while it was read: try again when no program writes to it")
+    return data
+
+
+def _run_ahead(function: "Callable[[list[S]], list[T]]", batches: "Iterable[list[S]]") -> "Iterator[T]":
+    """Yield the items of all results of a function in the order of its arguments; threads compute the next ones."""
+    import concurrent.futures  # takes longer than what a host is asked before most launches
+
+    with concurrent.futures.ThreadPoolExecutor(_AHEAD) as pool:
+        waiting: collections.deque[concurrent.futures.Future[list[T]]] = collections.deque()
+        for batch in batches:
+            waiting.append(pool.submit(function, batch))
+            if len(waiting) > _AHEAD:
+                yield from waiting.popleft().result()
+        while waiting:
+            yield from waiting.popleft().result()
+
+
+class Stream:
+    """Bytes from and to the other side. Raises TransferError: the connection ended, or nothing has moved for 60 s."""
+
+    def __init__(self, read_into: "Callable[[memoryview], int]", write_some: "Callable[[memoryview], int]") -> None:
+        """Both return how many bytes they have read or written; `read_into` returns 0 at the end."""
+        self._read_into, self._write_some = read_into, write_some
+        self._read = bytearray()
+        self._written, self._flushed_at = bytearray(), time.monotonic()
+
+    def read(self, size: int) -> bytearray:
+        """Return exactly `size` bytes."""
+        while len(self._read) < size < _SMALL:
+            self._read_more()
+        data = self._read[:size]
+        del self._read[:size]
+        have = len(data)
+        data += bytes(size - have)
+        while have < size:
+            have += self._fill(memoryview(data)[have:])
+        return data
+
+    def drain(self) -> None:
+        """Read to the end."""
+        with contextlib.suppress(TransferError):
+            while True:
+                self._read_more()
+
+    def skip_noise(self) -> None:
+        """Read up to the beginning of the other side's program: a login shell may have printed something before."""
+        while _MAGIC not in self._read:
+            if len(self._read) > _SMALL:
+                raise LostError(f"the login shell prints {bytes(self._read[:80])!r} and more before each command")
+            self._read_more()
+        del self._read[: self._read.index(_MAGIC) + len(_MAGIC)]
+
+    def _read_more(self) -> None:
+        more = bytearray(_SMALL)
+        self._read += more[: self._fill(memoryview(more))]
+
+    def _fill(self, place: memoryview) -> int:
+        try:
+            size = self._read_into(place)
+        except OSError as error:
+            raise LostError(f"the connection was lost ({error})") from None
+        if not size:
+            raise LostError("the connection ended before the last file")
+        return size
+
+    def write(self, data: "bytes | bytearray") -> None:
+        """Write soon: small pieces together, and at least once a second, so that the other side sees progress."""
+        if len(data) >= _SMALL:
+            self.flush()
+            self._write_all(data)
+        else:
+            self._written += data
+            if len(self._written) >= _SMALL or time.monotonic() - self._flushed_at > 1:
+                self.flush()
+
+    def flush(self) -> None:
+        """Write what is left."""
+        data, self._written = self._written, bytearray()
+        self._write_all(data)
+        self._flushed_at = time.monotonic()
+
+    def _write_all(self, data: "bytes | bytearray") -> None:
+        left = memoryview(data)
+        try:
+            while left:
+                left = left[self._write_some(left) :]
+        except OSError as error:
+            raise LostError(f"the connection was lost ({error})") from None
+
+
+def open_stream(source: int, target: int) -> Stream:
+    """Return a stream that reads from one descriptor and writes to another one."""
+    os.set_blocking(target, False)
+    for pipe in (source, target):
+        with contextlib.suppress(OSError):
+            fcntl.fcntl(pipe, 1031, BLOCK)  # F_SETPIPE_SZ of Linux
+
+    def wait(file: int, event: int) -> None:
+        poll = select.poll()
+        poll.register(file, event)
+        if not poll.poll(STALLED_SECONDS * 1000):
+            verb = "sent" if event == select.POLLIN else "taken"
+            raise LostError(f"the other side has {verb} nothing for {STALLED_SECONDS:.0f} s")
+
+    def read_into(place: memoryview) -> int:
+        wait(source, select.POLLIN)
+        return os.readv(source, [place])
+
+    def write_some(data: memoryview) -> int:
+        wait(target, select.POLLOUT)
+        try:
+            return os.write(target, data)
+        except BlockingIOError:
+            return 0
+
+    return Stream(read_into, write_some)
+
+
+@contextlib.contextmanager
+def connect(command: "Sequence[str]") -> "Iterator[Stream]":
+    """Start a command that runs FROM_STREAM on a host, yield the stream to it, and wait for its end.
+
+    Raises TransferError: the command failed, or the block raised this error.
+    """
+    import subprocess
+
+    with open(__file__, "rb") as file:
+        program = file.read()
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin
+    assert process.stdout
+    problem, seconds = None, STALLED_SECONDS
+    try:
+        try:
+            stream = open_stream(process.stdout.fileno(), process.stdin.fileno())
+            stream.write(b"%d\n%b" % (len(program), program))
+            stream.flush()
+            stream.skip_noise()
+            yield stream
+        except TransferError as error:
+            problem, seconds = error, _END_SECONDS
+        process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+            problem = problem or LostError(f"the command on the host has not ended after {seconds:.0f} s")
+        process.stdin.close()
+        process.stdout.close()
+    if problem or process.returncode:
+        problem = problem or LostError("the command on the host failed")
+        problem.exit_code = max(0, process.returncode)
+        raise problem
+
+
+def send(stream: Stream, entries: "Iterable[Entry]", is_answered: bool = True, has_checksums: bool = True) -> None:
+    """Send files and folders as `walk` finds them.
+
+    Parameters
+    ----------
+    is_answered: whether the receiver says what it has; otherwise it gets all, with checksums if `has_checksums`.
+
+    Raises TransferError: a file cannot be read or has changed meanwhile, or the connection was lost.
+    """
+    entries = list(entries)
+    for start in range(0, len(entries), 1000):
+        text = json.dumps([[_to_wire(one.name), *one[1:5]] for one in entries[start : start + 1000]]).encode()
+        stream.write(_LENGTH.pack(len(text)) + text)
+    stream.write(_LENGTH.pack(0))
+    stream.flush()
+    entries = [one for one in entries if one.kind in (FILE, FOLDER)]
+    have = {}
+    while is_answered:
+        number, index, digest = _HAVE.unpack(stream.read(_HAVE.size))
+        if number == _LAST:
+            has_checksums = bool(index)
+            break
+        have[number, index] = digest
+        if number >= len(entries) or index * BLOCK >= entries[number].size:
+            raise RefusedError("the host says that it has a block that no file has")
+
+    def read(batch: "list[_Block]") -> "list[bytes]":
+        pieces = []
+        for block in batch:
+            data, known = _read_block(block), have.get((block.number, block.place))
+            digest = hashlib.sha256(data).digest() if known or has_checksums else b""
+            pieces += [_SAME] if known and known == digest else [_SENT + digest if digest else _UNCHECKED, data]
+        return pieces
+
+    for piece in _run_ahead(read, _list_batches(entries)):
+        stream.write(piece)
+    stream.write(_END)
+    stream.flush()
+
+
+@contextlib.contextmanager
+def open_part(folder: str) -> "Iterator[str]":
+    """Yield the path, in a folder beside the destination, of what has come of a transfer.
+
+    It stays if the connection broke, and is removed if all has come or cannot be stored. A second transfer at the same
+    time gets a folder with another name.
+    """
+    import tempfile
+
+    os.makedirs(folder, 0o700, exist_ok=True)
+    with open(os.path.join(folder, "lock"), "a") as lock:
+        is_alone = True
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            folder, is_alone = tempfile.mkdtemp(prefix=folder.rpartition(".")[0] + "."), False
+        except OSError:  # a file system without locks
+            pass
+        files = os.path.join(folder, "files")
+        try:
+            yield files
+        except BaseException as error:
+            if not is_alone or isinstance(error, (OSError, RefusedError)) or not os.path.exists(files):
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def receive(
+    stream: Stream, part: str, checksum: str = "", is_answered: bool = True, syncs: bool = False
+) -> "tuple[list[Entry], list[Entry]]":
+    """Receive files and folders into `part`, which may have some of an earlier try.
+
+    Files get at most mode 755 and at least 600, folders at least 700; owners are not restored.
+
+    Parameters
+    ----------
+    checksum: what `make_checksum` must return of all that has come; empty: the sender sends a checksum of each block.
+    syncs: whether files and folders are on the disk when this returns.
+
+    Returns
+    -------
+    (files and folders that have come, what else the sender has, which it does not send)
+
+    Raises TransferError: the connection was lost, or a block is damaged. Raises RefusedError: a path leads out of the
+    folder or is there twice, this is no transfer, or the checksum is wrong. Raises OSError: a file cannot be written.
+    """
+    found = _read_list(stream)
+    entries = [one._replace(path=os.path.join(part, one.name)) for one in found if one.kind in (FILE, FOLDER)]
+    kinds = _check_names(entries)
+    _prune(part, kinds)
+    for folder in ["", *sorted(name for name, kind in kinds.items() if kind == FOLDER)] if entries else []:
+        os.makedirs(os.path.join(part, folder), 0o700, exist_ok=True)
+    have = {}
+    if is_answered:
+        for block, digest in hash_blocks([_find_blocks(one) if one.kind == FILE else one for one in entries]):
+            have[block.number, block.place] = digest
+            stream.write(_HAVE.pack(block.number, block.place, digest))
+        stream.write(_HAVE.pack(_LAST, not checksum, b""))
+        stream.flush()
+
+    def read(block: _Block) -> "tuple[_Block, bytes | bytearray, bytes]":
+        mark, known = stream.read(1), have.get((block.number, block.place))
+        if mark == _SAME and known:
+            return block, b"", known
+        if mark not in (_SENT, _UNCHECKED):
+            raise RefusedError(f"the host did not send {block.entry.name} as it said")
+        digest = bytes(stream.read(32)) if mark == _SENT else b""
+        return block, stream.read(block.size), digest
+
+    digests = [*_run_ahead(_write_blocks, ([read(block) for block in batch] for batch in _list_batches(entries)))]
+    if stream.read(1) != _END:
+        raise RefusedError("the host sends something after the last file")
+    if checksum and make_checksum(entries, digests) != checksum:
+        raise RefusedError("the files have changed since their checksum was computed: start again")
+    for entry in entries:
+        if entry.kind == FOLDER:
+            os.chmod(entry.path, entry.mode & 0o755 | 0o700)
+            continue
+        with open(entry.path, "ab") as file:
+            os.fchmod(file.fileno(), entry.mode & 0o755 | 0o600)
+            with contextlib.suppress(OverflowError, OSError, ValueError):  # a time that no file system knows
+                os.utime(file.fileno(), ns=(entry.time, entry.time))
+            if syncs:
+                os.fsync(file.fileno())
+    for folder, _, _ in os.walk(part) if syncs else ():
+        sync_folder(folder)
+    return entries, [one for one in found if one.kind not in (FILE, FOLDER)]
+
+
+def _read_list(stream: Stream) -> "list[Entry]":
+    found: list[Entry] = []
+    while True:
+        length = _LENGTH.unpack(stream.read(_LENGTH.size))[0]
+        if not length:
+            return found
+        if length > _MOST_FRAME or len(found) > _MOST_NAMES:
+            raise RefusedError("the host did not send a list of files")
+        try:
+            for name, kind, size, mode, changed in json.loads(stream.read(length).decode()):
+                found.append(Entry(_from_wire(name), str(kind), int(size), int(mode), int(changed)))
+        except (ValueError, TypeError, AttributeError, RecursionError):
+            raise RefusedError("the host did not send a list of files") from None
+
+
+def _to_wire(name: str) -> str:
+    """Return a name as text that is the same on both sides, whatever their locales are."""
+    return os.fsencode(name).decode("utf-8", "surrogateescape")
+
+
+def _from_wire(name: str) -> str:
+    return os.fsdecode(name.encode("utf-8", "surrogateescape"))
+
+
+def _check_names(entries: "Sequence[Entry]") -> "dict[str, str]":
+    """Return the kind of each path, of the folders above it too."""
+    kinds: dict[str, str] = {}
+    named: set[str] = set()
+    for entry in entries:
+        parts = entry.name.split("/")
+        if "" in parts or "." in parts or ".." in parts or "\0" in entry.name:
+            raise RefusedError(
+                f"the host sent a file named {entry.name!r}, which is outside the folder: "
+                "cpuft never does that, so check the host before you use it again"
+            )
+        above = ["/".join(parts[:count]) for count in range(1, len(parts))]
+        for name, kind in (*((name, FOLDER) for name in above), (entry.name, entry.kind)):
+            if kinds.setdefault(name, kind) != kind:
+                raise RefusedError(f"the host sent {name} both as a file and as a folder")
+        if entry.name in named:
+            raise RefusedError(f"the host sent {entry.name} twice")
+        named.add(entry.name)
+    return kinds
+
+
+def _prune(part: str, kinds: "dict[str, str]") -> None:
+    """Remove what an earlier try has left and this one has not."""
+    for folder, folders, files in os.walk(part, topdown=False):
+        for name, kind in (*((name, FILE) for name in files), *((name, FOLDER) for name in folders)):
+            path = os.path.join(folder, name)
+            if kinds.get(os.path.relpath(path, part)) != kind:
+                (os.rmdir if kind == FOLDER else os.unlink)(path)
+
+
+def _find_blocks(entry: Entry) -> Entry:
+    """Return the whole blocks of a file that are here already, as a file that can be read."""
+    with contextlib.suppress(FileNotFoundError):
+        size = os.stat(entry.path).st_size
+        if size != entry.size:
+            os.truncate(entry.path, min(size, entry.size) // BLOCK * BLOCK)
+        state = os.stat(entry.path)
+        return entry._replace(size=state.st_size, time=state.st_mtime_ns)
+    return entry._replace(size=0)
+
+
+def _write_blocks(batch: "list[tuple[_Block, bytes | bytearray, bytes]]") -> "list[bytes]":
+    """Verify and write blocks, and return their SHA-256; without data, that of a block which is there."""
+    digests = []
+    for block, data, digest in batch:
+        found = hashlib.sha256(data).digest() if data else digest
+        if digest not in (b"", found):
+            raise TransferError(f"{block.entry.name} was damaged on its way")
+        digests.append(found)
+        if data:
+            file = os.open(block.entry.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            with open(file, "wb", buffering=0) as output:
+                output.seek(block.place * BLOCK)
+                left = memoryview(data)
+                while left:
+                    left = left[output.write(left) :]
+    return digests
+
+
+def sync_folder(folder: str) -> None:
+    """Bring the names in a folder to the disk."""
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(held)
+    finally:
+        os.close(held)
+
+
+def store(part: str, folder: str, entries: "Sequence[Entry]", is_bundle: bool) -> None:
+    """Give what has come its place. A new folder is complete or does not exist.
+
+    In a folder that exists, each file is replaced by itself, because a run may be reading them. Beside a bundle, its
+    files and their sizes are noted for `find_missing`.
+    """
+    if is_bundle:
+        with open(part + ".list", "w") as file:
+            json.dump([[_to_wire(one.name), one.size] for one in entries if one.kind == FILE], file)
+    try:
+        if entries:
+            os.rename(part, folder)
+    except OSError:
+        if not os.path.isdir(folder):
+            raise
+        place = os.path.realpath(folder)
+        for one in entries:
+            target = os.path.join(place, one.name)
+            os.makedirs(target if one.kind == FOLDER else os.path.dirname(target), 0o700, exist_ok=True)
+            if one.kind == FILE:
+                os.replace(os.path.join(part, one.name), target)
+    if is_bundle:
+        os.replace(part + ".list", folder + ".files")
+
+
+def has_bundle(folder: str) -> bool:
+    """Whether every file that came with a bundle is there and has its size.
+
+    systemd-tmpfiles removes single files from /var/tmp, and a disk that was full leaves files that were cut off.
+    """
+    try:
+        with open(folder + ".files") as file:
+            listed = [(os.path.join(folder, _from_wire(name)), size) for name, size in json.load(file)]
+        return all(os.stat(path).st_size == size for path, size in listed)
+    except (OSError, ValueError):
+        return False
+
+
+def _make_private(folder: str) -> None:
+    """Make a folder that only this user can open, or accept one."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    state = os.lstat(folder)
+    if state.st_mode != stat.S_IFDIR | 0o700 or state.st_uid != os.geteuid():
+        mode = stat.filemode(state.st_mode)
+        raise TransferError(
+            f"{folder} is no folder of mode 700 of user {os.geteuid()} ({mode} {state.st_uid}): see what it is, "
+            "remove it"
+        )
+
+
+def _answer() -> Stream:
+    """Return the stream to the side that started this process."""
+    stream = open_stream(0, 1)
+    stream.write(_MAGIC)
+    stream.flush()
+    return stream
+
+
+def receive_folder(stream: Stream, root: str, folder: str, checksum: str = "", is_answered: bool = True) -> None:
+    """Receive files into a folder below `root`, this user's private folder; with a checksum it is a bundle."""
+    for private in (root, *[os.path.dirname(folder)] * bool(checksum)):
+        _make_private(private)
+    os.makedirs(os.path.dirname(folder), 0o700, exist_ok=True)
+    with open_part(folder + ".partial") as part:
+        entries, _ = receive(stream, part, checksum, is_answered)
+        store(part, folder, entries, bool(checksum))
+
+
+def _send_run(folder: str, left_out: str) -> None:
+    """Send a run folder, which may not exist, after the run's supervisor has ended."""
+    stream, end = _answer(), time.monotonic() + _LOCK_SECONDS
+    with open(folder + ".lock", "a") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise TransferError("the run is still active there") from None
+                time.sleep(0.1)
+    # A run that rejected its input has removed its folder.
+    found = walk(folder, follow=False) if os.path.isdir(folder) else ()
+    send(stream, [one for one in found if one.name.split("/")[0] != left_out])
+
+
+def _send_checkpoints(folder: str, *have: str) -> None:
+    """Send the newest checkpoint in a folder, and that of the best evaluation, unless the receiver has them."""
+    import tempfile
+
+    stream, wanted = _answer(), []
+    for part in ("", "best"):
+        with contextlib.suppress(OSError):
+            names = [name for name in os.listdir(os.path.join(folder, part)) if _CHECKPOINT.fullmatch(name)]
+            wanted += [os.path.join(part, max(names, key=lambda name: int(name.split(".")[0])))] if names else []
+    if not set(wanted) - set(have):
+        send(stream, ())
+        return
+    for old in os.listdir(folder):
+        if old.startswith("copy."):
+            shutil.rmtree(os.path.join(folder, old), ignore_errors=True)
+    # The ranks may remove a checkpoint while it is sent. Links keep its files until then.
+    with tempfile.TemporaryDirectory(prefix="copy.", dir=folder) as links:
+        for name in sorted(set(wanted) - set(have)):
+            os.makedirs(os.path.join(links, name))
+            for file in os.listdir(os.path.join(folder, name)):
+                os.link(os.path.join(folder, name, file), os.path.join(links, name, file))
+        send(stream, walk(links, follow=False))
+
+
+def _find_missing(root: str, *folders: str) -> None:
+    """Print which bundles are missing or lack files."""
+    for private in (root, os.path.join(root, "inputs")):
+        if os.path.lexists(private):
+            _make_private(private)
+    for folder in folders:
+        if not has_bundle(folder):
+            print(folder)
+
+
+def _keep_bundles(folder: str, *used: str) -> None:
+    """Note that bundles are used now, and remove those that no run has used for 30 days and that no process names.
+
+    Access times keep systemd-tmpfiles away; changed ones would compile modules.
+    """
+    if not os.path.lexists(folder):
+        return
+    _make_private(folder)
+    now = time.time()
+    for path in used:
+        for inner, _, files in os.walk(path):
+            for file in (os.path.join(inner, name) for name in files):
+                os.utime(file, ns=(int(now * 1e9), os.stat(file).st_mtime_ns))
+        for file in (path, path + ".files"):
+            with contextlib.suppress(OSError):
+                os.utime(file)
+    commands = _read_commands()
+    for name in filter(_BUNDLE.fullmatch, os.listdir(folder)):
+        path = os.path.join(folder, name)
+        state = os.lstat(path)
+        is_old = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and state.st_mtime < now - _KEEP_SECONDS
+        if is_old and os.fsencode(path) not in commands:
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                os.unlink(path + ".files")
+
+
+def _read_commands() -> bytes:
+    """Return the command lines of all processes."""
+    found = []
+    for process in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{process}/cmdline", "rb") as file:
+            found.append(file.read())
+    return b"\n".join(found)
+
+
+def _push(folder: str, count: str, *words: str) -> None:
+    """Send `count` files or folders of a folder, with what their links lead to, to the command after their names."""
+    with connect(words[int(count) :]) as stream:
+        send(stream, walk_names(folder, words[: int(count)]))
+
+
+ROLES: "dict[str, Callable[..., None]]" = {
+    "push": _push,
+    "receive": lambda *words: receive_folder(_answer(), *words),
+    "send-run": _send_run,
+    "send-checkpoints": _send_checkpoints,
+    "find-missing": _find_missing,
+    "keep-bundles": _keep_bundles,
+}
+
+
+def main() -> None:
+    """Do what the first argument says. Exits with the exit code of a command that failed, and with 1 for an error."""
+    os.umask(0o077)
+    try:
+        ROLES[sys.argv[1]](*sys.argv[2:])
+    except LostError as error:
+        # The command has told its reason on standard error.
+        sys.exit(error.exit_code or f"cpuft: error: {error}")
+    except (TransferError, RefusedError, OSError) as error:
+        sys.exit(f"cpuft: error: {error}")
+
+
+if __name__ == "__main__":
+    main()
