@@ -71,7 +71,7 @@ from cpuft.launch.progress import format_seconds
 from cpuft.launch.resume import CHECKPOINTS, remove_empty_run
 from cpuft.launch.settings import forwarded_settings, user_variables
 from cpuft.launch.state import RunState, begin_state, write_state
-from cpuft.plan import Plan, Setting, Step
+from cpuft.plan import Plan, Step
 from cpuft.serialization import load, parse_json
 
 Say = Callable[[str], None]
@@ -118,28 +118,22 @@ class Head:
     options: tuple[str, ...] = ()
     """The options that name its cluster or hostfile, for commands in messages."""
 
-    def step(self, why: str, *words: str, stdin: str = "") -> Step:
-        """Return the step on this host that carries out an action of `detached_head`."""
-        settings = tuple(Setting(name, value, "cpuft needs it there") for name, value in self.access.settings.items())
-        return Step(why, (*module_command(self.access.python, MODULE), *words), settings, self.host.name, stdin)
+    def with_settings(self, *command: str) -> tuple[str, ...]:
+        """Return a command of the host with the variables that cpuft needs there."""
+        return ("env", *(f"{name}={value}" for name, value in self.access.settings.items()), *command)
 
-    def command(self, *words: str) -> tuple[str, ...]:
-        """Return the argv with which this machine carries out an action on the host."""
-        prefix, step = self.access.transport.command_prefix(self.host), self.step("", *words)
-        if prefix:
-            return Plan(command_prefixes={self.host.name: prefix}).as_local(step).command
-        return ("env", *(f"{one.name}={one.value}" for one in step.settings), *step.command)
+    def action(self, *words: str) -> tuple[str, ...]:
+        """Return the command of the host that carries out an action of `detached_head`."""
+        return self.with_settings(*module_command(self.access.python, MODULE), *words)
 
-    def transfer_command(self, *words: str) -> tuple[str, ...]:
-        """Return the argv with which this machine starts the other side of a transfer on the host."""
+    def from_here(self, command: tuple[str, ...]) -> tuple[str, ...]:
+        """Return the argv with which this machine runs a command of the host."""
         plan = Plan(command_prefixes={self.host.name: self.access.transport.command_prefix(self.host)})
-        return plan.as_local(Step("", self.access.transfer_command(*words), host=self.host.name)).command
+        return plan.as_local(Step("", command, host=self.host.name)).command
 
-    def ask(self, *words: str, stdin: str = "") -> str:
+    def ask(self, *words: str) -> str:
         """Carry out an action on the host, and return its output. Raises CpuftError: it failed there."""
-        step = self.step("", *words)
-        environ = (f"{one.name}={one.value}" for one in step.settings)
-        answer = self.access.transport.run(self.host, ("env", *environ, *step.command), stdin, _ANSWER_SECONDS)
+        answer = self.access.transport.run(self.host, self.action(*words), seconds=_ANSWER_SECONDS)
         if answer.exit_code:
             lines = answer.errors.strip().splitlines() or [f"exit code {answer.exit_code}"]
             raise CpuftError(lines[-1])
@@ -170,9 +164,7 @@ def refuse_jobs(config: LaunchConfig, environ: Mapping[str, str]) -> None:
 def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
     """Raise CpuftError if the head host cannot run this version of cpuft, or lacks packages that the command needs."""
     name, python = head.host.name, head.access.python
-    environ = (f"{variable}={value}" for variable, value in head.access.settings.items())
-    command = ("env", *environ, python, "-c", FROM_STDIN, *packages)
-    answer = head.access.transport.run(head.host, command, _EXAMINE)
+    answer = head.access.transport.run(head.host, head.with_settings(python, "-c", FROM_STDIN, *packages), _EXAMINE)
     advice = "install it there, for example with cpuft provision hosts, or leave out --detach"
     if answer.exit_code == _NO_PROGRAM:
         raise CpuftError(f"host {name} has no Python at {python}, which would run the detached command: {advice}")
@@ -292,7 +284,8 @@ def plan_start(
     claim = ((plan_claim(run_dir, state, False),),) if order.claimed else ()
     sending = plan_sending(bundles, gather_missing(bundles, first), first)
     stdin = json.dumps({"order": dataclasses.asdict(order), "secrets": dict(hidden)})
-    begin = head.step(f"start cpuft {order.verb} on {head.host.name}", "start", stdin=stdin)
+    why = f"start cpuft {order.verb} on {head.host.name}"
+    begin = Step(why, head.action("start"), host=head.host.name, stdin=stdin)
     return Plan((*claim, *sending, (begin,)), command_prefixes=cluster.command_prefixes)
 
 
@@ -393,7 +386,7 @@ class Detached:
     def _read_events(self, position: int, only_past: bool) -> Iterator[tuple[int, Event]]:
         """Yield (position behind it, event) from a position on, until the connection or the run ends."""
         words = ("follow", self.order.folder, str(position), *(["past"] if only_past else []))
-        process = execute.start_process(self.head.command(*words), os.environ, execute.PIPE)
+        process = execute.start_process(self.head.from_here(self.head.action(*words)), os.environ, execute.PIPE)
         assert process.stdout
         try:
             for line in process.stdout:  # one that the connection has cut is read again from its begin
@@ -423,7 +416,8 @@ class Detached:
         Raises CpuftError: they could not be fetched, and stay there. Raises NotStoredError: this machine cannot store
         them.
         """
-        is_stored, viewer, sent = False, secrets.token_hex(6), (self.order.run_dir, CHECKPOINTS)
+        send = self.head.access.transfer_command("send-run", self.order.run_dir, CHECKPOINTS)
+        is_stored, viewer = False, secrets.token_hex(6)
         for pause in (*_FETCH_PAUSES, 0):
             try:
                 (now,) = (one for one in self.head.list_runs() if one.order.folder == self.order.folder)
@@ -433,7 +427,7 @@ class Detached:
                     self.head.ask("claim", self.order.folder, viewer)
                     self._claim()
                     say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
-                    results.fetch(Path(self.run_dir), self.head.transfer_command("send-run", *sent))
+                    results.fetch(Path(self.run_dir), self.head.from_here(send))
                     is_stored = True
                 self.head.ask("fetched", self.order.folder, f"{socket.gethostname()}:{self.run_dir}")
                 return self.run_dir

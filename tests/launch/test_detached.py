@@ -220,7 +220,7 @@ def test_a_viewer_reads_on_where_its_connection_broke(
     ]
     lines = [f"{number} {json.dumps(asdict(event))}\n" for number, event in enumerate(events, start=1)]
     answers = {"0": "hello\n" + lines[0] + lines[1][:20], "1": "".join(lines[1:])}
-    monkeypatch.setattr(Head, "command", lambda self, *words: ("printf", "%s", answers[words[2]]))
+    monkeypatch.setattr(Head, "from_here", lambda self, command: ("printf", "%s", answers[command[-1]]))
     monkeypatch.setattr(detached, "_RETRY_SECONDS", 0.0)
     order = replace(ORDER, names={"/var/tmp/inputs/rows.csv": "rows.csv"})
     assert Detached(make_head(), order, "/home/runs/x").show() == 3
@@ -242,7 +242,7 @@ def test_a_viewer_reads_on_where_its_connection_broke(
 )
 def test_a_lost_launcher_is_no_end(event: Event | None, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     text = f"1 {json.dumps(asdict(event))}\n" if event else ""
-    monkeypatch.setattr(Head, "command", lambda self, *words: ("printf", "%s", text))
+    monkeypatch.setattr(Head, "from_here", lambda self, command: ("printf", "%s", text))
     monkeypatch.setattr(detached, "_RETRY_SECONDS", 0.0)
     monkeypatch.setattr(detached, "_LOST_SECONDS", 0.1)
     with pytest.raises(detached.HeadLostError) as caught:
