@@ -99,6 +99,11 @@ def test_processes_of_other_users_are_never_killed(start: Start, tmp_path: Path)
 
 def test_processes_of_later_starts_stay(start: Start, tmp_path: Path) -> None:
     """Another launcher has started the run again. Those of earlier starts may have no ranks yet, only mpirun or ssh."""
-    first, second, third = (start({"CPUFT_RUN_DIR": str(tmp_path), "CPUFT_OWNER": str(owner)}) for owner in (1, 2, 10))
-    assert sorted(map(int, run_as_on_a_host(str(tmp_path), 2).split())) == sorted([first.pid, second.pid])
-    assert third.poll() is None
+    run_dir, owners = f"{tmp_path}/run", (1, 2, 10)
+    marked = [start({"CPUFT_RUN_DIR": run_dir, "CPUFT_OWNER": str(owner)}) for owner in owners]
+    wait = ("sh", "-c", "sleep 60; :")
+    named = [start({}, *wait, f"{tmp_path}/{kill.SSH_NAME}{owner}") for owner in owners]
+    strangers = [start({}, *wait, name) for name in (kill.SSH_NAME, f"{tmp_path}/other/{kill.SSH_NAME}1", run_dir)]
+    killed = [process.pid for process in (*marked[:2], *named[:2])]
+    assert sorted(map(int, run_as_on_a_host(run_dir, 2).split())) == sorted(killed)
+    assert [process.poll() for process in (marked[2], named[2], *strangers)] == [None] * 5
