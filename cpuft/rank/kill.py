@@ -4,8 +4,6 @@ The launcher sends this file to each host on standard input and runs it there wi
 processes of later starts of the run stay. It imports nothing of cpuft and prints the numbers of the killed processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -19,7 +17,7 @@ SSH_NAME = "ssh-of-start-"
 """With the number of the start, the name of that program, in the folder that holds the run's folder."""
 
 
-def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | None = None) -> list[int]:
+def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: "int | None" = None) -> "list[int]":
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
     A process belongs to the run if one NUL-separated entry of its environment is exactly `CPUFT_RUN_DIR=run_dir`, or if
@@ -59,7 +57,7 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | Non
     return [pid for pid in dict.fromkeys(found) if pid not in spared]
 
 
-def _list_parents(pid: int, proc: str) -> list[int]:
+def _list_parents(pid: int, proc: str) -> "list[int]":
     """Return a process, its parent, and so on up to process 1."""
     pids = [pid]
     while pids[-1] > 1:
@@ -88,7 +86,7 @@ def _read(path: str) -> bytes:
         return b""
 
 
-def kill_processes(run_dir: str, owner: int) -> list[int]:
+def kill_processes(run_dir: str, owner: int) -> "list[int]":
     """Send SIGKILL to the run's processes on this host, which `find_processes` finds; return their numbers."""
     killed = []
     for pid in find_processes(run_dir, owner):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
@@ -10,10 +11,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from cpuft.rank import kill
+from cpuft.rank import describe_run, kill
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -43,6 +45,17 @@ def run_as_on_a_host(run_dir: str, owner: int = 9) -> str:
     source = Path(kill.__file__).read_text(encoding="utf-8")
     command = [sys.executable, "-c", "import sys; exec(sys.stdin.read())", run_dir, str(owner)]
     return subprocess.run(command, input=source, capture_output=True, text=True, check=True, timeout=20).stdout
+
+
+@pytest.mark.parametrize("module", [kill, describe_run])
+def test_what_hosts_run_needs_no_newer_python_than_3_6(module: ModuleType) -> None:
+    """Newer ones refuse none of it. The import of annotations from the future came with 3.7."""
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
+    ast.parse(text, feature_version=(3, 6))
+    assert "__future__" not in text
+    for node in ast.walk(ast.parse(text)):
+        for name in ("annotation", "returns"):
+            assert not isinstance(getattr(node, name, None), ast.Subscript | ast.BinOp)
 
 
 def test_a_newline_in_the_folder_matches_no_other_variable(start: Start, tmp_path: Path) -> None:
