@@ -485,6 +485,8 @@ def run_on_this_machine(
         finally:
             if code:  # mpirun may have left ssh processes, which have sessions of their own
                 kill_processes(run_dir, state.owner)
+            with suppress(OSError):
+                Path(run_dir).with_name(f"{SSH_NAME}{state.owner}").unlink()
         return writer.end(code, writer.state.reason)
 
 

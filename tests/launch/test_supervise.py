@@ -342,6 +342,7 @@ def test_what_mpirun_starts_on_other_hosts_is_marked(is_on_host_disk: bool, name
     mine = "mine" if name.endswith("EXEC") else ""
     assert (run / "told").read_text() == f"{marked if is_on_host_disk and not name else mine}\n"
     assert ("OpenSSH" in (run / "logs/mpirun.log").read_text()) == (is_on_host_disk and not name)
+    assert not os.path.lexists(marked)
 
 
 def test_a_host_that_is_lost_while_examples_are_prepared_is_detected(
