@@ -319,7 +319,7 @@ def test_ranks_are_ended_when_another_launcher_has_started_the_run_again(tmp_pat
     script = 'cp "$0/../later/state.json" "$0/.."; echo "$CPUFT_OWNER $CPUFT_RUN_DIR" >"$0/told"; exec sleep 60'
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
     begun = time.monotonic()
-    with pytest.raises(LaterStartError, match="start 2 of the run has begun, so start 1 was ended"):
+    with pytest.raises(LaterStartError, match=r"has begun start 2 of the run, so this one, start 1, was ended"):
         run_on_this_machine(plan, str(run), make_state("localhost"), os.environ, 0.0, SshTransport())
     assert time.monotonic() - begun < 30
     assert (run / "told").read_text() == f"1 {run}\n"
