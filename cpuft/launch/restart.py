@@ -600,6 +600,8 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
     work = last.work_dir(run_dir)
     secrets = os.path.dirname(last.sent_file(work, 0))
     kill_ranks(last, run_dir, owner, reachable)
+    if reachable:  # an mpirun that was frozen there may have started proxies on the others since
+        kill_ranks(last, run_dir, owner - 1, [one.host for one in last.assignments])
     command = remove_command(last.folder, secrets, os.path.dirname(work))
     answers = try_hosts(lambda host: transport.run(host, command, seconds=_KILL_SECONDS), reachable)
     cleaned = [host for host, one in zip(reachable, answers) if not isinstance(one, CpuftError) and not one.exit_code]

@@ -351,12 +351,13 @@ def has_begun(run_dir: str) -> bool:
 def remove_empty_run(run_dir: str) -> None:
     """Remove a run folder that holds nothing but the notes of a failed attempt, and leave any other folder as it is.
 
-    The notes are `plan.sh` and the run state. Never raises OSError, even if there is no such folder.
-    Must not be called while a host has files of the run, which would not be found again.
+    The notes are `plan.sh` and the run state, unless it says that hosts have checkpoints. Never raises OSError, even if
+    there is no such folder. Must not be called while a host has other files of the run, which would not be found again.
     """
     logs, own = Path(run_dir, "logs"), ("plan.sh", STATE_FILE)
-    with suppress(OSError):
-        if {path.name for path in Path(run_dir).glob("*")} <= {"logs", *own} and not any(logs.glob("*")):
+    with suppress(OSError, CpuftError):
+        names, state = {path.name for path in Path(run_dir).glob("*")}, read_state(run_dir)
+        if names <= {"logs", *own} and not any(logs.glob("*")) and not (state and state.checkpoints):
             for name in own:
                 Path(run_dir, name).unlink(missing_ok=True)
             if logs.is_dir():

@@ -208,15 +208,15 @@ class StateWriter:
             self.write(phase=SAVING)
 
     def refuse_later_start(self) -> None:
-        """Raise LaterStartError if the host knows a start of the run with a higher number."""
-        states = list[RunState | None]()
+        """Raise LaterStartError if the host knows a start with a higher number, or another one with this number."""
+        states, own = list[RunState | None](), (self.state.owner, self.state.start)
         for folder in (self._run_dir, os.path.dirname(self._run_dir)):
             with suppress(CpuftError):
                 states.append(read_state(folder))
-        there = newest(state for state in states if state and state.id == self.state.id)
-        if there and there.owner > self.state.owner:
-            which = f"start {there.owner} of the run has begun, so start {self.state.owner} was ended"
-            raise LaterStartError(f"{which}: {WAIT_FOR_OTHER}")
+        for there in (state for state in states if state and state.id == self.state.id):
+            if there.owner >= self.state.owner and (there.owner, there.start) != own:
+                other = f"another launcher has begun start {there.owner} of the run"
+                raise LaterStartError(f"{other}, so this one, start {own[0]}, was ended: {WAIT_FOR_OTHER}")
 
     def note(self, **changes: Any) -> None:
         """Change fields of the state, which the next `write` stores."""

@@ -20,6 +20,7 @@ from typing import IO
 from cpuft import execute
 from cpuft.errors import RESUMABLE, CpuftError, DiskFullError, Interrupted
 from cpuft.files import remove_command
+from cpuft.hosts.cluster import STATE_FILE
 from cpuft.hosts.transport import Transport
 from cpuft.launch.failures import (
     describe_absent,
@@ -36,7 +37,7 @@ from cpuft.launch.state import PREPARING, TRAINING, RunState, StateWriter
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
-from cpuft.rank.kill import kill_processes
+from cpuft.rank.kill import SSH_NAME, kill_processes
 from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, OWNER_VARIABLE, STARTED_MARK, WAITS_MARK
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
@@ -78,6 +79,7 @@ _START_LIMIT_PER_RANK = 0.5
 """Seconds within which the first rank has to start. A foreign connection to mpirun's port can block all ranks."""
 _MOST_STARTS = 3
 """How often mpirun is started if no rank starts. Each time its port is another one and the limit is twice as long."""
+_BOOTSTRAP = "I_MPI_HYDRA_BOOTSTRAP"
 _MARK_BYTES = 4096
 """Number of bytes at the beginning and at the end of a log that are searched for a rank's marks."""
 _REMOVE_SECONDS = 60.0
@@ -483,6 +485,8 @@ def run_on_this_machine(
         finally:
             if code:  # mpirun may have left ssh processes, which have sessions of their own
                 kill_processes(run_dir, state.owner)
+            with suppress(OSError):
+                Path(run_dir).with_name(f"{SSH_NAME}{state.owner}").unlink()
         return writer.end(code, writer.state.reason)
 
 
@@ -575,8 +579,7 @@ def _run_ranks(
 ) -> int:
     """Start mpirun, up to three times if no rank starts, and wait for its end; return the exit code of the run."""
     logs, hosts, begun = watchdog.logs, writer.state.hosts, time.monotonic()
-    # By these, `cpuft.rank.kill` finds mpirun and its ssh processes, even before there are ranks.
-    environ = {**environ, "CPUFT_RUN_DIR": str(logs.parent), OWNER_VARIABLE: str(writer.state.owner)}
+    environ = {**environ, **_mark_processes(step, logs.parent, writer.state.owner, environ)}
     for number in range(2, _MOST_STARTS + 2):
         left = max(1.0, time_limit - (time.monotonic() - begun)) if time_limit else 0.0
         code, was_stuck, not_started = _start_ranks(step, watchdog, environ, left)
@@ -626,6 +629,23 @@ def _find_leaving_hosts(run_dir: Path, hosts: Sequence[str]) -> tuple[str, ...]:
         return ()
     ranks = last.leaving if isinstance(last, InterruptedLine) else ()
     return tuple(sorted({hosts[rank] for rank in ranks}))
+
+
+def _mark_processes(step: Step, run_dir: Path, owner: int, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for mpirun by which `cpuft.rank.kill` finds it and what it starts, even before there are ranks.
+
+    On other hosts, Hydra's proxies have no variables of the run. Intel MPI's have the name of mpirun's ssh program on
+    their command line, so in the run's folder on a host's own disk it gets one of its own.
+    """
+    mark = {"CPUFT_RUN_DIR": str(run_dir), OWNER_VARIABLE: str(owner)}
+    ssh, link = execute.find_program("ssh"), run_dir.parent / f"{SSH_NAME}{owner}"
+    given = {setting.name for setting in step.settings} | environ.keys()
+    if ssh and (run_dir.parent / STATE_FILE).exists() and not given & {_BOOTSTRAP, f"{_BOOTSTRAP}_EXEC"}:
+        with suppress(OSError):
+            link.unlink(missing_ok=True)
+            link.symlink_to(ssh)
+            mark[f"{_BOOTSTRAP}_EXEC"] = str(link)
+    return mark
 
 
 def _start_ranks(

@@ -4,8 +4,6 @@ The launcher sends this file to each host on standard input and runs it there wi
 below that of this user. It imports nothing of cpuft and prints a JSON object with the fields of `HostCopy`.
 """
 
-from __future__ import annotations
-
 import fcntl
 import json
 import os
@@ -14,7 +12,7 @@ import sys
 from typing import Any
 
 
-def describe_run(work: str) -> dict[str, Any]:
+def describe_run(work: str) -> "dict[str, Any]":
     """Return what this host has of the run in the folder `work`; an empty dictionary for nothing.
 
     The names of whole checkpoints are UPDATE.RANK; rank-RANK.last has the last update of a rank.

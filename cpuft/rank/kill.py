@@ -4,8 +4,6 @@ The launcher sends this file to each host on standard input and runs it there wi
 processes of later starts of the run stay. It imports nothing of cpuft and prints the numbers of the killed processes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -14,16 +12,18 @@ import sys
 
 _STARTERS = re.compile(r"hydra_.*|mpiexec.*|orted|prted")
 """Names of mpirun's own processes on a host. Those on other hosts than the head host have no CPUFT_RUN_DIR, so they are
-found as parents of ranks."""
-_OWNER = b"CPUFT_OWNER="
+found as parents of ranks, or by the name of mpirun's ssh program on their command line."""
+SSH_NAME = "ssh-of-start-"
+"""With the number of the start, the name of that program, in the folder that holds the run's folder."""
 
 
-def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | None = None) -> list[int]:
+def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: "int | None" = None) -> "list[int]":
     """Return the numbers of this user's processes that belong to the run in `run_dir`, ranks before their parents.
 
     A process belongs to the run if one NUL-separated entry of its environment is exactly `CPUFT_RUN_DIR=run_dir`, or if
-    it is one of mpirun's processes above such a process. This process and its own parents are never among them. The
-    list is empty for an empty `run_dir` and for a run without processes.
+    it is one of mpirun's processes above such a process, or if its command line names the ssh program of the run's
+    mpirun. This process and its own parents are never among them. The list is empty for an empty `run_dir` and for a
+    run without processes.
 
     Parameters
     ----------
@@ -35,13 +35,17 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | Non
     if not run_dir:
         return []
     uid = os.geteuid() if uid is None else uid
-    entry = b"CPUFT_RUN_DIR=" + os.fsencode(run_dir)
+    entry, place = b"CPUFT_RUN_DIR=" + os.fsencode(run_dir), os.fsencode(f"{os.path.dirname(run_dir)}/{SSH_NAME}")
     spared = {0, 1, *_list_parents(os.getpid(), proc)}
     found = []
     for name in filter(str.isdecimal, os.listdir(proc)):
-        entries = _read(f"{proc}/{name}/environ").split(b"\0") if _belongs_to(name, proc, uid) else []
-        starts = [int(one[len(_OWNER) :]) for one in entries if re.fullmatch(_OWNER + b"[0-9]+", one)]
-        if entry not in entries or max([0, *starts]) > owner:
+        if not _belongs_to(name, proc, uid):
+            continue
+        entries, words = (_read(f"{proc}/{name}/{file}") for file in ("environ", "cmdline"))
+        own = entry in entries.split(b"\0")
+        starts = re.findall(rb"(?:^|\0)CPUFT_OWNER=([0-9]+)(?=\0)", entries) if own else []
+        starts += re.findall(re.escape(place) + rb"([0-9]+)", words)
+        if not (own or starts) or max([0, *map(int, starts)]) > owner:
             continue
         first, *above = _list_parents(int(name), proc)
         found.append(first)
@@ -53,7 +57,7 @@ def find_processes(run_dir: str, owner: int, proc: str = "/proc", uid: int | Non
     return [pid for pid in dict.fromkeys(found) if pid not in spared]
 
 
-def _list_parents(pid: int, proc: str) -> list[int]:
+def _list_parents(pid: int, proc: str) -> "list[int]":
     """Return a process, its parent, and so on up to process 1."""
     pids = [pid]
     while pids[-1] > 1:
@@ -82,7 +86,7 @@ def _read(path: str) -> bytes:
         return b""
 
 
-def kill_processes(run_dir: str, owner: int) -> list[int]:
+def kill_processes(run_dir: str, owner: int) -> "list[int]":
     """Send SIGKILL to the run's processes on this host, which `find_processes` finds; return their numbers."""
     killed = []
     for pid in find_processes(run_dir, owner):

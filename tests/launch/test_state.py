@@ -117,12 +117,14 @@ def test_a_start_ends_when_a_later_one_has_begun(tmp_path: Path) -> None:
     work.mkdir()
     writer = StateWriter(str(work), STATE)
     writer.write()
-    for state in (replace(STATE, owner=3, start="mine"), replace(STATE, owner=4, id="ba9876543210")):
+    for state in (replace(STATE, owner=2, start="before"), STATE, replace(STATE, owner=4, id="ba9876543210")):
         write_state(str(tmp_path), state)
         writer.refuse_later_start()
-    write_state(str(tmp_path), replace(STATE, owner=4))
-    with pytest.raises(LaterStartError, match=r"^start 4 of the run has begun, so start 3 was ended: wait until"):
-        writer.refuse_later_start()
+    for owner, start in ((4, "later"), (3, "other")):
+        write_state(str(tmp_path), replace(STATE, owner=owner, start=start))
+        said = f"^another launcher has begun start {owner} of the run, so this one, start 3, was ended: wait until"
+        with pytest.raises(LaterStartError, match=said):
+            writer.refuse_later_start()
     write_state(str(work), replace(STATE, owner=4))
     writer.end(213, "it was ended")
     assert read_state(str(work)) == replace(STATE, owner=4)

@@ -32,7 +32,8 @@ from cpuft.launch.supervise import (
     Watchdog,
     run_on_this_machine,
 )
-from cpuft.plan import RunPlan, Step
+from cpuft.plan import RunPlan, Setting, Step
+from cpuft.rank import kill
 from cpuft.rank.diagnostics import HANG_MARK
 from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.process import ENDED_MARK, STARTED_MARK, WAITS_MARK, format_failure
@@ -318,12 +319,30 @@ def test_ranks_are_ended_when_another_launcher_has_started_the_run_again(tmp_pat
     script = 'cp "$0/../later/state.json" "$0/.."; echo "$CPUFT_OWNER $CPUFT_RUN_DIR" >"$0/told"; exec sleep 60'
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
     begun = time.monotonic()
-    with pytest.raises(LaterStartError, match="start 2 of the run has begun, so start 1 was ended"):
+    with pytest.raises(LaterStartError, match=r"has begun start 2 of the run, so this one, start 1, was ended"):
         run_on_this_machine(plan, str(run), make_state("localhost"), os.environ, 0.0, SshTransport())
     assert time.monotonic() - begun < 30
     assert (run / "told").read_text() == f"1 {run}\n"
     with pytest.raises(LaterStartError):
         run_on_this_machine(plan, str(run), make_state("localhost"), os.environ, 0.0, SshTransport())
+
+
+@pytest.mark.parametrize("name", ["I_MPI_HYDRA_BOOTSTRAP", "I_MPI_HYDRA_BOOTSTRAP_EXEC", ""])
+@pytest.mark.parametrize("is_on_host_disk", [False, True])
+def test_what_mpirun_starts_on_other_hosts_is_marked(is_on_host_disk: bool, name: str, tmp_path: Path) -> None:
+    """Not in a Slurm job, where srun starts it, nor with a program of the user's."""
+    run, marked = tmp_path / "run", f"{tmp_path}/{kill.SSH_NAME}1"
+    make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
+    if is_on_host_disk:
+        write_state(str(tmp_path), make_state("localhost"))
+    script = 'echo "$I_MPI_HYDRA_BOOTSTRAP_EXEC" >"$0/told"; [ ! -L "$1" ] || "$1" -V'
+    settings = (Setting(name, "mine", ""),) if name else ()
+    plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run), marked), settings),),))
+    assert run_on_this_machine(plan, str(run), make_state("localhost"), os.environ, 0.0, SshTransport()) == 0
+    mine = "mine" if name.endswith("EXEC") else ""
+    assert (run / "told").read_text() == f"{marked if is_on_host_disk and not name else mine}\n"
+    assert ("OpenSSH" in (run / "logs/mpirun.log").read_text()) == (is_on_host_disk and not name)
+    assert not os.path.lexists(marked)
 
 
 def test_a_host_that_is_lost_while_examples_are_prepared_is_detected(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import signal
@@ -10,10 +11,11 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from cpuft.rank import kill
+from cpuft.rank import describe_run, kill
 
 Start = Callable[..., subprocess.Popen[bytes]]
 
@@ -43,6 +45,17 @@ def run_as_on_a_host(run_dir: str, owner: int = 9) -> str:
     source = Path(kill.__file__).read_text(encoding="utf-8")
     command = [sys.executable, "-c", "import sys; exec(sys.stdin.read())", run_dir, str(owner)]
     return subprocess.run(command, input=source, capture_output=True, text=True, check=True, timeout=20).stdout
+
+
+@pytest.mark.parametrize("module", [kill, describe_run])
+def test_what_hosts_run_needs_no_newer_python_than_3_6(module: ModuleType) -> None:
+    """Newer ones refuse none of it. The import of annotations from the future came with 3.7."""
+    text = Path(str(module.__file__)).read_text(encoding="utf-8")
+    ast.parse(text, feature_version=(3, 6))
+    assert "__future__" not in text
+    for node in ast.walk(ast.parse(text)):
+        for name in ("annotation", "returns"):
+            assert not isinstance(getattr(node, name, None), ast.Subscript | ast.BinOp)
 
 
 def test_a_newline_in_the_folder_matches_no_other_variable(start: Start, tmp_path: Path) -> None:
@@ -99,6 +112,11 @@ def test_processes_of_other_users_are_never_killed(start: Start, tmp_path: Path)
 
 def test_processes_of_later_starts_stay(start: Start, tmp_path: Path) -> None:
     """Another launcher has started the run again. Those of earlier starts may have no ranks yet, only mpirun or ssh."""
-    first, second, third = (start({"CPUFT_RUN_DIR": str(tmp_path), "CPUFT_OWNER": str(owner)}) for owner in (1, 2, 10))
-    assert sorted(map(int, run_as_on_a_host(str(tmp_path), 2).split())) == sorted([first.pid, second.pid])
-    assert third.poll() is None
+    run_dir, owners = f"{tmp_path}/run", (1, 2, 10)
+    marked = [start({"CPUFT_RUN_DIR": run_dir, "CPUFT_OWNER": str(owner)}) for owner in owners]
+    wait = ("sh", "-c", "sleep 60; :")
+    named = [start({}, *wait, f"{tmp_path}/{kill.SSH_NAME}{owner}") for owner in owners]
+    strangers = [start({}, *wait, name) for name in (kill.SSH_NAME, f"{tmp_path}/other/{kill.SSH_NAME}1", run_dir)]
+    killed = [process.pid for process in (*marked[:2], *named[:2])]
+    assert sorted(map(int, run_as_on_a_host(run_dir, 2).split())) == sorted(killed)
+    assert [process.poll() for process in (marked[2], named[2], *strangers)] == [None] * 5
