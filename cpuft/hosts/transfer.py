@@ -24,6 +24,7 @@ import collections
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -34,7 +35,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -207,104 +208,97 @@ def _run_ahead(function: "Callable[[list[S]], list[T]]", batches: "Iterable[list
 
 
 class Stream:
-    """Bytes from and to the other side. Raises TransferError: the connection ended, or nothing has moved for 60 s."""
+    """Bytes from and to the other side. Raises LostError: the connection ended, or nothing has moved for 60 s."""
 
-    def __init__(self, read_into: "Callable[[memoryview], int]", write_some: "Callable[[memoryview], int]") -> None:
-        """Both return how many bytes they have read or written; `read_into` returns 0 at the end."""
-        self._read_into, self._write_some = read_into, write_some
-        self._read = bytearray()
+    def __init__(self, source: io.RawIOBase, target: io.RawIOBase) -> None:
+        # No BufferedWriter, which would write at its end, perhaps to another file with the same descriptor.
+        self._source, self._target = io.BufferedReader(source, _SMALL), target
         self._written, self._flushed_at = bytearray(), time.monotonic()
 
-    def read(self, size: int) -> bytearray:
+    def read(self, size: int) -> bytes:
         """Return exactly `size` bytes."""
-        while len(self._read) < size < _SMALL:
-            self._read_more()
-        data = self._read[:size]
-        del self._read[:size]
-        have = len(data)
-        data += bytes(size - have)
-        while have < size:
-            have += self._fill(memoryview(data)[have:])
+        with _raise_lost():
+            data = self._source.read(size)
+        if len(data) < size:
+            raise LostError("the connection ended before the last file")
         return data
-
-    def drain(self) -> None:
-        """Read to the end."""
-        with contextlib.suppress(TransferError):
-            while True:
-                self._read_more()
 
     def skip_noise(self) -> None:
         """Read up to the beginning of the other side's program: a login shell may have printed something before."""
-        while _MAGIC not in self._read:
-            if len(self._read) > _SMALL:
-                raise LostError(f"the login shell prints {bytes(self._read[:80])!r} and more before each command")
-            self._read_more()
-        del self._read[: self._read.index(_MAGIC) + len(_MAGIC)]
+        line, noise = b"", b""
+        while not line.endswith(_MAGIC):
+            noise += line
+            if len(noise) > _SMALL:
+                raise LostError(f"the login shell prints {noise[:80]!r} and more before each command")
+            with _raise_lost():
+                line = self._source.readline(_SMALL)
+            if not line:
+                raise LostError("the connection ended before the transfer began")
 
-    def _read_more(self) -> None:
-        more = bytearray(_SMALL)
-        self._read += more[: self._fill(memoryview(more))]
+    def drain(self) -> None:
+        """Read to the end."""
+        with contextlib.suppress(LostError):
+            while True:
+                self.read(_SMALL)
 
-    def _fill(self, place: memoryview) -> int:
-        try:
-            size = self._read_into(place)
-        except OSError as error:
-            raise LostError(f"the connection was lost ({error})") from None
-        if not size:
-            raise LostError("the connection ended before the last file")
-        return size
-
-    def write(self, data: "bytes | bytearray") -> None:
+    def write(self, data: bytes) -> None:
         """Write soon: small pieces together, and at least once a second, so that the other side sees progress."""
-        if len(data) >= _SMALL:
+        self._written += data
+        if len(self._written) >= _SMALL or time.monotonic() - self._flushed_at > 1:
             self.flush()
-            self._write_all(data)
-        else:
-            self._written += data
-            if len(self._written) >= _SMALL or time.monotonic() - self._flushed_at > 1:
-                self.flush()
 
     def flush(self) -> None:
         """Write what is left."""
-        data, self._written = self._written, bytearray()
-        self._write_all(data)
+        left, self._written = memoryview(self._written), bytearray()
+        with _raise_lost():
+            while left:
+                left = left[self._target.write(left) or 0 :]
         self._flushed_at = time.monotonic()
 
-    def _write_all(self, data: "bytes | bytearray") -> None:
-        left = memoryview(data)
-        try:
-            while left:
-                left = left[self._write_some(left) :]
-        except OSError as error:
-            raise LostError(f"the connection was lost ({error})") from None
+
+@contextlib.contextmanager
+def _raise_lost() -> "Iterator[None]":
+    try:
+        yield
+    except OSError as error:
+        raise LostError(f"the connection was lost ({error})") from None
 
 
-def open_stream(source: int, target: int) -> Stream:
-    """Return a stream that reads from one descriptor and writes to another one."""
-    os.set_blocking(target, False)
-    for pipe in (source, target):
+class _Pipe(io.RawIOBase):
+    """A descriptor that has a time limit."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        os.set_blocking(file, False)
         with contextlib.suppress(OSError):
-            fcntl.fcntl(pipe, 1031, BLOCK)  # F_SETPIPE_SZ of Linux
+            fcntl.fcntl(file, 1031, BLOCK)  # F_SETPIPE_SZ of Linux
 
-    def wait(file: int, event: int) -> None:
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, place: "Any") -> int:
+        self._wait(select.POLLIN, "sent")
+        return os.readv(self._file, [place])
+
+    def write(self, data: "Any") -> int:
+        while True:
+            self._wait(select.POLLOUT, "taken")
+            with contextlib.suppress(BlockingIOError):
+                return os.write(self._file, data)
+
+    def _wait(self, event: int, verb: str) -> None:
         poll = select.poll()
-        poll.register(file, event)
+        poll.register(self._file, event)
         if not poll.poll(STALLED_SECONDS * 1000):
-            verb = "sent" if event == select.POLLIN else "taken"
             raise LostError(f"the other side has {verb} nothing for {STALLED_SECONDS:.0f} s")
 
-    def read_into(place: memoryview) -> int:
-        wait(source, select.POLLIN)
-        return os.readv(source, [place])
 
-    def write_some(data: memoryview) -> int:
-        wait(target, select.POLLOUT)
-        try:
-            return os.write(target, data)
-        except BlockingIOError:
-            return 0
-
-    return Stream(read_into, write_some)
+def open_stream(source: "int | io.RawIOBase", target: int) -> Stream:
+    """Return a stream that reads from a descriptor or a file, and writes to another descriptor."""
+    return Stream(_Pipe(source) if isinstance(source, int) else source, _Pipe(target))
 
 
 @contextlib.contextmanager
@@ -447,13 +441,13 @@ def receive(
         stream.write(_HAVE.pack(_LAST, not checksum, b""))
         stream.flush()
 
-    def read(block: _Block) -> "tuple[_Block, bytes | bytearray, bytes]":
+    def read(block: _Block) -> "tuple[_Block, bytes, bytes]":
         mark, known = stream.read(1), have.get((block.number, block.place))
         if mark == _SAME and known:
             return block, b"", known
         if mark not in (_SENT, _UNCHECKED):
             raise RefusedError(f"the host did not send {block.entry.name} as it said")
-        digest = bytes(stream.read(32)) if mark == _SENT else b""
+        digest = stream.read(32) if mark == _SENT else b""
         return block, stream.read(block.size), digest
 
     digests = [*_run_ahead(_write_blocks, ([read(block) for block in batch] for batch in _list_batches(entries)))]
@@ -487,7 +481,7 @@ def _read_list(stream: Stream) -> "list[Entry]":
         try:
             for name, kind, size, mode, changed in json.loads(stream.read(length).decode()):
                 found.append(Entry(_from_wire(name), str(kind), int(size), int(mode), int(changed)))
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
             raise RefusedError("the host did not send a list of files") from None
 
 
@@ -541,7 +535,7 @@ def _find_blocks(entry: Entry) -> Entry:
     return entry._replace(size=0)
 
 
-def _write_blocks(batch: "list[tuple[_Block, bytes | bytearray, bytes]]") -> "list[bytes]":
+def _write_blocks(batch: "list[tuple[_Block, bytes, bytes]]") -> "list[bytes]":
     """Verify and write blocks, and return their SHA-256; without data, that of a block which is there."""
     digests = []
     for block, data, digest in batch:

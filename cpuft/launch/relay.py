@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import io
 import json
 import os
 import select
@@ -21,12 +22,11 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
 from cpuft import execute
 from cpuft.errors import CpuftError
@@ -283,7 +283,7 @@ def _make_context(protocol: int, certificate: str) -> ssl.SSLContext:
     return context
 
 
-def receive(given: BufferedReader) -> None:
+def receive(given: io.BufferedReader) -> None:
     """Receive files as a `ReceiverOrder` and a `Place` on standard input say, send them on, and store them.
 
     Raises CpuftError: there is no place. Raises TransferError, RefusedError: the files did not come to their end or are
@@ -311,7 +311,7 @@ def receive(given: BufferedReader) -> None:
             server.close()
         for child in children:
             stack.enter_context(child)
-        stream = transfer.Stream(_pass_on(source, children), lambda data: os.write(sys.stdout.fileno(), data))
+        stream = transfer.open_stream(_PassedOn(source, children), sys.stdout.fileno())
         try:
             transfer.receive_folder(stream, *told.order.place, is_answered=not told.address)
         except (OSError, transfer.RefusedError):
@@ -320,7 +320,7 @@ def receive(given: BufferedReader) -> None:
 
 
 @contextmanager
-def _connect(place: Place, certificate: str) -> Iterator[BufferedReader]:
+def _connect(place: Place, certificate: str) -> Iterator[io.BufferedReader]:
     """Open the stream of the host that serves this one."""
     context = _make_context(ssl.PROTOCOL_TLS_CLIENT, certificate)
     plain = socket.create_connection((place.parent, place.port), timeout=_CONNECT_SECONDS)
@@ -355,24 +355,26 @@ def _notice_loss(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
-def _pass_on(source: BufferedReader, children: list[ssl.SSLSocket]) -> Callable[[memoryview], int]:
-    """Return a function that reads from a stream into a place in memory, and sends the same to all children.
+class _PassedOn(io.RawIOBase):
+    """A stream that sends what is read from it to all children. A child whose connection was lost gets no more."""
 
-    A child whose connection was lost gets no more.
-    """
-    left = list(children)
+    def __init__(self, source: io.BufferedReader, children: list[ssl.SSLSocket]) -> None:
+        self._source, self._left = source, list(children)
 
-    def read_into(place: memoryview) -> int:
-        data = source.read1(len(place))
-        for child in left[:]:
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, place: Any) -> int:
+        """Read into a place in memory; return the number of bytes, at the end 0."""
+        data = self._source.read1(len(place))
+        for child in self._left[:]:
             try:
                 child.sendall(data)
             except OSError:
-                left.remove(child)
+                self._left.remove(child)
         place[: len(data)] = data
         return len(data)
-
-    return read_into
 
 
 def _exit_at_signal(signal_number: int, frame: object) -> NoReturn:
@@ -385,7 +387,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, _exit_at_signal)  # so that a part of the files is removed
         end_with_parent(signal.SIGTERM)
         try:
-            receive(cast(BufferedReader, sys.stdin.buffer))
+            receive(cast(io.BufferedReader, sys.stdin.buffer))
         except (CpuftError, transfer.TransferError, transfer.RefusedError, OSError) as error:
             sys.exit(f"cpuft: error: {error}")
         return
