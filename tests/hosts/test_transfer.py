@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cpuft.hosts import transfer
@@ -161,7 +161,13 @@ def test_any_tree_arrives_however_often_the_connection_breaks(
         assert {path.name for path in Path(folder).iterdir()} == {"from", *(["to"] if wanted else [])}
 
 
+BOTH = {"a": (bytes(40), 0o644), "z": (bytes(40), 0o644)}
+
+
 @given(FILES, FILES, st.integers(0, 900))
+@example(BOTH, {"z": (bytes(40), 0o600)}, 260)
+@example(BOTH, {"a/b": (bytes(40), 0o644)}, 260)
+@example({"a/b": (bytes(40), 0o644), **BOTH}, BOTH, 260)
 def test_what_changes_between_two_tries_arrives_as_it_is_at_the_last(
     first: dict[str, tuple[bytes, int]], second: dict[str, tuple[bytes, int]], cut: int
 ) -> None:
@@ -248,7 +254,7 @@ def test_a_file_that_changes_while_it_is_sent_is_named(root: Path) -> None:
     source.mkdir()
     (source / "log").write_text("x" * 100)
     entries = [*walk(str(source))]
-    (source / "log").write_text("x" * 99)
+    os.utime(source / "log", (1000, 1000))
     link = Link()
     with pytest.raises(TransferError, match="the connection ended before the last file"):
         move(entries, root / "to", link)
