@@ -314,26 +314,24 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin
     assert process.stdout
-    problem, seconds = None, STALLED_SECONDS
+    problem, seconds = None, _END_SECONDS
     try:
-        try:
-            stream = open_stream(process.stdout.fileno(), process.stdin.fileno())
-            stream.write(b"%d\n%b" % (len(program), program))
-            stream.flush()
-            stream.skip_noise()
-            yield stream
-        except TransferError as error:
-            problem, seconds = error, _END_SECONDS
-        process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
+        stream = open_stream(process.stdout.fileno(), process.stdin.fileno())
+        stream.write(b"%d\n%b" % (len(program), program))
+        stream.flush()
+        stream.skip_noise()
+        yield stream
+        seconds = STALLED_SECONDS
+    except TransferError as error:
+        problem = error
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-            problem = problem or LostError(f"the command on the host has not ended after {seconds:.0f} s")
         process.stdin.close()
         process.stdout.close()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     if problem or process.returncode:
         problem = problem or LostError("the command on the host failed")
         problem.exit_code = max(0, process.returncode)

@@ -89,8 +89,8 @@ class RelayOrder:
 class ReceiverOrder:
     """First line of a receiver's standard input."""
 
-    order: RelayOrder
-    """What is sent, without its receivers."""
+    place: tuple[str, ...]
+    """`RelayOrder.place`."""
     address: str
     """Address on which the receiver listens; empty if it is the only one."""
     certificate: str
@@ -139,12 +139,11 @@ def count_children(index: int, hosts: int) -> int:
 def _send_tree(order: RelayOrder, receivers: Sequence[Receiver]) -> dict[str, tuple[int, str]]:
     """Send the files to hosts, of which each but the first gets them from another host. Returns as `send` does."""
     certificate = _make_certificate() if len(receivers) > 1 else ""
-    what = dataclasses.replace(order, receivers=())
     end = time.monotonic() + _READY_SECONDS
     with ExitStack() as stack:
         links = [stack.enter_context(_Link(receiver)) for receiver in receivers]
         for link in links:
-            link.tell(ReceiverOrder(what, link.receiver.address if certificate else "", certificate))
+            link.tell(ReceiverOrder(order.place, link.receiver.address if certificate else "", certificate))
         # A host that did not start is no part of the tree, so that no other host has to wait for it.
         ready = [link for link in links if link.wait_until_ready(end)]
         for link in links:
@@ -313,7 +312,7 @@ def receive(given: io.BufferedReader) -> None:
             stack.enter_context(child)
         stream = transfer.open_stream(_PassedOn(source, children), sys.stdout.fileno())
         try:
-            transfer.receive_folder(stream, *told.order.place, is_answered=not told.address)
+            transfer.receive_folder(stream, *told.place, is_answered=not told.address)
         except (OSError, transfer.RefusedError):
             stream.drain()  # if this disk is full, the other hosts still get the files
             raise
