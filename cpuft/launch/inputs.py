@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
@@ -28,7 +29,6 @@ from cpuft.files import (
     split_paths,
     write_text,
 )
-from cpuft.hosts import transfer
 from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
@@ -380,7 +380,7 @@ def _plan_copies(
         receivers = tuple(Receiver(host, addresses.get(host, ""), reach(host, start)) for host in hosts)
         text = json.dumps(dataclasses.asdict(replace(order, receivers=receivers)))
         return (Step(whys[0], module_command(python, "cpuft.launch.relay"), stdin=text, **options),)
-    push = (*module_command(python, "cpuft.hosts.transfer"), "push", order.folder, str(len(order.names)), *order.names)
+    push = (*module_command(python, "cpuft.transfer"), "push", order.folder, str(len(order.names)), *order.names)
     receive = cluster.access.transfer_command("receive", *order.place)
     return tuple(Step(why, (*push, *reach(host, receive)), **options) for host, why in zip(hosts, whys))
 

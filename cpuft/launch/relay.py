@@ -28,9 +28,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, cast
 
-from cpuft import execute
+from cpuft import execute, transfer
 from cpuft.errors import CpuftError
-from cpuft.hosts import transfer
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
@@ -312,7 +311,7 @@ def receive(given: io.BufferedReader) -> None:
             stack.enter_context(child)
         stream = transfer.open_stream(_PassedOn(source, children), sys.stdout.fileno())
         try:
-            transfer.receive_folder(stream, *told.place, is_answered=not told.address)
+            transfer.receive_folder(stream, told.place, is_answered=not told.address)
         except (OSError, transfer.RefusedError):
             stream.drain()  # if this disk is full, the other hosts still get the files
             raise
@@ -366,7 +365,8 @@ class _PassedOn(io.RawIOBase):
 
     def readinto(self, place: Any) -> int:
         """Read into a place in memory; return the number of bytes, at the end 0."""
-        data = self._source.read1(len(place))
+        with transfer.raise_lost():
+            data = self._source.read1(len(place))
         for child in self._left[:]:
             try:
                 child.sendall(data)

@@ -15,16 +15,16 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError
-from cpuft.hosts.transfer import Stream, hash_blocks, make_checksum, walk_names
-from cpuft.hosts.transfer import send as send_files
 from cpuft.launch import relay
 from cpuft.launch.relay import Place, Receiver, ReceiverOrder, RelayOrder, count_children, send
+from cpuft.transfer import Stream, hash_blocks, make_checksum, walk_names
+from cpuft.transfer import send as send_files
 
 RECEIVE = (*module_command(sys.executable, "cpuft.launch.relay"), "receive")
 ENDS_EARLY = (
@@ -163,7 +163,7 @@ def asdict(order: RelayOrder) -> dict[str, object]:
 
 def passed_on(data: bytes, children: list[ssl.SSLSocket]) -> bytes:
     """What a host reads, and its children get."""
-    source = io.BufferedReader(io.BytesIO(data))  # type: ignore[type-var]
+    source = io.BufferedReader(io.BytesIO(data))
     return io.BufferedReader(relay._PassedOn(cast(io.BufferedReader, source), children)).read(len(data))
 
 
@@ -231,7 +231,7 @@ def test_a_receiver_listens_on_its_address_only_and_stores_nothing_that_was_cut_
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
         written = io.BytesIO()
-        send_files(Stream(io.BytesIO(), written), walk_names(order.folder, ["model"]), False)  # type: ignore[arg-type]
+        send_files(Stream(cast(Any, io.BytesIO()), cast(Any, written)), walk_names(order.folder, ["model"]), False)
         place = json.dumps(vars(Place("", 0, 0))).encode()
         _, errors = process.communicate(place + b"\n" + written.getvalue()[:10_240])
     assert process.returncode == 1

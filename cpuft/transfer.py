@@ -2,7 +2,7 @@
 
 Both sides run this file, so both have the same version of it: the host's Python gets it on its standard input
 (`connect`). It therefore imports the standard library alone, and runs on Python 3.6 and newer. `python -m
-cpuft.hosts.transfer push FOLDER COUNT NAME... COMMAND...` sends files to the host that COMMAND reaches.
+cpuft.transfer push FOLDER COUNT NAME... COMMAND...` sends files to the host that COMMAND reaches.
 
 The protocol, over the two streams of a command such as ssh:
 
@@ -208,7 +208,7 @@ def _run_ahead(function: "Callable[[list[S]], list[T]]", batches: "Iterable[list
 
 
 class Stream:
-    """Bytes from and to the other side. Raises LostError: the connection ended, or nothing has moved for 60 s."""
+    """Bytes from and to the other side, by files that raise LostError if the connection is lost or nothing moves."""
 
     def __init__(self, source: io.RawIOBase, target: io.RawIOBase) -> None:
         # No BufferedWriter, which would write at its end, perhaps to another file with the same descriptor.
@@ -217,8 +217,7 @@ class Stream:
 
     def read(self, size: int) -> bytes:
         """Return exactly `size` bytes."""
-        with _raise_lost():
-            data = self._source.read(size)
+        data = self._source.read(size)
         if len(data) < size:
             raise LostError("the connection ended before the last file")
         return data
@@ -230,8 +229,7 @@ class Stream:
             noise += line
             if len(noise) > _SMALL:
                 raise LostError(f"the login shell prints {noise[:80]!r} and more before each command")
-            with _raise_lost():
-                line = self._source.readline(_SMALL)
+            line = self._source.readline(_SMALL)
             if not line:
                 raise LostError("the connection ended before the transfer began")
 
@@ -250,14 +248,14 @@ class Stream:
     def flush(self) -> None:
         """Write what is left."""
         left, self._written = memoryview(self._written), bytearray()
-        with _raise_lost():
-            while left:
-                left = left[self._target.write(left) or 0 :]
+        while left:
+            left = left[self._target.write(left) or 0 :]
         self._flushed_at = time.monotonic()
 
 
 @contextlib.contextmanager
-def _raise_lost() -> "Iterator[None]":
+def raise_lost() -> "Iterator[None]":
+    """Raise LostError in place of OSError."""
     try:
         yield
     except OSError as error:
@@ -281,12 +279,13 @@ class _Pipe(io.RawIOBase):
 
     def readinto(self, place: "Any") -> int:
         self._wait(select.POLLIN, "sent")
-        return os.readv(self._file, [place])
+        with raise_lost():
+            return os.readv(self._file, [place])
 
     def write(self, data: "Any") -> int:
         while True:
             self._wait(select.POLLOUT, "taken")
-            with contextlib.suppress(BlockingIOError):
+            with raise_lost(), contextlib.suppress(BlockingIOError):
                 return os.write(self._file, data)
 
     def _wait(self, event: int, verb: str) -> None:
@@ -454,17 +453,14 @@ def receive(
     if checksum and make_checksum(entries, digests) != checksum:
         raise RefusedError("the files have changed since their checksum was computed: start again")
     for entry in entries:
-        if entry.kind == FOLDER:
-            os.chmod(entry.path, entry.mode & 0o755 | 0o700)
-            continue
-        with open(entry.path, "ab") as file:
-            os.fchmod(file.fileno(), entry.mode & 0o755 | 0o600)
+        if entry.kind == FILE and not entry.size:
+            os.close(os.open(entry.path, os.O_WRONLY | os.O_CREAT, 0o600))
+        os.chmod(entry.path, entry.mode & 0o755 | (0o600 if entry.kind == FILE else 0o700))
+        if entry.kind == FILE:
             with contextlib.suppress(OverflowError, OSError, ValueError):  # a time that no file system knows
-                os.utime(file.fileno(), ns=(entry.time, entry.time))
-            if syncs:
-                os.fsync(file.fileno())
-    for folder, _, _ in os.walk(part) if syncs else ():
-        sync_folder(folder)
+                os.utime(entry.path, ns=(entry.time, entry.time))
+    for path in (*(one.path for one in entries), part) if syncs and entries else ():
+        sync(path)
     return entries, [one for one in found if one.kind not in (FILE, FOLDER)]
 
 
@@ -543,17 +539,18 @@ def _write_blocks(batch: "list[tuple[_Block, bytes, bytes]]") -> "list[bytes]":
         digests.append(found)
         if data:
             file = os.open(block.entry.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with open(file, "wb", buffering=0) as output:
-                output.seek(block.place * BLOCK)
-                left = memoryview(data)
-                while left:
-                    left = left[output.write(left) :]
+            try:
+                written = 0
+                while written < len(data):
+                    written += os.pwrite(file, memoryview(data)[written:], block.place * BLOCK + written)
+            finally:
+                os.close(file)
     return digests
 
 
-def sync_folder(folder: str) -> None:
-    """Bring the names in a folder to the disk."""
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: str) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(held)
     finally:
@@ -619,8 +616,10 @@ def _answer() -> Stream:
     return stream
 
 
-def receive_folder(stream: Stream, root: str, folder: str, checksum: str = "", is_answered: bool = True) -> None:
-    """Receive files into a folder below `root`, this user's private folder; with a checksum it is a bundle."""
+def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
+    """Receive files into a folder, as `place` says: this user's private folder, a folder below it, and for a bundle its
+    checksum."""
+    root, folder, checksum = (*place, "")[:3]
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):
         _make_private(private)
     os.makedirs(os.path.dirname(folder), 0o700, exist_ok=True)
@@ -724,7 +723,7 @@ def _push(folder: str, count: str, *words: str) -> None:
 
 ROLES: "dict[str, Callable[..., None]]" = {
     "push": _push,
-    "receive": lambda *words: receive_folder(_answer(), *words),
+    "receive": lambda *words: receive_folder(_answer(), words),
     "send-run": _send_run,
     "send-checkpoints": _send_checkpoints,
     "find-missing": _find_missing,

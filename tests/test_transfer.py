@@ -16,16 +16,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from cpuft.hosts import transfer
-from cpuft.hosts.transfer import (
+from cpuft import transfer
+from cpuft.transfer import (
     FROM_STREAM,
     Entry,
+    LostError,
     RefusedError,
     Stream,
     TransferError,
@@ -67,7 +68,7 @@ class Cut(transfer._Pipe):
 
     def write(self, data: Any) -> int:
         if self._link.nbytes >= self._link.cut_after:
-            raise ConnectionResetError("cut")
+            raise LostError("cut")
         written = super().write(data[: int(min(len(data), self._link.cut_after - self._link.nbytes))])
         self._link.nbytes += written
         return written
@@ -91,7 +92,7 @@ def make_tree(root: Path, files: dict[str, tuple[bytes, int]]) -> None:
 
 
 def read_tree(root: Path) -> dict[str, tuple[object, ...]]:
-    found = {}
+    found = dict[str, tuple[object, ...]]()
     for path in sorted(root.rglob("*")):
         state = path.lstat()
         mode = stat.S_IMODE(state.st_mode) & 0o755
@@ -232,7 +233,7 @@ def test_a_list_that_cpuft_would_not_send_is_refused(root: Path, names: list[str
     "sent", [b"GET / HTTP/1.1\r\n", b"\0\0\0\2{}", b"\0\0\0\2[1", b"\0\0\0\4[[1]", b"\0\0\0\x06[[[]]]"]
 )
 def test_what_is_no_transfer_is_refused(root: Path, sent: bytes) -> None:
-    stream = Stream(io.BytesIO(sent + bytes(100)), io.BytesIO())  # type: ignore[arg-type]
+    stream = Stream(cast(Any, io.BytesIO(sent + bytes(100))), cast(Any, io.BytesIO()))
     with pytest.raises((RefusedError, TransferError)), open_part(str(root / "part")) as part:
         receive(stream, part)
     assert not (root / "part" / "files").exists()
