@@ -16,6 +16,7 @@ from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
+from cpuft.transfer import FILE, TransferError, walk
 
 _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
 SECRETS_PREFIX = "CPUFT_SENT"
@@ -188,6 +189,18 @@ def split_paths(text: str) -> list[str]:
         return [text]
     names = [word.strip() for word in text.split(",")]
     return [path for name in names for path in (sorted(glob.glob(name)) if glob.has_magic(name) else []) or [name]]
+
+
+def list_files(path: Path) -> list[Path]:
+    """Return the files at a path and below it, as `walk` finds them.
+
+    Raises OSError: something cannot be read. Raises CpuftError: a link leads to nothing, or to a folder that contains
+    it.
+    """
+    try:
+        return [Path(one.path) for one in walk(str(path), path.name) if one.kind == FILE]
+    except TransferError as error:
+        raise CpuftError(str(error)) from None
 
 
 def hash_text(text: str, digits: int = 64) -> str:

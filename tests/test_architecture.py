@@ -24,6 +24,7 @@ PURE = {
     "serialization",
     "tasks",
     "terminal",
+    "transfer",
 }
 TOLD = PURE | {"config", "plan", "record"}
 HOSTS = TOLD | {"execute", "hosts"}
@@ -33,14 +34,15 @@ ALLOWED: dict[str, set[str]] = {
     "compiler": {"errors", "hardware"},
     "compressions": set(),
     "errors": set(),
-    "files": {"errors", "serialization"},
+    "files": {"errors", "serialization", "transfer"},
     "hardware": {"errors"},
     # Not a small module: it imports torch.
-    "kernels": {"compiler", "errors", "files", "hardware", "serialization"},
+    "kernels": {"compiler", "errors", "files", "hardware", "serialization", "transfer"},
     "secret_variables": set(),
     "serialization": set(),
     "tasks": set(),
     "terminal": {"errors"},
+    "transfer": set(),
     "config": PURE,
     "plan": PURE,
     "record": PURE | {"config"},

@@ -13,12 +13,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cpuft import transfer
 from cpuft.argv import WITHOUT_WORKING_FOLDER
 from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.execute import Answer
 from cpuft.files import hash_text
-from cpuft.hosts import facts, registry, transfer
+from cpuft.hosts import facts, registry
 from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.topology import HostFacts, parse_facts
@@ -89,7 +90,7 @@ class Access:
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_transfer(self, host: Host, *words: str) -> Answer:
-        """Run `cpuft.hosts.transfer` on a host where nothing has to be sent; return its answer."""
+        """Run `cpuft.transfer` on a host where nothing has to be sent; return its answer."""
         program = Path(transfer.__file__).read_text(encoding="utf-8")
         return self.transport.run(host, self.any_python("-IS", "-c", FROM_STDIN, *words), program)
 

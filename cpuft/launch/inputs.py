@@ -9,12 +9,13 @@ import re
 import secrets
 import sys
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
 from cpuft.config import PredictConfig, TrainConfig
 from cpuft.errors import CpuftError
@@ -28,7 +29,6 @@ from cpuft.files import (
     split_paths,
     write_text,
 )
-from cpuft.hosts import transfer
 from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
@@ -354,7 +354,6 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
     Raises CpuftError: a host does not have a bundle that was sent by an earlier launch, and neither has this machine.
     """
     stages: list[tuple[Step, ...]] = []
-    start, addresses = _receive_command(cluster), cluster.addresses
     for bundle in bundles:
         hosts = [host for host, folders in missing.items() if bundle.remote_folder in folders]
         if bundle.is_for_head:
@@ -365,44 +364,44 @@ def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], c
                 f"{', '.join(hosts)} {do} not have {bundle.remote_folder}, with which the run was started: name "
                 "--model, --data-dir or the files with examples again, as when it was started"
             )
-        names = [source.name for source in bundle.sources]
-        folder = str(bundle.sources[0].parent) if names else ""
-        send, place = _push_command(sys.executable, folder, names), (cluster.folder, *bundle.place)
-        size = f"{bundle.nbytes / 1e6:.1f} MB"
-        if len(hosts) >= _RELAY_HOSTS and bundle.nbytes * len(hosts) > _RELAY_BYTES:
-            relay = RelayOrder(
-                folder,
-                tuple(names),
-                place,
-                tuple(Receiver(host, addresses.get(host, ""), cluster.command_on(host, start)) for host in hosts),
-            )
-            stages.append((_plan_relay(sys.executable, relay, f"send {names[0]} to {len(hosts)} hosts ({size} each)"),))
-            continue
-        stages.append(
-            tuple(
-                Step(f"send {names[0]} to {host} ({size})", (*send, *cluster.transfer_on(host, "receive", *place)))
-                for host in hosts
-            )
-        )
-    return tuple(stage for stage in stages if stage)
+        if hosts:
+            names, size = [source.name for source in bundle.sources], f"{bundle.nbytes / 1e6:.1f} MB"
+            place = (cluster.folder, *bundle.place)
+            order = RelayOrder(str(bundle.sources[0].parent), tuple(names), place, ())
+            is_tree = len(hosts) >= _RELAY_HOSTS and bundle.nbytes * len(hosts) > _RELAY_BYTES
+            whys = [f"send {names[0]} to {host} ({size})" for host in hosts]
+            whys = [f"send {names[0]} to {len(hosts)} hosts ({size} each)"] if is_tree else whys
+            stages.append(_plan_copies(cluster, sys.executable, order, hosts, cluster.command_on, whys))
+    return tuple(stages)
 
 
-def _push_command(python: str, folder: str, names: Sequence[str]) -> tuple[str, ...]:
-    """Return the argv that sends files to a host, without the command that receives them there."""
-    return (*module_command(python, "cpuft.hosts.transfer"), "push", folder, str(len(names)), *names)
+def _plan_copies(
+    cluster: Cluster,
+    python: str,
+    order: RelayOrder,
+    hosts: Sequence[str],
+    reach: Callable[[str, tuple[str, ...]], tuple[str, ...]],
+    whys: Sequence[str],
+    **options: Any,
+) -> tuple[Step, ...]:
+    """Plan to send files to hosts: as a tree if there is one reason for several hosts, else with a step for each.
 
-
-def _receive_command(cluster: Cluster) -> tuple[str, ...]:
-    """Return the argv that starts the receiver of a relay on a host."""
-    settings = [f"{name}={value}" for name, value in cluster.access.settings.items()]
-    command = (*module_command(cluster.python, "cpuft.launch.relay"), "receive")
-    return ("env", *settings, *command) if settings else command
-
-
-def _plan_relay(python: str, relay: RelayOrder, why: str, **options: Any) -> Step:
-    """Return the step that sends files to hosts, which send them on to each other; `options` are fields of the step."""
-    text = json.dumps(dataclasses.asdict(relay))
-    return Step(why, module_command(python, "cpuft.launch.relay"), stdin=text, **options)
+    Parameters
+    ----------
+    order: what is sent, without its receivers.
+    reach: returns the argv that runs another argv on a host.
+    options: fields of the steps.
+    """
+    if len(whys) < len(hosts):
+        env = [f"{name}={value}" for name, value in cluster.access.settings.items()]
+        start = (*(("env", *env) if env else ()), *module_command(cluster.python, "cpuft.launch.relay"), "receive")
+        addresses = cluster.addresses
+        receivers = tuple(Receiver(host, addresses.get(host, ""), reach(host, start)) for host in hosts)
+        text = json.dumps(dataclasses.asdict(replace(order, receivers=receivers)))
+        return (Step(whys[0], module_command(python, "cpuft.launch.relay"), stdin=text, **options),)
+    push = (*module_command(python, "cpuft.transfer"), "push", order.folder, str(len(order.names)), *order.names)
+    receive = cluster.access.transfer_command("receive", *order.place)
+    return tuple(Step(why, (*push, *reach(host, receive)), **options) for host, why in zip(hosts, whys))
 
 
 def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
@@ -420,23 +419,15 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
     names = [assignment.host.name for assignment in cluster.assignments[1:] if assignment.host.name not in have]
     if not names or not cluster.has_own_disks:
         return ()
-    access, place = cluster.access, (cluster.folder, work)
-    ssh = ("ssh", *COMMAND_OPTIONS, *access.mpirun_options)
-    settings = tuple(Setting(name, value, "") for name, value in access.settings.items())
-    if len(names) >= _RELAY_COPIES:
-        start, addresses = make_shell_line(_receive_command(cluster)), cluster.addresses
-        receivers = tuple(Receiver(name, addresses.get(name, ""), (*ssh, name, start)) for name in names)
-        relay = RelayOrder(work, (PREPARED_DATA,), place, receivers)
-        why = f"copy the prepared examples to {len(names)} hosts"
-        return ((_plan_relay(cluster.python, relay, why, settings=settings, host=cluster.head),),)
-    send = _push_command(cluster.python, work, (PREPARED_DATA,))
-    receive = make_shell_line(access.transfer_command("receive", *place))
-    return (
-        tuple(
-            Step(f"copy the prepared examples to {name}", (*send, *ssh, name, receive), settings, cluster.head)
-            for name in names
-        ),
-    )
+
+    def reach(name: str, argv: tuple[str, ...]) -> tuple[str, ...]:
+        return ("ssh", *COMMAND_OPTIONS, *cluster.access.mpirun_options, name, make_shell_line(argv))
+
+    whys = [f"copy the prepared examples to {name}" for name in names]
+    whys = [f"copy the prepared examples to {len(names)} hosts"] if len(names) >= _RELAY_COPIES else whys
+    order = RelayOrder(work, (PREPARED_DATA,), (cluster.folder, work), ())
+    settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
+    return (_plan_copies(cluster, cluster.python, order, names, reach, whys, settings=settings, host=cluster.head),)
 
 
 def plan_secrets(

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import io
 import json
 import os
 import select
@@ -21,16 +22,14 @@ import socket
 import ssl
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from io import BufferedReader
-from typing import NoReturn, cast
+from typing import Any, NoReturn, cast
 
-from cpuft import execute
+from cpuft import execute, transfer
 from cpuft.errors import CpuftError
-from cpuft.hosts import transfer
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
@@ -89,8 +88,8 @@ class RelayOrder:
 class ReceiverOrder:
     """First line of a receiver's standard input."""
 
-    order: RelayOrder
-    """What is sent, without its receivers."""
+    place: tuple[str, ...]
+    """`RelayOrder.place`."""
     address: str
     """Address on which the receiver listens; empty if it is the only one."""
     certificate: str
@@ -139,12 +138,11 @@ def count_children(index: int, hosts: int) -> int:
 def _send_tree(order: RelayOrder, receivers: Sequence[Receiver]) -> dict[str, tuple[int, str]]:
     """Send the files to hosts, of which each but the first gets them from another host. Returns as `send` does."""
     certificate = _make_certificate() if len(receivers) > 1 else ""
-    what = dataclasses.replace(order, receivers=())
     end = time.monotonic() + _READY_SECONDS
     with ExitStack() as stack:
         links = [stack.enter_context(_Link(receiver)) for receiver in receivers]
         for link in links:
-            link.tell(ReceiverOrder(what, link.receiver.address if certificate else "", certificate))
+            link.tell(ReceiverOrder(order.place, link.receiver.address if certificate else "", certificate))
         # A host that did not start is no part of the tree, so that no other host has to wait for it.
         ready = [link for link in links if link.wait_until_ready(end)]
         for link in links:
@@ -283,7 +281,7 @@ def _make_context(protocol: int, certificate: str) -> ssl.SSLContext:
     return context
 
 
-def receive(given: BufferedReader) -> None:
+def receive(given: io.BufferedReader) -> None:
     """Receive files as a `ReceiverOrder` and a `Place` on standard input say, send them on, and store them.
 
     Raises CpuftError: there is no place. Raises TransferError, RefusedError: the files did not come to their end or are
@@ -311,16 +309,16 @@ def receive(given: BufferedReader) -> None:
             server.close()
         for child in children:
             stack.enter_context(child)
-        stream = transfer.Stream(_pass_on(source, children), lambda data: os.write(sys.stdout.fileno(), data))
+        stream = transfer.open_stream(_PassedOn(source, children), sys.stdout.fileno())
         try:
-            transfer.receive_folder(stream, *told.order.place, is_answered=not told.address)
+            transfer.receive_folder(stream, told.place, is_answered=not told.address)
         except (OSError, transfer.RefusedError):
             stream.drain()  # if this disk is full, the other hosts still get the files
             raise
 
 
 @contextmanager
-def _connect(place: Place, certificate: str) -> Iterator[BufferedReader]:
+def _connect(place: Place, certificate: str) -> Iterator[io.BufferedReader]:
     """Open the stream of the host that serves this one."""
     context = _make_context(ssl.PROTOCOL_TLS_CLIENT, certificate)
     plain = socket.create_connection((place.parent, place.port), timeout=_CONNECT_SECONDS)
@@ -355,24 +353,27 @@ def _notice_loss(connection: socket.socket) -> None:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
 
 
-def _pass_on(source: BufferedReader, children: list[ssl.SSLSocket]) -> Callable[[memoryview], int]:
-    """Return a function that reads from a stream into a place in memory, and sends the same to all children.
+class _PassedOn(io.RawIOBase):
+    """A stream that sends what is read from it to all children. A child whose connection was lost gets no more."""
 
-    A child whose connection was lost gets no more.
-    """
-    left = list(children)
+    def __init__(self, source: io.BufferedReader, children: list[ssl.SSLSocket]) -> None:
+        self._source, self._left = source, list(children)
 
-    def read_into(place: memoryview) -> int:
-        data = source.read1(len(place))
-        for child in left[:]:
+    def readable(self) -> bool:
+        """Return True."""
+        return True
+
+    def readinto(self, place: Any) -> int:
+        """Read into a place in memory; return the number of bytes, at the end 0."""
+        with transfer.raise_lost():
+            data = self._source.read1(len(place))
+        for child in self._left[:]:
             try:
                 child.sendall(data)
             except OSError:
-                left.remove(child)
+                self._left.remove(child)
         place[: len(data)] = data
         return len(data)
-
-    return read_into
 
 
 def _exit_at_signal(signal_number: int, frame: object) -> NoReturn:
@@ -385,7 +386,7 @@ def main() -> None:
         signal.signal(signal.SIGTERM, _exit_at_signal)  # so that a part of the files is removed
         end_with_parent(signal.SIGTERM)
         try:
-            receive(cast(BufferedReader, sys.stdin.buffer))
+            receive(cast(io.BufferedReader, sys.stdin.buffer))
         except (CpuftError, transfer.TransferError, transfer.RefusedError, OSError) as error:
             sys.exit(f"cpuft: error: {error}")
         return

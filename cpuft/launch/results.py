@@ -1,7 +1,7 @@
 """Bring the results of a run back from its hosts, and remove the run there.
 
 `python -m cpuft.launch.results RUN_DIR COMMAND...` merges what COMMAND sends from the run's folder on a host
-(`cpuft.hosts.transfer`) into RUN_DIR. It comes from another machine, so nothing in it is trusted: only plain files and
+(`cpuft.transfer`) into RUN_DIR. It comes from another machine, so nothing in it is trusted: only plain files and
 folders are stored.
 """
 
@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
-from cpuft import execute
+from cpuft import execute, transfer
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
-from cpuft.hosts import transfer
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
 from cpuft.launch.state import FINISHED, find_end, note_state
@@ -332,7 +331,7 @@ def _merge(part: Path, target: Path) -> None:
             source.replace(place)
         else:
             _merge(source, place)
-    transfer.sync_folder(str(target))
+    transfer.sync(str(target))
 
 
 def _is_folder(path: Path) -> bool:

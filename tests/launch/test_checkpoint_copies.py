@@ -18,7 +18,6 @@ from cpuft.config import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
-from cpuft.hosts.transfer import connect, receive
 from cpuft.launch import plan as planning
 from cpuft.launch.checkpoint_copies import CheckpointCopier, check_copy, choose_copy_seconds, pack_checkpoints
 from cpuft.launch.plan import Job, plan_run
@@ -28,6 +27,7 @@ from cpuft.launch.state import write_state
 from cpuft.plan import RunPlan
 from cpuft.record import Line, format_line
 from cpuft.train.checkpoint.files import keep_best, write_checkpoint
+from cpuft.transfer import connect, receive
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
 from tests.launch.test_resume import HEADER, TRAIN

@@ -17,17 +17,16 @@ from typing import Any
 
 import pytest
 
+from cpuft import transfer
 from cpuft.argv import module_command
 from cpuft.cli import cli
 from cpuft.config import LaunchConfig, PredictConfig, ScriptConfig, TrainConfig, parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer, run_stage
 from cpuft.hosts import cluster as clusters
-from cpuft.hosts import transfer
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
-from cpuft.hosts.transfer import FILE, FROM_STREAM, connect, send, walk, walk_names
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (
@@ -51,6 +50,7 @@ from cpuft.launch.run import LaunchRequest, plan_request
 from cpuft.launch.state import LaterStartError, read_state
 from cpuft.plan import RunPlan, Step
 from cpuft.serialization import load, parse_json
+from cpuft.transfer import FILE, FROM_STREAM, connect, send, walk, walk_names
 from tests.conftest import make_facts
 from tests.records import make_state
 

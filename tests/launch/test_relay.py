@@ -14,33 +14,33 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
-from io import BufferedReader
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError
-from cpuft.hosts.transfer import Stream, hash_blocks, make_checksum, walk_names
-from cpuft.hosts.transfer import send as send_files
 from cpuft.launch import relay
 from cpuft.launch.relay import Place, Receiver, ReceiverOrder, RelayOrder, count_children, send
+from cpuft.transfer import Stream, hash_blocks, make_checksum, walk_names
+from cpuft.transfer import send as send_files
 
 RECEIVE = (*module_command(sys.executable, "cpuft.launch.relay"), "receive")
 ENDS_EARLY = (
     sys.executable,
     "-c",
     "import os, cpuft.launch.relay as relay\n"
-    "pass_on, left = relay._pass_on, [4]\n"
-    "def end_early(*given):\n"
-    "    read = pass_on(*given)\n"
-    "    return lambda place: read(place) if left and left.pop(0) else left.append(1) or os._exit(9)\n"
-    "relay._pass_on = end_early\n"
+    "class EndsEarly(relay._PassedOn):\n"
+    "    left = 3\n"
+    "    def readinto(self, place):\n"
+    "        self.left -= 1\n"
+    "        return super().readinto(place) if self.left else os._exit(9)\n"
+    "relay._PassedOn = EndsEarly\n"
     "relay.main()",
     "receive",
 )
-"""A receiver that is lost after the first block."""
+"""A receiver that is lost after some bytes."""
 SMALL_DISK = ("bash", "-c", 'ulimit -f 400; trap "" XFSZ; exec "$@"', "limit", *RECEIVE)
 """A receiver that can store 400 kB."""
 
@@ -163,8 +163,8 @@ def asdict(order: RelayOrder) -> dict[str, object]:
 
 def passed_on(data: bytes, children: list[ssl.SSLSocket]) -> bytes:
     """What a host reads, and its children get."""
-    source = cast(BufferedReader, io.BufferedReader(io.BytesIO(data)))  # type: ignore[type-var]
-    return bytes(Stream(relay._pass_on(source, children), len).read(len(data)))
+    source = io.BufferedReader(io.BytesIO(data))
+    return io.BufferedReader(relay._PassedOn(cast(io.BufferedReader, source), children)).read(len(data))
 
 
 def test_only_who_has_the_certificate_of_the_transfer_is_served() -> None:
@@ -219,24 +219,21 @@ def test_a_receiver_listens_on_its_address_only_and_stores_nothing_that_was_cut_
     order: RelayOrder, tmp_path: Path
 ) -> None:
     command = place_host(tmp_path, "h0").command
-    told = ReceiverOrder(order, "127.0.0.2", relay._make_certificate())
+    told = ReceiverOrder(order.place, "127.0.0.2", relay._make_certificate())
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin
         assert process.stdout
-        text = json.dumps({**vars(told), "order": asdict(order)})
+        text = json.dumps(vars(told))
         process.stdin.write(text.encode() + b"\n")
         process.stdin.flush()
         port = int(process.stdout.readline().removeprefix(relay._READY))
         socket.create_connection(("127.0.0.2", port), timeout=5).close()
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), timeout=5)
-        sent = bytearray()
-        send_files(
-            Stream(lambda place: 0, lambda data: sent.extend(data) or len(data)),
-            walk_names(order.folder, ["model"]),
-            False,
-        )
-        _, errors = process.communicate(json.dumps(vars(Place("", 0, 0))).encode() + b"\n" + sent[:10_240])
+        written = io.BytesIO()
+        send_files(Stream(cast(Any, io.BytesIO()), cast(Any, written)), walk_names(order.folder, ["model"]), False)
+        place = json.dumps(vars(Place("", 0, 0))).encode()
+        _, errors = process.communicate(place + b"\n" + written.getvalue()[:10_240])
     assert process.returncode == 1
     assert errors.decode() == "cpuft: error: the connection ended before the last file\n"
     # What has come stays for the next try.

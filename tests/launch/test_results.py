@@ -18,15 +18,15 @@ from typing import Any
 
 import pytest
 
+from cpuft import transfer
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
-from cpuft.hosts import transfer
 from cpuft.hosts.cluster import Cluster
-from cpuft.hosts.transfer import FROM_STREAM
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import results
 from cpuft.launch.results import NotStoredError, fetch_and_clean_up, fetch_results, plan_results
 from cpuft.launch.state import StateWriter, write_state
 from cpuft.plan import RunPlan, Step
+from cpuft.transfer import FROM_STREAM
 from tests.launch.test_inputs import AWAY
 from tests.records import make_state
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError, counted
-from cpuft.files import cache_folder, hash_file, list_tree, write_atomically
+from cpuft.files import cache_folder, hash_file, list_files, write_atomically
 from cpuft.train.data.archive import explain_cache_failures
 from cpuft.train.data.columnar import Cell
 from cpuft.train.data.tables import Row, Rows, Table
@@ -174,8 +174,8 @@ def find_mining_model(config: TrainConfig) -> str:
 
 def _digest(model: str, parts: object) -> str:
     """Return 16 hexadecimal digits of a checksum of the model's files, or of a hub name, and of other values."""
-    found = [path for path, _ in list_tree(Path(model))] if Path(model).exists() else []
-    files = sorted(path for path in found if path.is_file() and path.suffix in _MODEL_FILES)
+    found = list_files(Path(model)) if Path(model).exists() else []
+    files = sorted(path for path in found if path.suffix in _MODEL_FILES)
     named = [(path.name, hash_file(path)) for path in files] or model
     return hashlib.sha256(json.dumps([_FORMAT, named, parts]).encode()).hexdigest()[:16]
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from cpuft.config import TableOptions, TrainConfig
 from cpuft.errors import CpuftError, list_names
-from cpuft.files import list_tree, split_paths
+from cpuft.files import list_files, split_paths
 from cpuft.train.data.columnar import Cell, is_columnar
 from cpuft.train.data.tables import JSON_SUFFIXES, Table, find_longest_column, get_suffix, read_lines, read_table
 
@@ -122,7 +122,7 @@ def _find_files(path: Path, option: str) -> list[Path]:
     found = (
         [path]
         if not path.is_dir() or is_columnar(path)
-        else sorted(one for one, _ in list_tree(path) if one.suffix in (*JSON_SUFFIXES, *_TEXT_SUFFIXES))
+        else sorted(one for one in list_files(path) if one.suffix in (*JSON_SUFFIXES, *_TEXT_SUFFIXES))
     )
     if not found:
         raise CpuftError(

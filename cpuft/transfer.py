@@ -2,7 +2,7 @@
 
 Both sides run this file, so both have the same version of it: the host's Python gets it on its standard input
 (`connect`). It therefore imports the standard library alone, and runs on Python 3.6 and newer. `python -m
-cpuft.hosts.transfer push FOLDER COUNT NAME... COMMAND...` sends files to the host that COMMAND reaches.
+cpuft.transfer push FOLDER COUNT NAME... COMMAND...` sends files to the host that COMMAND reaches.
 
 The protocol, over the two streams of a command such as ssh:
 
@@ -24,6 +24,7 @@ import collections
 import contextlib
 import fcntl
 import hashlib
+import io
 import json
 import os
 import re
@@ -34,7 +35,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -207,104 +208,96 @@ def _run_ahead(function: "Callable[[list[S]], list[T]]", batches: "Iterable[list
 
 
 class Stream:
-    """Bytes from and to the other side. Raises TransferError: the connection ended, or nothing has moved for 60 s."""
+    """Bytes from and to the other side, by files that raise LostError if the connection is lost or nothing moves."""
 
-    def __init__(self, read_into: "Callable[[memoryview], int]", write_some: "Callable[[memoryview], int]") -> None:
-        """Both return how many bytes they have read or written; `read_into` returns 0 at the end."""
-        self._read_into, self._write_some = read_into, write_some
-        self._read = bytearray()
+    def __init__(self, source: io.RawIOBase, target: io.RawIOBase) -> None:
+        # No BufferedWriter, which would write at its end, perhaps to another file with the same descriptor.
+        self._source, self._target = io.BufferedReader(source, _SMALL), target
         self._written, self._flushed_at = bytearray(), time.monotonic()
 
-    def read(self, size: int) -> bytearray:
+    def read(self, size: int) -> bytes:
         """Return exactly `size` bytes."""
-        while len(self._read) < size < _SMALL:
-            self._read_more()
-        data = self._read[:size]
-        del self._read[:size]
-        have = len(data)
-        data += bytes(size - have)
-        while have < size:
-            have += self._fill(memoryview(data)[have:])
+        data = self._source.read(size)
+        if len(data) < size:
+            raise LostError("the connection ended before the last file")
         return data
-
-    def drain(self) -> None:
-        """Read to the end."""
-        with contextlib.suppress(TransferError):
-            while True:
-                self._read_more()
 
     def skip_noise(self) -> None:
         """Read up to the beginning of the other side's program: a login shell may have printed something before."""
-        while _MAGIC not in self._read:
-            if len(self._read) > _SMALL:
-                raise LostError(f"the login shell prints {bytes(self._read[:80])!r} and more before each command")
-            self._read_more()
-        del self._read[: self._read.index(_MAGIC) + len(_MAGIC)]
+        line, noise = b"", b""
+        while not line.endswith(_MAGIC):
+            noise += line
+            if len(noise) > _SMALL:
+                raise LostError(f"the login shell prints {noise[:80]!r} and more before each command")
+            line = self._source.readline(_SMALL)
+            if not line:
+                raise LostError("the connection ended before the transfer began")
 
-    def _read_more(self) -> None:
-        more = bytearray(_SMALL)
-        self._read += more[: self._fill(memoryview(more))]
+    def drain(self) -> None:
+        """Read to the end."""
+        with contextlib.suppress(LostError):
+            while True:
+                self.read(_SMALL)
 
-    def _fill(self, place: memoryview) -> int:
-        try:
-            size = self._read_into(place)
-        except OSError as error:
-            raise LostError(f"the connection was lost ({error})") from None
-        if not size:
-            raise LostError("the connection ended before the last file")
-        return size
-
-    def write(self, data: "bytes | bytearray") -> None:
+    def write(self, data: bytes) -> None:
         """Write soon: small pieces together, and at least once a second, so that the other side sees progress."""
-        if len(data) >= _SMALL:
+        self._written += data
+        if len(self._written) >= _SMALL or time.monotonic() - self._flushed_at > 1:
             self.flush()
-            self._write_all(data)
-        else:
-            self._written += data
-            if len(self._written) >= _SMALL or time.monotonic() - self._flushed_at > 1:
-                self.flush()
 
     def flush(self) -> None:
         """Write what is left."""
-        data, self._written = self._written, bytearray()
-        self._write_all(data)
+        left, self._written = memoryview(self._written), bytearray()
+        while left:
+            left = left[self._target.write(left) or 0 :]
         self._flushed_at = time.monotonic()
 
-    def _write_all(self, data: "bytes | bytearray") -> None:
-        left = memoryview(data)
-        try:
-            while left:
-                left = left[self._write_some(left) :]
-        except OSError as error:
-            raise LostError(f"the connection was lost ({error})") from None
+
+@contextlib.contextmanager
+def raise_lost() -> "Iterator[None]":
+    """Raise LostError in place of OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise LostError(f"the connection was lost ({error})") from None
 
 
-def open_stream(source: int, target: int) -> Stream:
-    """Return a stream that reads from one descriptor and writes to another one."""
-    os.set_blocking(target, False)
-    for pipe in (source, target):
+class _Pipe(io.RawIOBase):
+    """A descriptor that has a time limit."""
+
+    def __init__(self, file: int) -> None:
+        self._file = file
+        os.set_blocking(file, False)
         with contextlib.suppress(OSError):
-            fcntl.fcntl(pipe, 1031, BLOCK)  # F_SETPIPE_SZ of Linux
+            fcntl.fcntl(file, 1031, BLOCK)  # F_SETPIPE_SZ of Linux
 
-    def wait(file: int, event: int) -> None:
+    def readable(self) -> bool:
+        return True
+
+    def writable(self) -> bool:
+        return True
+
+    def readinto(self, place: "Any") -> int:
+        self._wait(select.POLLIN, "sent")
+        with raise_lost():
+            return os.readv(self._file, [place])
+
+    def write(self, data: "Any") -> int:
+        while True:
+            self._wait(select.POLLOUT, "taken")
+            with raise_lost(), contextlib.suppress(BlockingIOError):
+                return os.write(self._file, data)
+
+    def _wait(self, event: int, verb: str) -> None:
         poll = select.poll()
-        poll.register(file, event)
+        poll.register(self._file, event)
         if not poll.poll(STALLED_SECONDS * 1000):
-            verb = "sent" if event == select.POLLIN else "taken"
             raise LostError(f"the other side has {verb} nothing for {STALLED_SECONDS:.0f} s")
 
-    def read_into(place: memoryview) -> int:
-        wait(source, select.POLLIN)
-        return os.readv(source, [place])
 
-    def write_some(data: memoryview) -> int:
-        wait(target, select.POLLOUT)
-        try:
-            return os.write(target, data)
-        except BlockingIOError:
-            return 0
-
-    return Stream(read_into, write_some)
+def open_stream(source: "int | io.RawIOBase", target: int) -> Stream:
+    """Return a stream that reads from a descriptor or a file, and writes to another descriptor."""
+    return Stream(_Pipe(source) if isinstance(source, int) else source, _Pipe(target))
 
 
 @contextlib.contextmanager
@@ -320,26 +313,24 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin
     assert process.stdout
-    problem, seconds = None, STALLED_SECONDS
+    problem, seconds = None, _END_SECONDS
     try:
-        try:
-            stream = open_stream(process.stdout.fileno(), process.stdin.fileno())
-            stream.write(b"%d\n%b" % (len(program), program))
-            stream.flush()
-            stream.skip_noise()
-            yield stream
-        except TransferError as error:
-            problem, seconds = error, _END_SECONDS
-        process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(seconds)
+        stream = open_stream(process.stdout.fileno(), process.stdin.fileno())
+        stream.write(b"%d\n%b" % (len(program), program))
+        stream.flush()
+        stream.skip_noise()
+        yield stream
+        seconds = STALLED_SECONDS
+    except TransferError as error:
+        problem = error
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
-            problem = problem or LostError(f"the command on the host has not ended after {seconds:.0f} s")
         process.stdin.close()
         process.stdout.close()
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
     if problem or process.returncode:
         problem = problem or LostError("the command on the host failed")
         problem.exit_code = max(0, process.returncode)
@@ -447,13 +438,13 @@ def receive(
         stream.write(_HAVE.pack(_LAST, not checksum, b""))
         stream.flush()
 
-    def read(block: _Block) -> "tuple[_Block, bytes | bytearray, bytes]":
+    def read(block: _Block) -> "tuple[_Block, bytes, bytes]":
         mark, known = stream.read(1), have.get((block.number, block.place))
         if mark == _SAME and known:
             return block, b"", known
         if mark not in (_SENT, _UNCHECKED):
             raise RefusedError(f"the host did not send {block.entry.name} as it said")
-        digest = bytes(stream.read(32)) if mark == _SENT else b""
+        digest = stream.read(32) if mark == _SENT else b""
         return block, stream.read(block.size), digest
 
     digests = [*_run_ahead(_write_blocks, ([read(block) for block in batch] for batch in _list_batches(entries)))]
@@ -462,17 +453,14 @@ def receive(
     if checksum and make_checksum(entries, digests) != checksum:
         raise RefusedError("the files have changed since their checksum was computed: start again")
     for entry in entries:
-        if entry.kind == FOLDER:
-            os.chmod(entry.path, entry.mode & 0o755 | 0o700)
-            continue
-        with open(entry.path, "ab") as file:
-            os.fchmod(file.fileno(), entry.mode & 0o755 | 0o600)
+        if entry.kind == FILE and not entry.size:
+            os.close(os.open(entry.path, os.O_WRONLY | os.O_CREAT, 0o600))
+        os.chmod(entry.path, entry.mode & 0o755 | (0o600 if entry.kind == FILE else 0o700))
+        if entry.kind == FILE:
             with contextlib.suppress(OverflowError, OSError, ValueError):  # a time that no file system knows
-                os.utime(file.fileno(), ns=(entry.time, entry.time))
-            if syncs:
-                os.fsync(file.fileno())
-    for folder, _, _ in os.walk(part) if syncs else ():
-        sync_folder(folder)
+                os.utime(entry.path, ns=(entry.time, entry.time))
+    for path in (*(one.path for one in entries), part) if syncs and entries else ():
+        sync(path)
     return entries, [one for one in found if one.kind not in (FILE, FOLDER)]
 
 
@@ -487,7 +475,7 @@ def _read_list(stream: Stream) -> "list[Entry]":
         try:
             for name, kind, size, mode, changed in json.loads(stream.read(length).decode()):
                 found.append(Entry(_from_wire(name), str(kind), int(size), int(mode), int(changed)))
-        except (ValueError, TypeError, AttributeError, RecursionError):
+        except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
             raise RefusedError("the host did not send a list of files") from None
 
 
@@ -541,7 +529,7 @@ def _find_blocks(entry: Entry) -> Entry:
     return entry._replace(size=0)
 
 
-def _write_blocks(batch: "list[tuple[_Block, bytes | bytearray, bytes]]") -> "list[bytes]":
+def _write_blocks(batch: "list[tuple[_Block, bytes, bytes]]") -> "list[bytes]":
     """Verify and write blocks, and return their SHA-256; without data, that of a block which is there."""
     digests = []
     for block, data, digest in batch:
@@ -551,17 +539,18 @@ def _write_blocks(batch: "list[tuple[_Block, bytes | bytearray, bytes]]") -> "li
         digests.append(found)
         if data:
             file = os.open(block.entry.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-            with open(file, "wb", buffering=0) as output:
-                output.seek(block.place * BLOCK)
-                left = memoryview(data)
-                while left:
-                    left = left[output.write(left) :]
+            try:
+                written = 0
+                while written < len(data):
+                    written += os.pwrite(file, memoryview(data)[written:], block.place * BLOCK + written)
+            finally:
+                os.close(file)
     return digests
 
 
-def sync_folder(folder: str) -> None:
-    """Bring the names in a folder to the disk."""
-    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+def sync(path: str) -> None:
+    """Bring a file, or the names in a folder, to the disk."""
+    held = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(held)
     finally:
@@ -627,8 +616,10 @@ def _answer() -> Stream:
     return stream
 
 
-def receive_folder(stream: Stream, root: str, folder: str, checksum: str = "", is_answered: bool = True) -> None:
-    """Receive files into a folder below `root`, this user's private folder; with a checksum it is a bundle."""
+def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
+    """Receive files into a folder, as `place` says: this user's private folder, a folder below it, and for a bundle its
+    checksum."""
+    root, folder, checksum = (*place, "")[:3]
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):
         _make_private(private)
     os.makedirs(os.path.dirname(folder), 0o700, exist_ok=True)
@@ -732,7 +723,7 @@ def _push(folder: str, count: str, *words: str) -> None:
 
 ROLES: "dict[str, Callable[..., None]]" = {
     "push": _push,
-    "receive": lambda *words: receive_folder(_answer(), *words),
+    "receive": lambda *words: receive_folder(_answer(), words),
     "send-run": _send_run,
     "send-checkpoints": _send_checkpoints,
     "find-missing": _find_missing,
