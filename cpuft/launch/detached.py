@@ -88,6 +88,8 @@ _STAYS_HERE = (
     "action",
 )
 """Options that the moved command gets in another way, or not at all: its hosts have been checked from here."""
+_NO_CLUSTER = "hosts"
+"""Name of the entry of hosts that are no cluster of cpuft provision."""
 _EXAMINE = """
 import importlib.util, json, sys
 import cpuft
@@ -242,7 +244,7 @@ def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str
     Ports and users of the hostfile are left out, as mpirun on the head host does not know them either.
     """
     access = cluster.access
-    name, config = access.cluster or "hosts", access.transport.config
+    name, config = access.cluster or _NO_CLUSTER, access.transport.config
     place = f"{folder}/{name}"
     text = ""
     if there := access.config_there or (config if access.shares_files else ""):
@@ -486,7 +488,10 @@ def list_active(cluster: str) -> list[str]:
     """Return the ids of the detached runs that are active on a cluster; none if its head host does not answer."""
     with suppress(CpuftError):
         head, *_ = list_heads(LaunchConfig(cluster=cluster))
-        return [one.order.id for one in head.list_runs() if one.state == RUNNING]
+        active = [one.order for one in head.list_runs() if one.state == RUNNING]
+        # This machine may be the head host of several clusters.
+        own, option = {cluster, _NO_CLUSTER}, f"--cluster={cluster}"
+        return [order.id for order in active if order.cluster in own or option in order.arguments]
     return []
 
 

@@ -292,6 +292,16 @@ def test_the_shell_completes_ids_and_folders(monkeypatch: pytest.MonkeyPatch, tm
         assert [item.value for item in complete.get_completions(["attach"], begin)] == [offered]
 
 
+def test_a_cluster_is_active_while_a_run_of_its_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    orders = [replace(ORDER, id="1", cluster="lab"), replace(ORDER, id="2", cluster="other")]
+    orders += [replace(ORDER, id="3", cluster="hosts"), replace(ORDER, id="4", arguments=("launch", "--cluster=lab"))]
+    found = [Description(order, "running", "", 1.0) for order in orders]
+    found += [Description(replace(ORDER, cluster="lab"), state, "", 1.0) for state in ("ended", "lost")]
+    monkeypatch.setattr(detached, "list_heads", lambda config: [make_head()])
+    monkeypatch.setattr(Head, "list_runs", lambda self: found)
+    assert detached.list_active("lab") == ["1", "3", "4"]
+
+
 def test_a_host_that_describes_its_runs_otherwise_is_named() -> None:
     with pytest.raises(CpuftError, match=r"host node1 describes its detached runs in another form .*same version"):
         make_head(Answer(0, '{"id": 1}\n')).list_runs()
