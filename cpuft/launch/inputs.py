@@ -470,7 +470,8 @@ def plan_secrets(
         )
         for index in range(len(cluster.assignments))
     )
-    without = () if cluster.works_remotely or not names else ("env", *(word for name in names for word in ("-u", name)))
+    is_far = cluster.works_remotely and bool(cluster.command_prefixes.get(cluster.head))
+    without = () if is_far or not names else ("env", *(word for name in names for word in ("-u", name)))
     return settings, without, tuple(notes)
 
 

@@ -37,7 +37,7 @@ from cpuft.launch.detached import (
     refuse_jobs,
 )
 from cpuft.launch.detached_head import Description, Event, Order
-from cpuft.launch.inputs import LaunchNote, save_note
+from cpuft.launch.inputs import LaunchNote, plan_secrets, save_note
 from cpuft.launch.state import RunState, write_state
 from cpuft.record import read_record
 from tests.launch.test_plan import make_cluster
@@ -290,6 +290,14 @@ def test_the_shell_completes_ids_and_folders(monkeypatch: pytest.MonkeyPatch, tm
     complete = ShellComplete(cli, {}, "cpuft", "_CPUFT_COMPLETE")
     for begin, offered in (("01", "0123456789ab"), ("ru", "runs/a")):
         assert [item.value for item in complete.get_completions(["attach"], begin)] == [offered]
+
+
+def test_mpirun_on_the_head_host_does_not_see_the_secrets_of_the_moved_command() -> None:
+    """It hands its environment to the first process that claims to be its proxy."""
+    cluster, environ = replace(make_cluster((1, 1)), works_remotely=True, uid=1000), {"HF_TOKEN": "x"}
+    assert plan_secrets(cluster, "/work", environ)[1] == ("env", "-u", "HF_TOKEN")
+    elsewhere = replace(cluster, command_prefixes={"node1": ("ssh", "node1"), "node2": ("ssh", "node2")})
+    assert plan_secrets(elsewhere, "/work", environ)[1] == ()
 
 
 def test_a_cluster_is_active_while_a_run_of_its_own_is(monkeypatch: pytest.MonkeyPatch) -> None:
