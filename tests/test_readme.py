@@ -20,6 +20,7 @@ from cpuft.cli import cli
 from cpuft.cli.aliases import TOOLS, read_aliases
 from cpuft.config import LaunchConfig
 from cpuft.launch.plan import choose_run_dir, plan_settings
+from cpuft.launch.state import PHASES
 from cpuft.report.sweep import VERSION, SweepHeader, format_journal_line
 from scripts.benchmarks.figures import format_contestants, format_figures, format_shares, read_figures
 from scripts.reference import format_reference
@@ -193,6 +194,15 @@ def test_the_layout_names_every_folder_and_module_of_the_package() -> None:
     there = {f"cpuft/{path.name}/" for path in (ROOT / "cpuft").iterdir() if (path / "__init__.py").exists()}
     there |= {f"cpuft/{path.name}" for path in (ROOT / "cpuft").glob("*.py") if not path.name.startswith("_")}
     assert set(re.findall(r"`(cpuft/[^`]*)`", table)) == there
+
+
+def test_the_life_of_a_run_names_functions_and_phases_that_exist() -> None:
+    table = TEXTS["docs/architecture.md"].partition("<!-- life -->")[2].partition("<!-- /life -->")[0]
+    rows = re.findall(r"^\| [1-8]\. .* \| `(.*)` \| `(.*)` \| (.*)\|$", table, re.M)
+    assert len(rows) == 8
+    for file, name, _ in rows:
+        assert re.search(rf"^(def|class) {name}\b", (ROOT / file).read_text(encoding="utf-8"), re.M), file
+    assert {phase.strip() for *_, text in rows for phase in text.split(",") if phase.strip()} == set(PHASES)
 
 
 def test_the_reference_is_generated_from_the_code(request: pytest.FixtureRequest) -> None:

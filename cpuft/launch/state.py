@@ -29,7 +29,7 @@ SENDING, PREPARING, TRAINING, SAVING = "sending", "preparing", "training", "savi
 trained model."""
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
 """Phases of a run that has ended: its results are whole, it can be resumed, or it failed."""
-_PHASES = (SENDING, PREPARING, TRAINING, SAVING, FINISHED, INTERRUPTED, FAILED)
+PHASES = (SENDING, PREPARING, TRAINING, SAVING, FINISHED, INTERRUPTED, FAILED)
 LATER_START = 213
 """Exit code of a step on a host, and of a supervisor, that knows a start of the run with a higher number. No signal has
 the number 85."""
@@ -113,7 +113,7 @@ def parse_state(text: str, place: str) -> RunState:
         if values.pop("checksum", "") != _checksum(values):
             raise ValueError("it is damaged or was edited")
         state = load(RunState, {name: value for name, value in values.items() if name != "format"})
-        if not re.fullmatch("[0-9a-f]{12}", state.id) or state.phase not in _PHASES:
+        if not re.fullmatch("[0-9a-f]{12}", state.id) or state.phase not in PHASES:
             raise ValueError(f"it has the id {state.id!r:.40} and the phase {state.phase!r:.40}")
     except ValueError as error:
         raise CpuftError(
