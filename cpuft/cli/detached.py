@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -60,7 +60,7 @@ def refuse_detaching(config: LaunchConfig, resume: str = "") -> None:
 
 def move(
     verb: str,
-    values: Mapping[str, Any],
+    values: dict[str, Any],
     script: tuple[str, ...],
     cluster: Cluster,
     run_dir: str,

@@ -157,7 +157,7 @@ class StopRequest:
             if self.signal_number == signal.SIGINT:
                 _print(
                     f"asked the ranks to save a checkpoint and end within {self.ctrl_c_seconds:.0f} s; "
-                    "press Ctrl-C again to end them at once"
+                    "a second Ctrl-C or cpuft stop ends them at once"
                 )
             for _ in range(_STOP_REQUEST_TRIES):
                 answer = execute.run_command(self.plan_request(name).command, _STOP_REQUEST_SECONDS)

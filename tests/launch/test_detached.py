@@ -44,8 +44,10 @@ from tests.launch.test_plan import make_cluster
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate
 
 TEXTS = ("--np", "2", "--task", "text", "--train-file", "book.txt", "--max-length", "32", "--precision", "fp32")
-QUIET = ("--dropout", "0", "--backend", "gloo", "--no-save-model", "--no-check", "--no-fast-path", "--seed", "7")
-QUIET += ("--grad-compression", "none")
+QUIET = (
+    *("--dropout", "0", "--backend", "gloo", "--no-save-model", "--no-check", "--no-fast-path", "--seed", "7"),
+    *("--grad-compression", "none"),
+)
 STEPS = ("--max-steps", "6", "--eval-every", "3")
 
 
@@ -273,7 +275,7 @@ def test_results_are_fetched_once(
             raise CpuftError("the connection broke")
         return []
 
-    monkeypatch.setattr(detached.results, "fetch", fetch)
+    monkeypatch.setattr("cpuft.launch.results.fetch", fetch)
     monkeypatch.setattr(Head, "list_runs", lambda self: [now])
     monkeypatch.setattr(Head, "ask", lambda self, *words: asked.append(words))
     monkeypatch.setattr(detached, "_FETCH_PAUSES", (0.01, 0.01, 0.01))

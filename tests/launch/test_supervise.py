@@ -451,7 +451,7 @@ def test_ctrl_c_prints_what_the_ranks_are_asked_to_do(tmp_path: Path, capsys: py
     request.handle_signal(INT)
     request.check()
     assert (tmp_path / "logs/interrupt").read_text() == "SIGINT\n"
-    told = "asked the ranks to save a checkpoint and end within 120 s; press Ctrl-C again to end them at once"
+    told = "asked the ranks to save a checkpoint and end within 120 s; a second Ctrl-C or cpuft stop ends them at once"
     assert capsys.readouterr().err == f"cpuft: {told}\n"
 
 
