@@ -958,12 +958,12 @@ def _negate(value: Any) -> Any:
 
 
 def format_arguments(config: Any) -> list[str]:
-    """Return a command-line argument for each option of a configuration: ["--task=mrpc", "--batch-size=32", ...].
+    """Return a command-line argument for each option that differs from its default: ["--task=mrpc", "--seed=7", ...].
 
-    All options are there, also those with their defaults; booleans are True or False. `parse_arguments` makes an equal
-    configuration from the result.
+    Booleans are True or False. `parse_arguments` of the same version makes an equal configuration from the result.
     """
-    return [f"{format_flag(field.name)}={getattr(config, field.name)}" for field in dataclasses.fields(config)]
+    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
+    return [f"{format_flag(name)}={value}" for name, value in values.items() if value != _fields(config)[name].default]
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping
 
+from cpuft import __version__
 from cpuft.errors import counted
 from cpuft.hosts.topology import HostFacts, Interface, RankCores, format_mask
 from cpuft.plan import Setting
@@ -51,6 +52,7 @@ def shared_settings(
         Setting("MASTER_ADDR", head.address, f"address of the head host: {head.reason}"),
         Setting("MASTER_PORT", str(port), "a free port on the head host"),
         Setting("CPUFT_WORLD_SIZE", str(world_size), "number of ranks; every rank checks that it finds as many"),
+        Setting("CPUFT_VERSION", __version__, "every rank checks that its host has this version of cpuft"),
         *_fabrics_settings(hosts),
         _choose_provider(hosts),
         Setting("CCL_ATL_TRANSPORT", "ofi", "oneCCL communicates over libfabric by itself, not over MPI"),

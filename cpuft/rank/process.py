@@ -20,6 +20,7 @@ import time
 from collections.abc import Collection, Mapping
 from typing import NoReturn
 
+from cpuft import __version__
 from cpuft.argv import unpack_argv
 from cpuft.errors import CpuftError
 from cpuft.files import take_secrets
@@ -63,9 +64,10 @@ def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
 
 
 def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None:
-    """Check that the rank runs where the plan put it.
+    """Check that the rank runs where the plan put it, with the version of cpuft that made the plan.
 
-    The world size must be CPUFT_WORLD_SIZE, and the host CPUFT_HOSTNAME. A variable that is not set is not checked.
+    The world size must be CPUFT_WORLD_SIZE, the host CPUFT_HOSTNAME and the version CPUFT_VERSION. A variable that is
+    not set is not checked.
 
     Parameters
     ----------
@@ -83,6 +85,13 @@ def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None
     if host != hostname:
         raise CpuftError(
             f"rank {world.rank} runs on {hostname}, but the plan put it on {host}: check the names in the hostfile"
+        )
+    # Options with their defaults are not passed on, and another version may have other defaults.
+    version = environ.get("CPUFT_VERSION", __version__)
+    if version != __version__:
+        raise CpuftError(
+            f"cpuft on {hostname} is {__version__}, and the launch is by {version}: install the same version on all "
+            "hosts with cpuft provision hosts"
         )
 
 

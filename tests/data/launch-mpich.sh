@@ -9,6 +9,7 @@ set -euo pipefail
 #   MASTER_ADDR=10.0.0.1  address of the head host: the interface of node1 that routes to 10.0.0.2
 #   MASTER_PORT=40001  a free port on the head host
 #   CPUFT_WORLD_SIZE=4  number of ranks; every rank checks that it finds as many
+#   CPUFT_VERSION=0.1.0  every rank checks that its host has this version of cpuft
 #   I_MPI_FABRICS=shm:ofi  shared memory within a host, the network between hosts
 #   CCL_ATL_SHM=1  shared memory within a host, the network between hosts
 #   FI_PROVIDER=efa  kept as you set it; cpuft would set tcp
@@ -84,9 +85,9 @@ sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run too
 echo 'cpuft: start 4 ranks with mpich'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
     -iface ens5 -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
-    -genv MASTER_ADDR 10.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 4 -genv I_MPI_FABRICS shm:ofi \
-    -genv CCL_ATL_SHM 1 -genv FI_PROVIDER efa -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra \
-    -genv CCL_LOG_LEVEL error -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 \
+    -genv MASTER_ADDR 10.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 4 -genv CPUFT_VERSION 0.1.0 \
+    -genv I_MPI_FABRICS shm:ofi -genv CCL_ATL_SHM 1 -genv FI_PROVIDER efa -genv CCL_ATL_TRANSPORT ofi \
+    -genv CCL_PROCESS_LAUNCHER hydra -genv CCL_LOG_LEVEL error -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 \
     -genv TOKENIZERS_PARALLELISM false -genv CPUFT_RUN_DIR /runs/one -host node1 -n 1 -env CPUFT_HOSTNAME node1 \
     -env CPUFT_CORES 4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31 \
     -env OMP_NUM_THREADS 28 -env I_MPI_PIN off -env CPUFT_PIN rank -env CCL_WORKER_COUNT 4 -env CCL_WORKER_AFFINITY 0,1,2,3 \

@@ -9,6 +9,7 @@ set -euo pipefail
 #   MASTER_ADDR=10.0.0.1  address of the head host: the interface of node1 that routes to 10.0.0.2
 #   MASTER_PORT=40001  a free port on the head host
 #   CPUFT_WORLD_SIZE=4  number of ranks; every rank checks that it finds as many
+#   CPUFT_VERSION=0.1.0  every rank checks that its host has this version of cpuft
 #   I_MPI_FABRICS=shm:ofi  shared memory within a host, the network between hosts
 #   CCL_ATL_SHM=1  shared memory within a host, the network between hosts
 #   FI_PROVIDER=efa  kept as you set it; cpuft would set tcp
@@ -86,7 +87,7 @@ sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; e
     --quiet --mpi=pmi2 --kill-on-bad-exit=1 --wait=0 --export=ALL --input=none --overlap \
     --overcommit --cpu-bind=none --output=/runs/one/logs/rank-%t.out \
     --error=/runs/one/logs/rank-%t.err --nodes=4 --ntasks=4 --distribution=arbitrary \
-    --nodelist=node1,node2,node3,node4 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=none CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one sh \
+    --nodelist=node1,node2,node3,node4 env MASTER_ADDR=10.0.0.1 MASTER_PORT=40001 CPUFT_WORLD_SIZE=4 CPUFT_VERSION=0.1.0 I_MPI_FABRICS=shm:ofi CCL_ATL_SHM=1 FI_PROVIDER=efa CCL_ATL_TRANSPORT=ofi CCL_PROCESS_LAUNCHER=none CCL_LOG_LEVEL=error KMP_BLOCKTIME=1 KMP_AFFINITY=granularity=fine,compact,1,0 TOKENIZERS_PARALLELISM=false CPUFT_RUN_DIR=/runs/one sh \
     -c 'until [ "${1:?this host is not in the plan}" = "@$SLURMD_NODENAME" ]; do shift; done; shift
 while case $1 in @* | --) false ;; esac; do export "$1"; shift; done
 until [ "$1" = -- ]; do shift; done; shift; exec "$@"

@@ -7,6 +7,7 @@ set -euo pipefail
 #   MASTER_ADDR=127.0.0.1  address of the head host: all ranks are on one host
 #   MASTER_PORT=40001  a free port on the head host
 #   CPUFT_WORLD_SIZE=2  number of ranks; every rank checks that it finds as many
+#   CPUFT_VERSION=0.1.0  every rank checks that its host has this version of cpuft
 #   I_MPI_FABRICS=shm  one host: ranks communicate through shared memory
 #   CCL_ATL_SHM=1  one host: ranks communicate through shared memory
 #   FI_PROVIDER=tcp  works on every network; set it to efa, verbs or psm3 if the hosts support that
@@ -34,51 +35,17 @@ echo 'cpuft: make the run folder' >&2
 sh -c 'mkdir -p "$0" && { mkdir "$1" || { [ ! -d "$1" ] || echo "another run took $1" >&2; exit 1; }; } && mkdir "$1/logs"' /runs /runs/one </dev/null
 echo 'cpuft: check and tokenize the examples once, before any rank starts' >&2
 python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.train.data.prepare /runs/one/data.npz \
-    --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 --data-dir= \
-    --train-file= --validation-file= --text-columns= --label-column=label --label-type=auto \
-    --skip-unlabelled=False --delimiter=auto --quoting=auto --encoding=auto --max-length=128 \
-    --validation-split=0.1 --causal=False --chat-template= --pack=False --mlm-probability=0.15 \
-    --whole-word-mask=False --pooling=auto --query-prompt=auto --document-prompt=auto \
-    --hard-negatives=0 --mining-model= --epochs=3.0 --max-steps=0 --max-train-samples=0 \
-    --batch-size=32 --gradient-accumulation=1 --lora-rank=-1 --learning-rate=2e-05 \
-    --lr-schedule=linear --warmup-ratio=0.0 --warmup-steps=0 --weight-decay=0.0 --adam-beta1=0.9 \
-    --adam-beta2=0.999 --adam-epsilon=1e-08 --layerwise-lr-decay=1.0 --label-smoothing=0.0 \
-    --class-weights= --temperature=-1.0 --symmetric-loss=False --gather-negatives=True \
-    --similarity-loss=cosent --matryoshka= --micro-batch=0 --max-grad-norm=1.0 --dropout=-1.0 \
-    --seed=42 --precision=auto --base-precision=auto --padding=dynamic --engine=torch \
-    --fast-path=True --compile=False --gradient-checkpointing=False --emulate-bf16=False \
-    --eval-batch-size=32 --backend=auto --grad-compression=auto --sync-every=1 \
-    --sync-schedule=constant --outer-momentum=0.0 --shard=none --comm-timeout=300.0 \
-    --eval-every=none --best-metric= --save-best=False --early-stopping=0 --save-model=True \
-    --lora-merge=False --report-to= --record-layer-times=False --checkpoint-every=-1.0 </dev/null
+    --task=mrpc --learning-rate=2e-05 </dev/null
 echo 'cpuft: start 2 ranks with intel'"'"'s mpirun; output of rank N: /runs/one/logs/rank-N.out and .err' >&2
 sh -c 'export CPUFT_RUN_KEY="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \n")"; exec "$@"' key mpirun \
     -iface lo -silent-abort -outfile-pattern /runs/one/logs/rank-%r.out -errfile-pattern /runs/one/logs/rank-%r.err \
-    -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 2 -genv I_MPI_FABRICS shm \
-    -genv CCL_ATL_SHM 1 -genv FI_PROVIDER tcp -genv CCL_ATL_TRANSPORT ofi -genv CCL_PROCESS_LAUNCHER hydra \
-    -genv CCL_LOG_LEVEL error -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 \
+    -genv MASTER_ADDR 127.0.0.1 -genv MASTER_PORT 40001 -genv CPUFT_WORLD_SIZE 2 -genv CPUFT_VERSION 0.1.0 \
+    -genv I_MPI_FABRICS shm -genv CCL_ATL_SHM 1 -genv FI_PROVIDER tcp -genv CCL_ATL_TRANSPORT ofi \
+    -genv CCL_PROCESS_LAUNCHER hydra -genv CCL_LOG_LEVEL error -genv KMP_BLOCKTIME 1 -genv KMP_AFFINITY granularity=fine,compact,1,0 \
     -genv TOKENIZERS_PARALLELISM false -genv CPUFT_RUN_DIR /runs/one -host node1 -n 2 -env CPUFT_HOSTNAME node1 \
     -env CPUFT_CORES '2,3,4,5,6,7,8,9,10,11,12,13,14,15;18,19,20,21,22,23,24,25,26,27,28,29,30,31' \
     -env OMP_NUM_THREADS 14 -env I_MPI_PIN_DOMAIN '[0xfffc,0xfffc0000]' -env CCL_WORKER_COUNT 2 -env CCL_WORKER_AFFINITY 0,1,16,17 \
     -env GLOO_SOCKET_IFNAME lo -env FI_TCP_IFACE lo -env CCL_KVS_IFACE lo -env THP_MEM_ALLOC_ENABLE 1 \
     -env LD_PRELOAD /usr/lib64/libtcmalloc.so.4:/opt/env/lib/libiomp5.so python -c 'import sys; sys.path[:] = filter(None, sys.path); from cpuft.argv import run_module; run_module()' cpuft.rank \
-    -m cpuft.train --task=mrpc --model=minilm --from-config= --tokenizer= --vocab-size=30522 \
-    --data-dir= --train-file= --validation-file= --text-columns= --label-column=label \
-    --label-type=auto --skip-unlabelled=False --delimiter=auto --quoting=auto --encoding=auto \
-    --max-length=128 --validation-split=0.1 --causal=False --chat-template= --pack=False \
-    --mlm-probability=0.15 --whole-word-mask=False --pooling=auto --query-prompt=auto \
-    --document-prompt=auto --hard-negatives=0 --mining-model= --epochs=3.0 --max-steps=0 \
-    --max-train-samples=0 --batch-size=32 --gradient-accumulation=1 --lora-rank=-1 \
-    --learning-rate=2e-05 --lr-schedule=linear --warmup-ratio=0.0 --warmup-steps=0 \
-    --weight-decay=0.0 --adam-beta1=0.9 --adam-beta2=0.999 --adam-epsilon=1e-08 \
-    --layerwise-lr-decay=1.0 --label-smoothing=0.0 --class-weights= --temperature=-1.0 \
-    --symmetric-loss=False --gather-negatives=True --similarity-loss=cosent --matryoshka= \
-    --micro-batch=0 --max-grad-norm=1.0 --dropout=-1.0 --seed=42 --precision=auto \
-    --base-precision=auto --padding=dynamic --engine=torch --fast-path=True --compile=False \
-    --gradient-checkpointing=False --emulate-bf16=False --eval-batch-size=32 --backend=auto \
-    --grad-compression=auto --sync-every=1 --sync-schedule=constant --outer-momentum=0.0 \
-    --shard=none --comm-timeout=300.0 --eval-every=none --best-metric= --save-best=False \
-    --early-stopping=0 --save-model=True --lora-merge=False --report-to= --record-layer-times=False \
-    --checkpoint-every=-1.0 --run-dir=/runs/one --prepared=/runs/one/data.npz --progress=lines \
-    --independent=False --cpu-quota=0.0 --simulated=False --recorded-updates=-1 --stopped-at=0.0 \
-    --restart-reason= --global-batch=0 --measurements= --keep-checkpoints=False </dev/null
+    -m cpuft.train --task=mrpc --learning-rate=2e-05 --run-dir=/runs/one \
+    --prepared=/runs/one/data.npz </dev/null

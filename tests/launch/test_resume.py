@@ -183,8 +183,8 @@ def test_measurements_are_reused_only_between_the_same_hosts(
     resumed = read_resumed_run(str(write_run(tmp_path / "run", HEADER, again)))
     plan = plan_training(make_cluster(ranks), LaunchConfig(np=sum(ranks)), TRAIN, "r", "lines", {}, resumed=resumed)
     words = {word for stage in plan.ranks for step in stage for word in step.command if "--measurements=" in word}
-    measured = json.dumps(asdict(read_measurements(HEADER))) if told else ""
-    assert words == set(pack_argv([f"--measurements={measured}"]))
+    measured = json.dumps(asdict(read_measurements(HEADER)))
+    assert words == (set(pack_argv([f"--measurements={measured}"])) if told else set())
 
 
 def test_rejected_input_leaves_a_resumed_run_unchanged(tmp_path: Path) -> None:
@@ -376,7 +376,7 @@ def test_a_resumed_run_is_planned_on_the_hosts_that_answer() -> None:
     plan = add_transfers(plan, (), {}, cluster, "/runs/one", kept)
     ((make,),), ((ranks,),) = plan.make, plan.ranks
     assert make.host == ranks.host == "node1"
-    assert {"--recorded-updates=9", "--global-batch=64", "--checkpoint-every=-1.0"} <= set(ranks.command)
+    assert {"--recorded-updates=9", "--global-batch=64"} <= set(ranks.command)
     assert f"--run-dir={work}" in ranks.command
     _, clean = plan.results
     assert [step.host for step in clean] == ["node1", "node2", "node0"]

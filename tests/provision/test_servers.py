@@ -423,7 +423,7 @@ def test_down_removes_the_key_where_only_the_file_can_be_written(
 def test_a_lock_that_a_killed_process_left_is_taken_over(tmp_path: Path) -> None:
     (tmp_path / "home" / ".ssh" / "authorized_keys.lock").mkdir(parents=True)
     run_scripts(tmp_path / "home", "authorize", "down")
-    assert list((tmp_path / "home").iterdir()) == []
+    assert list((tmp_path / "home" / ".ssh").iterdir()) == []
 
 
 def test_refused_host_keys_are_named_with_their_fingerprints_and_the_option(

@@ -36,6 +36,25 @@ def test_shared_memory_of_ended_processes_is_removed_and_all_other_is_not(tmp_pa
     assert {path.name for path in tmp_path.iterdir()} == {f"{dead.pid}:1:0", f"{os.getpid()}:0:0", "a:b:c"}
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "advice"),
+    [
+        ("CPUFT_WORLD_SIZE", "2", "unset RANK"),
+        ("CPUFT_HOSTNAME", "elsewhere", "check the names in the hostfile"),
+        ("CPUFT_VERSION", "0.0.9", "install the same version on all hosts"),
+    ],
+)
+def test_a_rank_that_is_not_where_the_plan_put_it_or_has_another_version_ends(
+    name: str, value: str, advice: str
+) -> None:
+    command = [sys.executable, "-m", "cpuft.rank", "true"]
+    environ = {key: text for key, text in os.environ.items() if key not in ("RANK", "WORLD_SIZE")}
+    done = subprocess.run(command, env={**environ, name: value}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert value in done.stderr
+    assert advice in done.stderr
+
+
 def test_secret_variables_are_read_once_and_their_file_is_removed(tmp_path: Path) -> None:
     (tmp_path / "0-1").write_text('{"HF_TOKEN": "a\\nb"}')
     environ = {"CPUFT_SENT": f"{tmp_path}/0"}

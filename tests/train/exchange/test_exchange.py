@@ -99,7 +99,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     for frozen in (one["frozen"] for one in both):
         # Never the 1000 words: an update sends the layer's nine numbers, some of them as blocks, and nothing for rows.
         assert {name: sent[0] < 1000 for name, sent in frozen.items()} == dict.fromkeys(frozen, True)
-        assert (frozen["gradients"][1], frozen["parameters"][1]) == (4 * 9, 4 * 9)
+        # torch's sums depend on the CPU, so that rank 0 sends its factor of clipping.
+        assert (frozen["gradients"][1], frozen["parameters"][1]) == (4 * 9 + 8, 4 * 9)
 
 
 def test_a_model_of_a_few_megabytes_sends_a_quarter_as_blocks_and_less_as_factors() -> None:
