@@ -26,7 +26,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, cast
+from typing import Any, cast
 
 from cpuft import execute, transfer
 from cpuft.errors import CpuftError
@@ -376,14 +376,9 @@ class _PassedOn(io.RawIOBase):
         return len(data)
 
 
-def _exit_at_signal(signal_number: int, frame: object) -> NoReturn:
-    sys.exit(128 + signal_number)
-
-
 def main() -> None:
     """Send, or with the argument `receive` receive. Exits with 1 after a failure, with 255 if only ssh failed."""
     if sys.argv[1:] == ["receive"]:
-        signal.signal(signal.SIGTERM, _exit_at_signal)  # so that a part of the files is removed
         end_with_parent(signal.SIGTERM)
         try:
             receive(cast(io.BufferedReader, sys.stdin.buffer))
