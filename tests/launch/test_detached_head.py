@@ -66,7 +66,7 @@ def test_events_are_what_the_command_writes_its_begin_and_its_end(tmp_path: Path
 
 
 def test_a_request_to_stop_reaches_the_command_and_is_consumed(tmp_path: Path) -> None:
-    program = "import time\nprint('on', flush=True)\ntry: time.sleep(60)\nexcept KeyboardInterrupt: print('stopped')"
+    program = "import time\ntry: print('on', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: print('stopped')"
     keeper = keep(tmp_path / "a", program)
     while "on" not in (tmp_path / "a" / "events.jsonl").read_text():
         time.sleep(0.05)
