@@ -405,6 +405,7 @@ def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simu
 SHORT = ("--task", "demo", "--max-train-samples", "32", "--max-steps", "2", "--precision", "fp32")
 
 
+@pytest.mark.proof
 @needs_root
 def test_a_detached_comparison_and_a_detached_sweep_bring_their_reports(cluster: Simulated) -> None:
     found = []
@@ -423,6 +424,7 @@ def test_a_detached_comparison_and_a_detached_sweep_bring_their_reports(cluster:
     assert "ended" in cluster.cpuft("runs").stdout
 
 
+@pytest.mark.proof
 @needs_root
 def test_a_lost_head_host_is_told_with_the_command_that_resumes(cluster: Simulated) -> None:
     run = start(cluster, "lost", *TEXTS, *QUIET, "--max-steps", "60", "--checkpoint-every", "1")
