@@ -422,7 +422,9 @@ class Detached:
         is_stored, viewer = False, secrets.token_hex(6)
         for pause in (*_FETCH_PAUSES, 0):
             try:
-                (now,) = (one for one in self.head.list_runs() if one.order.folder == self.order.folder)
+                now = next((one for one in self.head.list_runs() if one.order.folder == self.order.folder), None)
+                if now is None:
+                    raise CpuftError(f"host {self.head.host.name} does not list run {self.order.id} any more")
                 if now.fetched or not now.has_results:
                     return now.fetched
                 if not is_stored:
@@ -519,7 +521,8 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
         raise CpuftError(f"several detached runs begin with {run} ({', '.join(ids)}): give more of the id")
     if not ids and errors:
         advice = f": if the host is lost, continue with cpuft launch --resume {note.run_dir}" if note.id else ""
-        raise HeadLostError(f"detached run {run} was not found, and {'; '.join(map(str, errors))}{advice}")
+        kind = HeadLostError if any(error.is_transient for error in errors) else CpuftError
+        raise kind(f"detached run {run} was not found, and {'; '.join(map(str, errors))}{advice}")
     if not ids:
         raise CpuftError(
             f"there is no detached run {run}: see cpuft runs, and name its hosts with --cluster or --hostfile"

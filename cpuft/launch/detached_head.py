@@ -275,7 +275,8 @@ def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int,
 
 
 def _describe(folder: Path) -> Description:
-    order, events = _read_order(folder), (folder / _EVENTS).read_text(encoding="utf-8").splitlines()
+    order, text = _read_order(folder), (folder / _EVENTS).read_text(encoding="utf-8")
+    events = text[: text.rfind("\n") + 1].splitlines()  # the last line may be written at this moment
     last = load(Event, parse_json(events[-1])) if events else Event("", 0.0)
     is_alive, fetched, state = _is_alive(folder), folder / _FETCHED, None
     for place in (folder.parent.parent / order.claimed, order.run_dir):

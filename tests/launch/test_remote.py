@@ -239,7 +239,7 @@ def test_a_script_that_another_user_planted_is_not_run(cluster: Simulated, own_d
             "700 /var/tmp/cpuft-0",
             "700 /var/tmp/cpuft-0/inputs",
             f"700 {place}",
-            f"644 {place}.files",
+            f"600 {place}.files",
             f"644 {file}",
         ]
         assert found.splitlines() == kept
