@@ -30,7 +30,7 @@ from cpuft.rank.process import remove_shared_memory
 from tests.comm.ranks import become_rank, mpirun
 
 RANKS = 2
-_SECONDS = 5
+_SECONDS = 2
 """Time limit of a call; with torch's gloo, some calls that it does not check wait for ever."""
 _TYPES = ("float32", "float64", "bfloat16", "float16", "int8", "uint8", "int16", "int32", "int64", "bool", "complex64")
 _OPERATIONS = (
@@ -240,8 +240,11 @@ def main() -> None:
     with (folder / f"{rank}.jsonl").open("a") as file:
         for number in range(first, last):
             call = draw_call(seed, number)
-            # With unequal arguments torch's gloo waits for its time limit, and says nothing about the call.
-            is_compared = backend != "torch" or len(call.at) == RANKS
+            # With unequal arguments torch's gloo waits for its time limit, and says nothing about the call. For a
+            # message to itself or to a rank that does not exist it waits for ever.
+            is_lost = call.operation == "message" and (call.group == "alone" or call.fault == "root")
+            is_odd = len(call.at) < RANKS or is_lost
+            is_compared = backend != "torch" or not is_odd
             found = end_of(call, rank, groups) if is_compared else ["not tried", ""]
             print(json.dumps(found), file=file, flush=True)
             if backend == "mpi" or (backend == "ccl" and call.group != "again"):
