@@ -26,6 +26,7 @@ from torch.testing._internal import common_distributed, common_utils
 
 import cpuft.comm  # noqa: F401, registers the backends
 from cpuft.rank.process import remove_shared_memory
+from scripts.benchmarks.check_conformance import may_break_group
 from tests.comm.ranks import become_rank
 
 SECONDS = 30
@@ -78,11 +79,6 @@ def run(suite: type[Any], name: str, folder: Path) -> str:
     except BaseException as error:
         return f"{type(error).__name__}: {str(error).strip()}"[:500]
     return "passed"
-
-
-def may_break_group(test: str, outcome: str) -> bool:
-    """Return whether later tests may fail because of this one: gloo closes connections after a time limit."""
-    return "timeout" in test or outcome not in ("passed", "skipped")
 
 
 def main() -> None:
