@@ -90,8 +90,8 @@ def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None
     version = environ.get("CPUFT_VERSION", __version__)
     if version != __version__:
         raise CpuftError(
-            f"cpuft on {hostname} is {__version__}, and the launch is by {version}: install the same version on all "
-            "hosts with cpuft provision hosts"
+            f"host {hostname} has cpuft {__version__}, and the launcher has cpuft {version}: install the same version "
+            "on all hosts with cpuft provision hosts"
         )
 
 

@@ -41,7 +41,7 @@ def test_shared_memory_of_ended_processes_is_removed_and_all_other_is_not(tmp_pa
     [
         ("CPUFT_WORLD_SIZE", "2", "unset RANK"),
         ("CPUFT_HOSTNAME", "elsewhere", "check the names in the hostfile"),
-        ("CPUFT_VERSION", "0.0.9", "install the same version on all hosts"),
+        ("CPUFT_VERSION", "0.0.9", "install the same version on all hosts with cpuft provision"),
     ],
 )
 def test_a_rank_that_is_not_where_the_plan_put_it_or_has_another_version_ends(
