@@ -973,8 +973,8 @@ def format_arguments(config: Any) -> list[str]:
 
     Booleans are True or False. `parse_arguments` of the same version makes an equal configuration from the result.
     """
-    values = {field.name: getattr(config, field.name) for field in dataclasses.fields(config)}
-    return [f"{format_flag(name)}={value}" for name, value in values.items() if value != _fields(config)[name].default]
+    fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
+    return [f"{format_flag(field.name)}={getattr(config, field.name)}" for field in fields]
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import glob
 import os
 import re
 import resource
 import signal
 import socket
+import stat
+import struct
 import sys
+import termios
 import time
 from collections.abc import Collection, Mapping
 from typing import Any, NoReturn
@@ -93,8 +97,8 @@ def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None
     version = environ.get("CPUFT_VERSION", __version__)
     if version != __version__:
         raise CpuftError(
-            f"cpuft on {hostname} is {__version__}, and the launch is by {version}: install the same version on all "
-            "hosts with cpuft provision hosts"
+            f"host {hostname} has cpuft {__version__}, and the launcher has cpuft {version}: install the same version "
+            "on all hosts with cpuft provision hosts"
         )
 
 
@@ -115,14 +119,33 @@ def refuse_later_start(environ: Mapping[str, str]) -> None:
 def abort_job(environ: Mapping[str, str], code: int) -> None:
     """Tell mpirun to end all ranks and exit with `code`. Hydra does not do so by itself for a rank without MPI_Init.
 
-    The request is written to the file descriptor PMI_FD of `environ`. Nothing happens without PMI_FD, for a rank that
-    srun itself started (srun ends the other ranks by itself), or if mpirun is gone. Never raises.
+    The request is written to the file descriptor PMI_FD of `environ` when mpirun has read what this process printed,
+    because it drops the rest. Nothing happens without PMI_FD, for a rank that srun itself started (srun ends the other
+    ranks by itself), or if mpirun is gone. Never raises.
 
     Source: the PMI-1 wire protocol, as MPICH's Hydra speaks it.
     """
     if environ.get("PMI_FD", "").isdecimal() and not is_started_by_srun(environ):
         with contextlib.suppress(OSError):
+            _wait_until_read((1, 2))
             os.write(int(environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+
+
+def _wait_until_read(pipes: Collection[int], seconds: float = 5.0) -> None:
+    """Wait until the readers of these pipes have taken what is in them, for at most `seconds`."""
+    end = time.monotonic() + seconds
+    while any(map(_count_unread, pipes)) and time.monotonic() < end:
+        time.sleep(0.01)
+
+
+def _count_unread(descriptor: int) -> int:
+    """Return the number of bytes that wait in a pipe; 0 for a file, a terminal, or a closed descriptor."""
+    try:
+        if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):
+            return 0
+        return int(struct.unpack("i", fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)))[0])
+    except OSError:
+        return 0
 
 
 def run_worker(command: list[str], environ: Mapping[str, str], world: World) -> int:

@@ -3,7 +3,7 @@
 Usage: conformance.py BACKEND FOLDER SUITE FIRST ONLY. BACKEND is one of cpuft's, or "torch" for torch's own gloo. SUITE
 is "torch" or the path of torch-ccl's test_c10d_ccl.py. ONLY is a part of the names of tests. Each rank writes to
 FOLDER/RANK.jsonl a list of all tests, then the outcome of each from the number FIRST on. It ends behind a test
-whose outcome differs by rank, because the group may be broken.
+that may have broken the group: one with a time limit, one that fails, or one whose outcome differs by rank.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from torch.testing._internal import common_distributed, common_utils
 
 import cpuft.comm  # noqa: F401, registers the backends
 from cpuft.rank.process import remove_shared_memory
+from scripts.benchmarks.check_conformance import may_break_group
 from tests.comm.ranks import become_rank
 
 SECONDS = 30
@@ -103,7 +104,7 @@ def main() -> None:
             print(json.dumps(outcome), file=file, flush=True)
             store.set(f"{test} {dist.get_rank()}", outcome.partition(":")[0])
             kinds = {store.get(f"{test} {rank}") for rank in range(dist.get_world_size())}
-            if len(kinds) > 1:
+            if len(kinds) > 1 or may_break_group(test, outcome):
                 break
     # Without exit handlers, because a broken group may wait in them.
     remove_shared_memory(os.getpid())

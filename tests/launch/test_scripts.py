@@ -122,6 +122,24 @@ def test_a_killed_script_is_restarted_and_the_same_error_ends_it(
     assert "was rejected" not in done.stderr
 
 
+STOPS_MPIRUN = """
+import os, signal, subprocess
+from pathlib import Path
+def read_parent(process): return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+proxy = read_parent(os.getppid())
+os.kill(proxy, signal.SIGSTOP)
+command, closed = f"sleep 2; kill -CONT {proxy}", subprocess.DEVNULL
+subprocess.Popen(["sh", "-c", command], start_new_session=True, stdin=closed, stdout=closed, stderr=closed)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_reason_of_a_failure_is_kept_if_mpirun_is_too_busy_to_read_it_at_once() -> None:
+    """Hydra's proxy drops what a rank printed if it finds the request to end the ranks beside it."""
+    done = run_cpuft("launch", "--max-restarts", "0", "--run-dir", "run", "--", write_script(STOPS_MPIRUN), seconds=60)
+    assert "rank 0 on localhost failed (killed by signal 9)" in done.stderr
+
+
 LEAVES = """
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel

@@ -59,7 +59,7 @@ def test_a_rank_of_an_earlier_start_does_not_start(text: str, folder: str, tmp_p
     [
         ("CPUFT_WORLD_SIZE", "2", "unset RANK"),
         ("CPUFT_HOSTNAME", "elsewhere", "check the names in the hostfile"),
-        ("CPUFT_VERSION", "0.0.9", "install the same version on all hosts"),
+        ("CPUFT_VERSION", "0.0.9", "install the same version on all hosts with cpuft provision"),
     ],
 )
 def test_a_rank_that_is_not_where_the_plan_put_it_or_has_another_version_ends(
