@@ -201,6 +201,7 @@ class _EventLog:
 def _keep(folder: Path) -> None:
     """Run the command to its end, write its events, and pass requests on to it as signals."""
     order = _read_order(folder)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # scripts start what runs in the background with SIGINT ignored
     with (folder / _ALIVE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         log = _EventLog(folder / _EVENTS)

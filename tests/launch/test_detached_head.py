@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -67,7 +68,9 @@ def test_events_are_what_the_command_writes_its_begin_and_its_end(tmp_path: Path
 
 def test_a_request_to_stop_reaches_the_command_and_is_consumed(tmp_path: Path) -> None:
     program = "import time\ntry: print('on', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: print('stopped')"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
     keeper = keep(tmp_path / "a", program)
+    signal.signal(signal.SIGINT, before)
     while "on" not in (tmp_path / "a" / "events.jsonl").read_text():
         time.sleep(0.05)
     detached_head._stop(tmp_path / "a")
