@@ -73,10 +73,6 @@ _MOST_BASTIONS = 8
 _MOST_INCLUDES = 16
 """Files that include each other, as many as OpenSSH's client follows."""
 
-KEYGEN = "set -eu\n" + Path(__file__).with_name("keygen.sh").read_text(encoding="utf-8")
-"""Shell script that makes an ed25519 key pair and its folder, over an earlier pair. Arguments: path of the private key,
-comment[, other key type]."""
-
 
 @dataclass(frozen=True)
 class Login:

@@ -18,6 +18,13 @@ _PRIVATE = ("host_key", "id_ed25519")
 """Names of private keys, whose texts are not read."""
 _REMOVAL = REMOVE + Path(__file__).with_name("cluster_removal.sh").read_text(encoding="utf-8")
 """Removes the directory last, because the record in it is how a second attempt finds the rest."""
+_KEYGEN = """set -eu
+umask 077
+mkdir -p "$(dirname "$2")"
+# ssh-keygen asks before it replaces a half-written key.
+rm -f "$2" "$2.pub"
+ssh-keygen -q -t "$1" -N "" -C "$3" -f "$2"
+"""
 _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
 
@@ -109,6 +116,11 @@ def plan_removal(files: Mapping[str, str], directory: str, hostfile: str, *other
     """
     mine = (hostfile, *others) if carries_mark(files.get(hostfile, "")) else ()
     return (Step("remove its keys, files and hostfile", ("sh", "-c", _REMOVAL, "remove", directory, *mine)),)
+
+
+def plan_key(path: str, why: str, comment: str = KEY_MARK, kind: str = "ed25519", host: str = "") -> Step:
+    """Return the step that makes a key pair and its folder, over an earlier pair; the private key is at `path`."""
+    return Step(why, ("sh", "-c", _KEYGEN, "keygen", kind, path, comment), host=host)
 
 
 def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:

@@ -23,7 +23,6 @@ from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import NAME, NEEDS_IPV4, Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.hosts.ssh_config import (
-    KEYGEN,
     Bastions,
     Login,
     Member,
@@ -41,6 +40,7 @@ from cpuft.provision.cluster_files import (
     is_ours,
     plan_file,
     plan_files,
+    plan_key,
     plan_removal,
     read_files,
     read_raw,
@@ -52,15 +52,16 @@ from cpuft.serialization import load, parse_json
 _MIN_PYTHON = (3, 10)
 _PARALLEL_PUSHES = 4
 """Wheels that are sent to a host at the same time. From ten new connections on, sshd drops some (MaxStartups)."""
+_PARALLEL_LOGINS = 8
+"""Sessions with the head host at the same time, for the same reason."""
 _SURVEY_SECONDS = 120.0
 """Enough for the hashes of a gigabyte of wheels on a slow disk."""
 _HERE = Path(__file__)
 _SURVEY = _HERE.with_name("servers_survey.sh").read_text(encoding="utf-8")
 _RECEIVE = "set -eu\n" + _HERE.with_name("servers_receive.sh").read_text(encoding="utf-8")
 _KEYS = _HERE.with_name("servers_keys.sh").read_text(encoding="utf-8")
-_LOGIN = _HERE.with_name("servers_login.sh").read_text(encoding="utf-8")
 _DOWN = f"set -eu\n{REMOVE}{_KEYS}" + _HERE.with_name("servers_down.sh").read_text(encoding="utf-8")
-_AUTHORIZE = f"set -eu\n{_KEYS}" + _HERE.with_name("servers_authorize.sh").read_text(encoding="utf-8")
+_AUTHORIZE = f"set -eu\n{_KEYS}authorize"
 _KEY_LINE = re.compile(r"(?!.* AAAA.* AAAA)(?:[^#].*\s)?(ssh-ed25519 [^ ]* (cpuft-[a-z0-9]+))")
 """Line of a cluster's key in authorized_keys, perhaps with options of the user's. Its groups are the key and its
 comment."""
@@ -389,7 +390,6 @@ def plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     this plan makes can log in only after the next plan, because its public half is not known yet.
     """
     keys = [own.key for _, own in facts.head_hosts if own.key]
-    keygen = ("sh", "-c", KEYGEN, "keygen", f"{cluster_dir(config)}/id_ed25519", _key_comment(config))
     command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, facts.stamp, *facts.pins)
     install = [
         Step(f"install the environment at {config.prefix}/env", command, host=member.address)
@@ -401,8 +401,9 @@ def plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
         for member, found in facts.servers
         if (new := [f"{key}\n" for key in keys if key not in _list_keys(found)])
     ]
-    why = "generate the cluster's own key"
-    make_keys = [Step(why, keygen, host=member.address) for member, own in facts.head_hosts if not own.key]
+    key, why = f"{cluster_dir(config)}/id_ed25519", "generate the cluster's own key"
+    heads = [member.address for member, own in facts.head_hosts if not own.key]
+    make_keys = [plan_key(key, why, _key_comment(config), host=address) for address in heads]
     return [make_keys, *_plan_wheels(config, facts), install, login, _plan_ssh_files(config, facts)]
 
 
@@ -603,12 +604,16 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return facts
 
     def _try_logins(self, transport: Transport) -> dict[str, str]:
-        """Return what ssh says where the head host cannot log in, by address."""
+        """Return the last line of ssh where the head host cannot log in as mpirun does, by address."""
         head, *others = [member.address for member in self.members]
-        argv = ("sh", "-s", f"{cluster_dir(self.config)}/ssh_config", *others)
-        answer = transport.run(Host(head), argv, _LOGIN, _SURVEY_SECONDS)
-        said = dict(line.split(" ", 1) for line in answer.output.splitlines() if " " in line)
-        return {address: said[address] for address in others if address in said}
+        ssh = ("ssh", "-F", f"{cluster_dir(self.config)}/ssh_config")
+
+        def log_in(address: str) -> str:
+            answer = transport.run(Host(head), (*ssh, address, "true"), seconds=_SURVEY_SECONDS)
+            return (answer.text.strip().splitlines() or ["ssh said nothing"])[-1] if answer.exit_code else ""
+
+        said = zip(others, map_hosts(log_in, others, _PARALLEL_LOGINS))
+        return {address: message for address, message in said if message}
 
     def gather_remains(self) -> ClusterFacts:
         """Examine the servers with the ssh configuration in the cluster's directory; without that directory, no server.

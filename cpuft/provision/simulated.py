@@ -28,7 +28,6 @@ from cpuft.files import cache_path, hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
 from cpuft.hosts.ssh_config import (
-    KEYGEN,
     Member,
     format_hosts,
     format_inside,
@@ -40,10 +39,10 @@ from cpuft.hosts.topology import parse_lscpu
 from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.base import Provider
 from cpuft.provision.cluster_files import (
-    KEY_MARK,
     check_hostfile,
     is_ours,
     plan_files,
+    plan_key,
     plan_removal,
     read_files,
     read_raw,
@@ -408,7 +407,7 @@ def _plan_keys(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list
     for index in range(1, config.nodes + 1):
         wanted[f"{layout.directory}/nodes/{index}/host_key"] = "generate the host keys of the cluster"
     return [
-        Step(why, ("sh", "-c", KEYGEN, "keygen", path, KEY_MARK))
+        plan_key(path, why)
         for path, why in wanted.items()
         if not (facts.files.get(path) and facts.files.get(f"{path}.pub"))
     ]
