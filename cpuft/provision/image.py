@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
-import stat
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,7 +19,7 @@ from typing import Any
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError
-from cpuft.files import REMOVE, hash_file, hash_text
+from cpuft.files import REMOVE, hash_text, remove_command
 from cpuft.plan import Plan, Step, format_comment
 from cpuft.provision.base import Say, reconcile
 from cpuft.provision.cluster_files import check_prefix, plan_file
@@ -36,15 +34,11 @@ CHECK = "check the environment in the image: imports, mpirun, two ranks over eve
 _HERE = Path(__file__)
 PROVE = _HERE.with_name("image_prove.sh").read_text(encoding="utf-8")
 """Shell script that checks an environment by training with it. Its argument is the path of the environment's Python."""
-_BEGIN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_begin.sh").read_text(encoding="utf-8")
 _CLEAN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_clean.sh").read_text(encoding="utf-8")
 _CONTAINER = _HERE.with_name("Containerfile.in").read_text(encoding="utf-8")
 _OWN_RECIPE = _HERE.with_name("recipe.yaml")
 """The recipe of the golden image. It lies in the package so that wheels contain it; `ami/recipe.yaml` links to it."""
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
-_VOLATILE = {STAMP, "etc/ld.so.cache", "etc/shadow", "etc/shadow-", "tmp", "run", "proc", "sys", "dev"}
-_VOLATILE |= {"var/log", "var/cache", "var/lib/apt", "var/lib/dpkg", "var/lib/systemd"}
-"""Files and folders of an image that differ between two builds of the same contents, because they hold times."""
 
 
 @dataclass(frozen=True)
@@ -195,8 +189,8 @@ def read_stamp(root: Path) -> dict[str, Any]:
     """Return the stamp of an image; {} if `root` is not a finished image, or its stamp is damaged. Raises nothing.
 
     Its keys are `format` (1), `recipe` (digest), `environment` (stamp of the environment), `python` (path of the
-    environment's Python), `wheels` (list of name==version), `contents` (hash of the files) and `packages` (list of
-    name=version).
+    environment's Python), `wheels` (list of name==version), `packages` (list of name=version) and `contents` (hash of
+    all these).
     """
     with suppress(OSError, ValueError):
         return load(dict[str, Any], parse_json((root / STAMP).read_text(encoding="utf-8")))
@@ -206,14 +200,14 @@ def read_stamp(root: Path) -> dict[str, Any]:
 def write_stamp(path: Path, values: dict[str, object]) -> None:
     """Write the stamp of the image that was built as PATH.new, and rename that to `path`.
 
-    The stamp has `values`, a hash of the contents (`contents`), and the Debian packages with their versions
-    (`packages`).
+    The stamp has `values`, the Debian packages with their versions (`packages`), and a hash of both (`contents`).
 
     Raises CpuftError if the packages cannot be listed, and OSError if PATH.new is missing or `path` is not empty.
     """
     built = Path(f"{path}.new")
-    found = {"contents": hash_contents(built), "packages": list_packages(built)}
-    (built / STAMP).write_text(json.dumps(values | found, indent=2) + "\n", encoding="utf-8")
+    values = values | {"packages": list_packages(built)}
+    values |= {"contents": hash_text(json.dumps(values), 16)}
+    (built / STAMP).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     built.rename(path)
 
 
@@ -229,31 +223,6 @@ def list_packages(root: Path) -> list[str]:
             f"the Debian packages in {root} cannot be listed ({answer.text.strip()[-200:]}): build the image again"
         )
     return sorted(answer.output.split())
-
-
-def hash_contents(root: Path) -> str:
-    """Return 16 hexadecimal digits of a hash of the names, modes, owners and contents of all files below `root`.
-
-    For a link, its target counts. Files that differ in every build (logs, caches, the stamp, `__pycache__`), folders
-    themselves and links to folders do not count.
-
-    Raises OSError if a file cannot be read.
-    """
-    digest = hashlib.sha256()
-    for folder, names, files in os.walk(root):
-        inside = os.path.relpath(folder, root)
-        names[:] = sorted(n for n in names if os.path.normpath(f"{inside}/{n}") not in _VOLATILE and n != "__pycache__")
-        for name in sorted(files):
-            if f"{inside}/{name}" in _VOLATILE:
-                continue
-            path = os.path.join(folder, name)
-            state = os.lstat(path)
-            digest.update(f"{inside}/{name} {state.st_mode:o} {state.st_uid} {state.st_gid}\0".encode())
-            if stat.S_ISLNK(state.st_mode):
-                digest.update(os.readlink(path).encode())
-            elif stat.S_ISREG(state.st_mode):
-                digest.update(hash_file(Path(path)).encode())
-    return digest.hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -281,10 +250,14 @@ def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str,
     Raises
     ------
     CpuftError
-        The folder of wheels does not exist or holds no wheels; other users may write to it or to cpuft's cache folder;
-        a wheel differs from the recorded file; this cpuft is not installed; or XDG_CACHE_HOME is relative.
+        TARGET.new is not an unfinished image; the folder of wheels does not exist or holds no wheels; other users may
+        write to it or to cpuft's cache folder; a wheel differs from the recorded file; this cpuft is not installed; or
+        XDG_CACHE_HOME is relative.
     """
-    own = Path(f"{target}.new{recipe.environment.prefix}/wheels")
+    built = Path(f"{target}.new")
+    if built.exists() and not (built / STAMP).is_file():
+        raise CpuftError(f"{built} is not cpuft's: move it away, or give another --output")
+    own = Path(f"{built}{recipe.environment.prefix}/wheels")
     supply = gather_supply(own, wheels, recipe.environment.python, environ)
     stamp = read_stamp(Path(target)) if os.path.exists(target) else None
     return ImageFacts(execute.find_program("debootstrap") or "debootstrap", supply, stamp)
@@ -335,7 +308,8 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
     check = ("unshare", *namespaces, "sh", str(_HERE.with_name("image_check.sh")), root, python, PROVE)
     stamp = (*module_command(sys.executable, "cpuft.provision.image"), target, json.dumps(values))
     return (
-        Step("create an empty directory for the image", ("sh", "-c", _BEGIN, "begin", root, STAMP)),
+        Step("remove what an earlier build has left", remove_command(os.path.dirname(root), root)),
+        plan_file(f"{root}/{STAMP}", "{}\n", "create the folder of the image, and mark it as cpuft's"),
         Step(f"install Debian {recipe.base.suite} and the packages of the recipe", debootstrap),
         plan_own_wheel(Path(f"{root}{prefix}/wheels")),
         Step(f"copy {len(wheels)} wheels into the image", copy),
