@@ -74,11 +74,6 @@ class NodeFacts:
     """Whether its processes are frozen."""
     cut: bool = False
     """Whether its network link is down."""
-    quota: str = ""
-    """CPU time limit as in cpu.max: microseconds per period, and the period, such as "20000 10000". Empty for no
-    limit."""
-    rate_bits: int = 0
-    """Rate of its network link in bits per second. 0 for no limit."""
     booted: str = ""
     """Hash of the settings with which it was started."""
     processes: int = 0
@@ -249,14 +244,11 @@ def _gather_node(
     paused |= running and any(_read(Path(group) / "freezer.state").startswith("FR") for group in own)
     cut = link in links and "UP" not in links[link]["flags"]
     address = str(IPv4Network(network)[index])
-    shaping = execute.run_command((execute.find_program("tc"), "-json", "qdisc", "show", "dev", link), seconds=10)
     return NodeFacts(
         running=running and link in links,
         answers=running and link in links and (paused or cut or wait_for_ssh(address, _BOOT_SECONDS)),
         paused=paused,
         cut=cut,
-        quota=_read_quota(own),
-        rate_bits=0 if shaping.exit_code else parse_rate(shaping.output),
         booted=_read(path / "booted"),
         processes=max((len(_read(Path(group) / "cgroup.procs").split()) for group in own), default=0),
     )
@@ -270,26 +262,6 @@ def _is_first_process(pid: str) -> bool:
     """Return whether the process of this number is the first of a simulated host: numbers are reused after a reboot."""
     argv = _read(Path("/proc") / (pid or "none") / "cmdline").split("\0")
     return argv[0] == "unshare" and "boot" in argv
-
-
-def _read_quota(groups: list[str]) -> str:
-    """Return the CPU time limit of the first group that has one, in the form of cpu.max."""
-    for group in map(Path, groups):
-        text = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
-        if text[0].isdecimal():
-            return text
-    return ""
-
-
-def parse_rate(text: str) -> int:
-    """Return the rate of the first token bucket filter in bits per second, from `tc -json qdisc`; 0 if there is none.
-
-    Raises ValueError for a text that is neither empty nor JSON.
-    """
-    for discipline in json.loads(text or "[]"):
-        if discipline.get("kind") == "tbf":
-            return int(discipline["options"]["rate"]) * 8
-    return 0
 
 
 def wait_for_ssh(address: str, seconds: float) -> bool:
@@ -482,13 +454,13 @@ def _plan_nodes(config: LocalConfig, facts: MachineFacts, layout: Layout) -> lis
     steps = []
     for index in range(1, config.nodes + 1):
         node = facts.nodes.get(index, NodeFacts())
-        action, why = _choose_action(config, node, _hash_boot_settings(config, facts, layout, index))
+        action, why = _choose_action(node, _hash_boot_settings(config, facts, layout, index))
         if action:
             steps.append(plan_node_step(config, facts, layout, index, action, why))
     return steps
 
 
-def _choose_action(config: LocalConfig, node: NodeFacts, boot_hash: str) -> tuple[str, str]:
+def _choose_action(node: NodeFacts, boot_hash: str) -> tuple[str, str]:
     """Return the action of simulated_node.sh that repairs a host, and its reason; both empty if the host is right.
 
     `boot_hash` is the hash of the settings with which the host should have been started.
@@ -499,8 +471,6 @@ def _choose_action(config: LocalConfig, node: NodeFacts, boot_hash: str) -> tupl
         return "join", "connect hosts that were disconnected from the network"
     if not node.running or not node.answers or node.booted != boot_hash:
         return "up", "start hosts: namespaces, address, control group, link rate, sshd"
-    if node.quota != _format_quota(config) or node.rate_bits != parse_bit_rate(config.net):
-        return "limit", "set CPU and link limits"
     return "", ""
 
 
@@ -533,7 +503,7 @@ def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, layout: Layout
     texts = plan_texts(config, facts, layout)
     base = layout.directory
     parts = [texts[f"{base}/hosts"], texts[f"{base}/nodes/{index}/sshd_config"], texts[f"{base}/authorized_keys"]]
-    parts += [str(plan_cpus(config, facts, index))]
+    parts += [str(plan_cpus(config, facts, index)), _format_quota(config), config.net]
     parts += [facts.network, config.shm, config.image, layout.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
     parts += [text for path, text in texts.items() if path.startswith(f"{base}/there/")]
     return hash_text("\0".join(parts), 16)
@@ -557,8 +527,8 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, ind
     index
         Number of the host, from 1.
     action
-        "up" (start, after removing what is left), "limit" (set CPU and link limits), "down" (remove), "pause",
-        "resume", "crash", "cut" (disconnect from the network) or "join" (connect again). Not checked.
+        "up" (start, after removing what is left), "down" (remove), "pause", "resume", "crash", "cut" (disconnect from
+        the network) or "join" (connect again). Not checked.
     why
         Reason of the step, for the user.
 
