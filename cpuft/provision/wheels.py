@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import cpuft
 from cpuft import execute
@@ -438,12 +437,11 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
 
 @cache
 def make_own_wheel() -> tuple[str, bytes]:
-    """Return (file name, contents) of a wheel of this cpuft, so that hosts get the version that provisions them.
+    """Return (file name, contents) of a wheel with the files and requirements of this cpuft, for hosts.
 
-    If this cpuft was installed from the file of a wheel, and the file is still there and has the same package in it,
-    this is the wheel. Otherwise a wheel with the same files and requirements is made. Its name is
-    `cpuft-VERSION-py3-none-any.whl`, or `...-linux_x86_64.whl` if this cpuft contains a compiled library, and its
-    contents do not depend on when or where it is made. Nothing is written; the result is computed once per process.
+    Its name is `cpuft-VERSION-py3-none-any.whl`, or `...-linux_x86_64.whl` if this cpuft contains a compiled library,
+    and its contents do not depend on when or where it is made. Nothing is written; the result is computed once per
+    process.
 
     Raises
     ------
@@ -454,38 +452,11 @@ def make_own_wheel() -> tuple[str, bytes]:
     paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
     requirements = _read_requirements()
-    if installed_from := _read_original_wheel(files):
-        return installed_from
     # Compiled files are called by C names: any Python 3 of this architecture loads them.
     has_library = any(name.endswith(".so") for name in files)
     tag = f"py3-none-{'linux_' + platform.machine() if has_library else 'any'}"
     entry_points = {"entry_points.txt": "[console_scripts]\ncpuft = cpuft.cli:main\n"}
     return _make_wheel("cpuft", tag, files, requirements, entry_points)
-
-
-def _read_original_wheel(files: Mapping[str, bytes]) -> tuple[str, bytes] | None:
-    """Return name and contents of the wheel from which pip has installed this cpuft, if its file has exactly `files`.
-
-    pip records the file's address and SHA-256 (PEP 610), unless the wheel came from a package index. Any other file is
-    not used, because this machine's cpuft and that of the hosts would differ.
-    """
-    try:
-        origin = json.loads(importlib.metadata.distribution("cpuft").read_text("direct_url.json") or "{}")
-        address, archive = urlsplit(origin["url"]), origin["archive_info"]
-        # pip before 23.1 writes only the older key `hash`.
-        digest = archive["hashes"]["sha256"] if "hashes" in archive else archive["hash"].removeprefix("sha256=")
-        path = Path(unquote(address.path))
-        if address.scheme != "file" or not re.fullmatch(r"cpuft-[\w.!+-]+\.whl", path.name):
-            return None
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != digest:
-            return None
-        with zipfile.ZipFile(io.BytesIO(content)) as wheel:
-            names = [name for name in wheel.namelist() if name.startswith("cpuft/") and not name.endswith("/")]
-            packed = {name: wheel.read(name) for name in names}
-    except (AttributeError, KeyError, TypeError, ValueError, OSError, zipfile.BadZipFile):
-        return None
-    return (path.name, content) if packed == files else None
 
 
 def write_own_wheel(folder: Path) -> Path:
