@@ -68,8 +68,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
 
     config = pick(LocalConfig, values)
     if not fault:
-        provider = load_provider("plain" if config.without_root else "local")
-        _make(provider(config, os.environ), dry_run)
+        _make(load_provider("local")(config, os.environ), dry_run)
         return
     if not node:
         raise click.UsageError(f"{fault}: which host? Give its number, name or address, such as `{fault} 2`")
@@ -120,8 +119,8 @@ def make_verb(kind: str) -> Verb:
     return Verb(kind, callback=make, params=[*make_options(options), DRY_RUN, CONFIG_FILE], help=options.__doc__)
 
 
-for _kind, _place in PROVIDERS.items():
-    if _place.options and _kind not in provision.commands:
+for _kind in PROVIDERS:
+    if _kind not in provision.commands:
         provision.add_command(make_verb(_kind))
 
 _region = click.option(

@@ -92,7 +92,9 @@ class Provider(ABC, Generic[C, F]):
 
         Raises CpuftError when the recorded options are unknown or not valid.
         """
-        argv = [f"--{key.replace('_', '-')}={value}" for key, value in entry.options.items()]
+        # Records of simulated clusters of earlier versions have the option without_root.
+        given = [(key, value) for key, value in entry.options.items() if key != "without_root"]
+        argv = [f"--{key.replace('_', '-')}={value}" for key, value in given]
         return cls(parse_arguments(cls.options, argv), environ, entry)
 
     @classmethod
@@ -351,17 +353,15 @@ class Kind:
     provider: str
     """The subclass of `Provider`."""
     options: str
-    """The dataclass of its options, which `cpuft provision KIND` has; its docstring is the help. Empty for a kind
-    that another kind's verb makes."""
+    """The dataclass of its options, which `cpuft provision KIND` has; its docstring is the help."""
 
 
 PROVIDERS = {
     "local": Kind("cpuft.provision.simulated:SimulatedCluster", "cpuft.provision.options:LocalConfig"),
-    "plain": Kind("cpuft.provision.simulated:HostfileOnly", ""),
     "hosts": Kind("cpuft.provision.servers:Servers", "cpuft.provision.options:HostsConfig"),
     "aws": Kind("cpuft.provision.aws.provider:Aws", "cpuft.provision.aws.options:AwsConfig"),
 }
-"""All kinds of clusters, by the names that their records have. `plain` is what `local --without-root` makes."""
+"""All kinds of clusters, by the names that their records have."""
 
 
 def _load(place: str) -> Any:
@@ -375,10 +375,7 @@ def load_provider(kind: str) -> type[Provider[Any, Any]]:
 
 
 def load_options(kind: str) -> type[Any]:
-    """Import and return the options class of a kind that has a verb of its own.
-
-    Raises KeyError for a kind that is not in `PROVIDERS`, and ValueError for "plain", which has no options class.
-    """
+    """Import and return the options class of a kind. Raises KeyError for a kind that is not in `PROVIDERS`."""
     return cast("type[Any]", _load(PROVIDERS[kind].options))
 
 

@@ -1,4 +1,4 @@
-"""Simulated clusters: hosts that are network namespaces of this machine, or only a hostfile that lists this machine.
+"""Simulated clusters, whose hosts are network namespaces of this machine.
 
 simulated_node.sh beside this file starts, limits, disturbs and removes one simulated host.
 """
@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -110,7 +110,7 @@ def check_machine(as_root: bool) -> None:
         Whether the user is root.
     """
     if not as_root:
-        raise CpuftError("network namespaces need root: run the command with sudo, or use --without-root")
+        raise CpuftError("network namespaces need root: run the command with sudo, or launch ranks without a cluster")
     missing = sorted({f"{name} (package {PROGRAMS[name]})" for name in PROGRAMS if not execute.find_program(name)})
     if missing:
         raise CpuftError(f"programs are missing on this machine, install them: {', '.join(missing)}")
@@ -710,51 +710,3 @@ def _describe_node(node: NodeFacts | None) -> str:
         return "down"
     faults = ["paused"] * node.paused + ["cut off"] * node.cut
     return ", ".join(faults or ["up" if node.answers else "sshd does not answer"]) + f", {node.processes} processes"
-
-
-Files = dict[str, str]
-"""Texts by path."""
-
-
-class HostfileOnly(Provider[LocalConfig, Files]):
-    """A hostfile that lists this machine with a slot for each host (`cpuft provision local --without-root`)."""
-
-    kind = "plain"
-    options = LocalConfig
-
-    def __init__(self, config: LocalConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
-        super().__init__(config, environ, entry)
-        self.summary = f"this machine with {config.nodes} slots"
-
-    def check(self) -> None:
-        """Check the options, and what the cluster's name and files are. Changes nothing.
-
-        Raises CpuftError: an option is not possible (such as --nodes above 99), the name belongs to a cluster of
-        another kind, or the cluster's folder or hostfile was not written by cpuft or can be written by other users.
-        """
-        check_config(self.config)
-        super().check()
-
-    def gather(self) -> Files:
-        """Return the texts of the cluster's files, by path; {} if there are none."""
-        return read_files(self.directory, Path(self.hostfile))
-
-    def plan(self, facts: Files) -> Plan:
-        """Plan the record and the hostfile, as far as they differ; an empty plan if both are right."""
-        options = {key: str(value) for key, value in asdict(self.config).items()}
-        hosts = (Host("localhost", self.config.nodes),)
-        texts = {
-            f"{self.directory}/{FILE_NAME}": format_entry(Entry(self.name, self.kind, self.hostfile, options=options)),
-            self.hostfile: f"# Cluster {self.name}, made by cpuft provision.\n{format_hostfile(hosts)}",
-        }
-        steps = plan_files(texts, facts, "write the hostfile, and register the cluster")
-        return Plan(tuple((step,) for step in steps))
-
-    def plan_down(self, facts: Files) -> Plan:
-        """Plan the removal of the files; an empty plan if there are none, or if cpuft did not write them."""
-        directory = str(self.directory)
-        return Plan((plan_removal(facts, directory, self.hostfile),) if is_ours(facts, directory) else ())
-
-    def describe_hosts(self) -> list[str]:
-        """Return []: this machine is the only host."""
-        return []

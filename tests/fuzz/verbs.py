@@ -39,7 +39,7 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("submit", "slurm"): [["--dry-run"]],
     ("sweep",): [["--dry-run"]],
     ("provision", "local"): [
-        *(["--dry-run"], ["--dry-run", "--without-root"]),
+        ["--dry-run"],
         *(["--name=one", word, "2"] for word in ("kill", "pause", "resume", "cut", "join")),
     ],
 }
@@ -130,7 +130,7 @@ _LOCK = {"format": 1, "pins": [], "hosts": {"127.0.0.1": {"cpu": "x"}}}
 RECORDS = values.damaged(["\n".join(_record()) + "\n"]) | st.tuples(
     *(st.just(line) | values.damaged_json(json.loads(line)) for line in _record())
 ).map(lambda kept: "\n".join(kept) + "\n")
-ENTRIES = values.damaged_json(_ONE) | values.damaged_json(_ONE | {"kind": "plain"})
+ENTRIES = values.damaged_json(_ONE)
 RECIPES = values.damaged([_RECIPE, _RECIPE[:700]])
 STAMPS = values.damaged_json(_STAMP)
 LOCKS = values.damaged_json(_LOCK)

@@ -268,6 +268,12 @@ def test_the_registry_entry_is_read_back(tmp_path: Path) -> None:
     assert entry.options["nodes"] == "2"
 
 
+def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    entry = make_entry(CONFIG, replace(LAYOUT, directory=f"{tmp_path}/local"))
+    older = replace(entry, options=entry.options | {"without_root": "False"})
+    assert SimulatedCluster.from_entry(older, {"CPUFT_STATE": str(tmp_path)}).config == CONFIG
+
+
 @pytest.mark.parametrize(
     ("environ", "cache"),
     [
