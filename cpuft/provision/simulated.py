@@ -438,8 +438,8 @@ def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
     if facts.bridge:
         return []
     bridge, gateway = f"cpuft-{config.name}", f"{IPv4Network(facts.network)[254]}/24"
-    script = 'ip link add dev "$1" type bridge && ip address add "$2" dev "$1" && ip link set dev "$1" up'
-    steps = [Step(f"connect the hosts by a bridge at {gateway}", ("sh", "-c", script, "bridge", bridge, gateway))]
+    commands = f"link add {bridge} type bridge\naddress add {gateway} dev {bridge}\nlink set {bridge} up\n"
+    steps = [Step(f"connect the hosts by a bridge at {gateway}", ("ip", "-batch", "-"), stdin=commands)]
     for group in facts.groups:
         # In cgroup v2, each level must enable a controller for the level below.
         script = (
