@@ -255,21 +255,6 @@ def _check_entry(entry: Entry, directory: Path) -> None:
         raise ValueError(f"{reprlib.repr(entry.ssh_config)} is not its ssh configuration")
 
 
-def refuse_other_kind(root: Path, name: str, kind: str) -> None:
-    """Check that a new cluster of kind `kind` would not replace one of another kind, whose hosts would be lost.
-
-    Raises CpuftError: a cluster of this name exists and has another kind. An entry that does not exist or cannot be
-    read is accepted.
-    """
-    entry = None
-    with suppress(CpuftError):  # a damaged entry is written again
-        entry = read_entry_if_exists(root, name)
-    if entry and entry.kind != kind:
-        raise CpuftError(
-            f"{name} is a cluster of kind {entry.kind} already: choose another --name, or cpuft provision down {name}"
-        )
-
-
 def carries_mark(text: str) -> bool:
     """Return whether `cpuft provision` wrote a text file, so that it may overwrite or remove the file.
 

@@ -170,7 +170,12 @@ class Provider(ABC, Generic[C, F]):
         """
         if self.directory.exists():
             registry.refuse_untrusted(self.directory)
-        registry.refuse_other_kind(self.root, self.name, self.kind)
+        entry = self.find_record()
+        if entry and entry.kind != self.kind:
+            raise CpuftError(
+                f"{self.name} is a cluster of kind {entry.kind} already: choose another --name, or cpuft provision "
+                f"down {self.name}"
+            )
         check_places(str(self.directory), self.hostfile)
 
     def find_record(self) -> Entry | None:

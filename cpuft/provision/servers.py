@@ -5,7 +5,6 @@ The shell scripts beside this file whose names begin with `servers_` run on the 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cpuft.config import is_count
 from cpuft.errors import CpuftError, counted
@@ -47,7 +45,6 @@ from cpuft.provision.cluster_files import (
 )
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.wheels import INSTALL, Supply, add_own, gather_supply, list_pins, make_stamp, parse_pins
-from cpuft.serialization import load, parse_json
 
 _MIN_PYTHON = (3, 10)
 _PARALLEL_PUSHES = 4
@@ -75,8 +72,6 @@ class ServerFacts:
     """Name and version of the distribution, such as "debian 12"."""
     kernel: str = ""
     """Version of the kernel, as `uname -r` prints it."""
-    cpu: str = ""
-    """Model name of the CPU, or the machine's architecture if it has none."""
     python: str = ""
     """Version of python3, such as "3.11.2"; empty if it is missing."""
     stamp: str = ""
@@ -85,8 +80,6 @@ class ServerFacts:
     """Why the prefix cannot be used, such as a folder that cpuft did not make. Empty if it can."""
     key: str = ""
     """The cluster's public key as in a .pub file, on a head host. Empty if there is none."""
-    cores: int = 0
-    """Physical cores that the login may use; 0 if unknown."""
     free_kb: int = 0
     """Free disk space at the prefix, in KiB."""
     ensurepip: bool = False
@@ -118,10 +111,9 @@ def parse_survey(text: str, host: str) -> ServerFacts:
         raise CpuftError(
             f"host {host} could not be examined (its answer: {text.strip()[-200:]!r}): is it a Linux host with sh?"
         )
-    texts = {name: found.get(name, "") for name in ("os", "kernel", "cpu", "python", "stamp", "foreign", "key")}
+    texts = {name: found.get(name, "") for name in ("os", "kernel", "python", "stamp", "foreign", "key")}
     return ServerFacts(
         **texts,
-        cores=int(found["cores"]) if is_count(found.get("cores", "")) else 0,
         free_kb=int(found["free_kb"]),
         ensurepip="ensurepip" in found,
         writable="writable" in found,
@@ -202,7 +194,7 @@ class ClusterFacts:
     files: Mapping[str, str]
     """Texts of the cluster's files on this machine, by path."""
     directory: str
-    """Directory of these files. Only the hostfile and its lock file are elsewhere."""
+    """Directory of these files. Only the hostfile is elsewhere."""
     hostfile: str
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The ssh command for each server, by address: argv to which a shell line is appended."""
@@ -284,7 +276,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
 
     The stages are, as far as they are needed: the registry entry, the ssh configuration and the host keys on this
     machine; the missing wheels on this machine; then on the servers the head host's key, the wheels, the environment,
-    the key's authorization and the head host's ssh files; last the hostfile and its lock file here. While wheels are
+    the key's authorization and the head host's ssh files; last the hostfile here. While wheels are
     not downloaded yet (`facts.supply.complete` is False), the plan ends with their download, and a note says so. The
     notes also name each server whose host key is not in the cluster's known_hosts file yet.
 
@@ -292,8 +284,8 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     ------
     CpuftError
         A server cannot be provisioned: python3 is missing or older than 3.10, the prefix is not writable or not
-        cpuft's, there is no pip, or too little disk space is free (the message names each such server). Or the lock
-        file is damaged, or a value contains a control character or quotation mark that ssh's configuration cannot hold.
+        cpuft's, there is no pip, or too little disk space is free (the message names each such server). Or a value
+        contains a control character or quotation mark that ssh's configuration cannot hold.
         Or the head host cannot log in to other servers although nothing is missing there.
     """
     check_servers(config, facts)
@@ -330,46 +322,9 @@ def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
 
 
 def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
-    """Plan the hostfile, and the lock file beside it, which says what was installed on which hardware."""
-    now: dict[str, dict[str, object]] = {
-        member.address: {"cpu": own.cpu, "cores": own.cores, "kernel": own.kernel, "python": own.python}
-        for member, own in facts.servers
-    }
-    lock = json.dumps({"format": 1, "pins": sorted(facts.pins), "hosts": now}, indent=2) + "\n"
-    path = f"{facts.hostfile}.lock"
-    before = parse_lock(facts.files.get(path, ""), path)
-    changes = [
-        f"{name}'s {key} was {before[name].get(key)} and is {value}"
-        for name in before.keys() & now.keys()
-        for key, value in now[name].items()
-        if before[name].get(key) != value
-    ]
     hosts = format_hostfile(tuple(Host(member.address) for member in facts.members))
     hostfile = {facts.hostfile: f"# Cluster {config.name}, made by cpuft provision.\n{hosts}"}
-    steps = plan_files(hostfile, facts.files, "write the hostfile")
-    return steps + plan_files({path: lock}, facts.files, "; ".join(["write the lock file", *sorted(changes)]))
-
-
-def parse_lock(text: str, path: str) -> dict[str, dict[str, Any]]:
-    """Return what the text of a lock file says of each host, by its address; {} for an empty text.
-
-    The values of a host are `cpu`, `cores`, `kernel` and `python`, as they were when the file was written.
-
-    Parameters
-    ----------
-    path
-        Path of the file, for the error message; it is not read.
-
-    Raises
-    ------
-    CpuftError
-        The text is not JSON, or has no object `hosts` whose values are objects.
-    """
-    try:
-        values = load(dict[str, Any], parse_json(text)) if text else {"hosts": {}}
-        return load(dict[str, dict[str, Any]], values.get("hosts"), "hosts")
-    except ValueError as error:
-        raise CpuftError(f"{path} is damaged ({error}): remove it, and run cpuft provision hosts again") from None
+    return plan_files(hostfile, facts.files, "write the hostfile")
 
 
 def cluster_dir(config: HostsConfig) -> str:
@@ -463,6 +418,7 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
         for member, own in facts.servers
         if own.marked or own.stamp or own.key or comment in _list_keys(own).values()
     )
+    # Earlier versions wrote a file beside the hostfile.
     removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
     return Plan(tuple(stage for stage in stages if stage), command_prefixes=facts.command_prefixes)
@@ -627,8 +583,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     def _examine(self, transport: Transport) -> ClusterFacts:
         """Examine the servers, and read the cluster's files on this machine."""
         surveys = map_hosts(partial(self._survey, transport), self.members)
-        lock = Path(f"{self.hostfile}.lock")
-        files = read_files(self.directory, Path(self.hostfile)) | ({str(lock): read_raw(lock)} if lock.exists() else {})
+        files = read_files(self.directory, Path(self.hostfile))
         # The plan must use the configuration that will be in the cluster's directory, not one in memory.
         permanent = {transport.config: str(self.directory / "ssh_config")}
         command_prefixes = {
@@ -663,7 +618,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
 
         While wheels are not downloaded yet, the plan ends with their download, and a note says so.
 
-        Raises CpuftError if a server cannot be provisioned (the message says why), or if the lock file is damaged.
+        Raises CpuftError if a server cannot be provisioned (the message says why).
         """
         return plan_servers(self.config, facts)
 

@@ -22,7 +22,6 @@ from cpuft.hosts.registry import (
     make_state_root,
     read_entry,
     read_entry_if_exists,
-    refuse_other_kind,
     search_roots,
     state_root,
 )
@@ -89,14 +88,6 @@ def test_a_host_s_own_entry_keeps_its_hostfile_beside_it(tmp_path: Path) -> None
     entry = replace(ENTRY, kind="inside", hostfile=f"{tmp_path}/lab/hostfile")
     remember(tmp_path, entry)
     assert read_entry(tmp_path, "lab") == entry
-
-
-def test_a_name_is_not_given_to_a_cluster_of_another_kind(tmp_path: Path) -> None:
-    refuse_other_kind(tmp_path, "lab", "local")
-    remember(tmp_path, ENTRY)
-    refuse_other_kind(tmp_path, "lab", "hosts")
-    with pytest.raises(CpuftError, match=r"lab is a cluster of kind hosts already: .* cpuft provision down lab$"):
-        refuse_other_kind(tmp_path, "lab", "local")
 
 
 def test_a_registry_that_others_could_have_written_is_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from cpuft.hosts.registry import Entry, format_entry
 from cpuft.hosts.ssh_config import Member
 from cpuft.provision.cluster_files import check_prefix, plan_removal
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.servers import ClusterFacts, ServerFacts, parse_lock, plan_servers_down
+from cpuft.provision.servers import ClusterFacts, ServerFacts, plan_servers_down
 from cpuft.provision.wheels import INSTALL
 from tests.provision.simulated import needs_root
 
@@ -253,12 +253,3 @@ def test_what_another_user_keeps_on_a_server_stays(server: Path) -> None:
         os.chown(server / folder, 65534, 65534)
     assert take_down(server).returncode == 0
     assert files_of(server) == {*OURS[:2], *INPUTS, *MINE, "home/.ssh/authorized_keys"}
-
-
-@pytest.mark.parametrize("text", ["\0", "[]", "{}", '{"hosts": []}', '{"hosts": {"a": 1}}', "[" * 100_000])
-def test_a_damaged_lock_file_is_said(text: str) -> None:
-    assert parse_lock("", "lab.lock") == {}
-    with pytest.raises(
-        CpuftError, match=r"lab.lock is damaged \(.*\): remove it, and run cpuft provision hosts again$"
-    ):
-        parse_lock(text, "lab.lock")
