@@ -14,7 +14,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
 from cpuft.plan import Plan, Step, format_plan
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.base import PROVIDERS, describe_region, find_cluster, load_cluster, load_options, load_provider
+from cpuft.provision.base import PROVIDERS, describe_region, find_cluster, load_cluster, load_provider
 from cpuft.provision.options import ImageConfig, LocalConfig
 
 if TYPE_CHECKING:
@@ -111,7 +111,7 @@ def make_verb(kind: str) -> Verb:
     ----------
     kind: a key of PROVIDERS whose entry has options, such as hosts; KeyError for an unknown one.
     """
-    options = load_options(kind)
+    options = PROVIDERS[kind].options
 
     def make(dry_run: bool, **values: Any) -> None:
         _make(load_provider(kind)(pick(options, values), os.environ), dry_run)

@@ -24,7 +24,9 @@ from cpuft.files import hash_text
 from cpuft.hosts import registry
 from cpuft.hosts.registry import Entry
 from cpuft.plan import Plan
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import check_places
+from cpuft.provision.options import HostsConfig, LocalConfig
 
 Say = Callable[[str], None]
 """Prints a line of text for the user."""
@@ -353,35 +355,26 @@ def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Where the code of a kind of cluster is: "module:class". It is imported when it is needed."""
+    """A kind of cluster."""
 
     provider: str
-    """The subclass of `Provider`."""
-    options: str
+    """Where its subclass of `Provider` is, "module:class". It is imported when it is needed."""
+    options: type[Any]
     """The dataclass of its options, which `cpuft provision KIND` has; its docstring is the help."""
 
 
 PROVIDERS = {
-    "local": Kind("cpuft.provision.simulated:SimulatedCluster", "cpuft.provision.options:LocalConfig"),
-    "hosts": Kind("cpuft.provision.servers:Servers", "cpuft.provision.options:HostsConfig"),
-    "aws": Kind("cpuft.provision.aws.provider:Aws", "cpuft.provision.aws.options:AwsConfig"),
+    "local": Kind("cpuft.provision.simulated:SimulatedCluster", LocalConfig),
+    "hosts": Kind("cpuft.provision.servers:Servers", HostsConfig),
+    "aws": Kind("cpuft.provision.aws.provider:Aws", AwsConfig),
 }
 """All kinds of clusters, by the names that their records have."""
 
 
-def _load(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
-
-
 def load_provider(kind: str) -> type[Provider[Any, Any]]:
     """Import and return the provider class of a kind. Raises KeyError for a kind that is not in `PROVIDERS`."""
-    return cast("type[Provider[Any, Any]]", _load(PROVIDERS[kind].provider))
-
-
-def load_options(kind: str) -> type[Any]:
-    """Import and return the options class of a kind. Raises KeyError for a kind that is not in `PROVIDERS`."""
-    return cast("type[Any]", _load(PROVIDERS[kind].options))
+    module, _, name = PROVIDERS[kind].provider.partition(":")
+    return cast("type[Provider[Any, Any]]", getattr(importlib.import_module(module), name))
 
 
 def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:

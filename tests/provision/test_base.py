@@ -183,7 +183,7 @@ def test_a_new_kind_of_cluster_needs_its_module_and_one_line_of_the_table(
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    monkeypatch.setitem(PROVIDERS, "toy", Kind(f"{__name__}:Toys", f"{__name__}:ToyConfig"))
+    monkeypatch.setitem(PROVIDERS, "toy", Kind(f"{__name__}:Toys", ToyConfig))
     monkeypatch.chdir(tmp_path)
     group.add_command(make_verb("toy"))
     assert "Make a cluster of toys." in run("toy", "--help")
