@@ -242,12 +242,11 @@ def _make_ami(config: ImageConfig, dry_run: bool) -> None:
 
 @provision.command("recipe")
 @click.argument("path", default="ami/recipe.yaml")
-@click.option("--container", is_flag=True, help="Print a container file for podman and docker instead")
-def print_install(path: str, container: bool) -> None:
+def print_install(path: str) -> None:
     """Print the install script of a recipe.
 
     PATH is a YAML file. Without PATH, the recipe is ami/recipe.yaml, or cpuft's own if there is no such file.
     """
-    from cpuft.provision.image import format_container, format_install, read_recipe
+    from cpuft.provision.image import format_install, read_recipe
 
-    click.echo((format_container if container else format_install)(read_recipe(path)), nl=False)
+    click.echo(format_install(read_recipe(path)), nl=False)

@@ -24,7 +24,7 @@ from cpuft.plan import Plan, Step, format_comment
 from cpuft.provision.base import Say, reconcile
 from cpuft.provision.cluster_files import check_prefix, plan_file
 from cpuft.provision.options import RECIPE
-from cpuft.provision.wheels import EXTRAS, INSTALL, Supply, gather_supply, list_pins, make_stamp, plan_own_wheel
+from cpuft.provision.wheels import INSTALL, Supply, gather_supply, list_pins, make_stamp, plan_own_wheel
 from cpuft.serialization import find_control, load, parse_json, parse_yaml
 
 STAMP = "etc/cpuft-image.json"
@@ -35,7 +35,6 @@ _HERE = Path(__file__)
 PROVE = _HERE.with_name("image_prove.sh").read_text(encoding="utf-8")
 """Shell script that checks an environment by training with it. Its argument is the path of the environment's Python."""
 _CLEAN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_clean.sh").read_text(encoding="utf-8")
-_CONTAINER = _HERE.with_name("Containerfile.in").read_text(encoding="utf-8")
 _OWN_RECIPE = _HERE.with_name("recipe.yaml")
 """The recipe of the golden image. It lies in the package so that wheels contain it; `ami/recipe.yaml` links to it."""
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
@@ -162,14 +161,6 @@ def format_install(recipe: Recipe) -> str:
         parts.append(f"printf %s {shlex.quote(file.text)} >{shlex.quote(file.path)}")
     parts += ["[ $# -gt 0 ] || exit 0", format_comment(recipe.environment.reason), INSTALL.rstrip("\n")]
     return "\n".join(parts) + "\n"
-
-
-def format_container(recipe: Recipe) -> str:
-    """Format a Containerfile that applies the recipe to Debian's own image, with sshd and without host keys."""
-    environment = recipe.environment
-    return _CONTAINER.format(
-        suite=recipe.base.suite, prefix=environment.prefix, reason=environment.reason, extras=",".join(EXTRAS)
-    )
 
 
 def environment_python(recipe: Recipe) -> str:
