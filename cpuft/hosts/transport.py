@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
 from cpuft.argv import make_shell_line
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, TransientError
 from cpuft.execute import Answer
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.hostfile import NEEDS_IPV4, Host
@@ -342,9 +342,8 @@ def map_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNE
     results = try_hosts(function, hosts, most)
     failures = [result for result in results if isinstance(result, CpuftError)]
     if failures:
-        error = CpuftError("; ".join(map(str, failures)))
-        error.is_transient = all(failure.is_transient for failure in failures)
-        raise error
+        kind = TransientError if all(failure.is_transient for failure in failures) else CpuftError
+        raise kind("; ".join(map(str, failures)))
     return [result for result in results if not isinstance(result, CpuftError)]
 
 

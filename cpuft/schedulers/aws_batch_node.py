@@ -38,7 +38,7 @@ import paramiko
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.config import is_count
-from cpuft.errors import RESUMABLE, CpuftError
+from cpuft.errors import RESUMABLE, CpuftError, TransientError
 from cpuft.files import hash_text, write_text
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.cluster import JOB
@@ -221,7 +221,7 @@ def serve(keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str
         end = time.monotonic() + _CONNECT_SECONDS
         while not _listens(place):
             if server.poll() is not None or time.monotonic() > end:
-                raise _transient_error(f"sshd does not start on {place[0]} port {place[1]}: see its message above")
+                raise TransientError(f"sshd does not start on {place[0]} port {place[1]}: see its message above")
             time.sleep(_POLL_SECONDS)
         yield
     finally:
@@ -232,13 +232,6 @@ def _listens(place: tuple[str, int]) -> bool:
     with suppress(OSError), socket.create_connection(place, timeout=_CONNECT_SECONDS):
         return True
     return False
-
-
-def _transient_error(text: str) -> CpuftError:
-    """Return an error that no input is to blame for: another attempt may succeed."""
-    error = CpuftError(text)
-    error.is_transient = True
-    return error
 
 
 def parse_registration(text: str) -> tuple[str, int, int, bool]:
@@ -406,9 +399,9 @@ class Registry:
             if not missing:
                 return
             if gone := self.find_gone():
-                raise _transient_error(f"{_name_nodes(gone)} ended before all nodes had registered: see the log there")
+                raise TransientError(f"{_name_nodes(gone)} ended before all nodes had registered: see the log there")
             if time.monotonic() > end:
-                raise _transient_error(
+                raise TransientError(
                     f"{_name_nodes(missing)} did not register within {self._node.seconds} s: see the log there, "
                     f"or set {SECONDS} in the job's definition to more"
                 )
@@ -569,7 +562,7 @@ def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
                 time.sleep(_POLL_SECONDS)
             code = channel.exit_status
     if code in (-1, 255):
-        raise _transient_error(f"node {node.index} has lost the main node {node.address}: see the log there")
+        raise TransientError(f"node {node.index} has lost the main node {node.address}: see the log there")
     return code
 
 
@@ -599,7 +592,7 @@ def dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, pa
             raise differs from None
         except (OSError, EOFError, paramiko.SSHException) as error:
             if time.monotonic() > end:
-                raise _transient_error(
+                raise TransientError(
                     f"node {node.index} did not reach the main node {node.address} port {port} within {node.seconds} s "
                     f"({error}): see the log there, and let the job's security group reach itself"
                 ) from None
