@@ -90,13 +90,8 @@ def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
     The owner and the write permission of `path` and of all folders above it are checked, along the path as it is
     written and along the one that its symbolic links lead to. A folder above may be writable when it is sticky, as /tmp
     is: others cannot replace there what this user owns. The owner of the Python environment is trusted, because the
-    running code is theirs. So is a group of which only the file's owner is a member.
-
-    Parameters
-    ----------
-    harm: (what others could do who write there, what to do instead of correcting the mode), parts of the message.
-
-    Raises CpuftError: names the first file or folder that others may write to. Raises OSError: `path` does not exist.
+    running code is theirs. So is a group of which only the file's owner is a member. `harm` is (what others could do
+    who write there, what to do instead of correcting the mode).
     """
     trusted = {0, os.geteuid(), os.stat(sys.prefix).st_uid}
     for leaf in dict.fromkeys((path, Path(os.path.realpath(path)))):

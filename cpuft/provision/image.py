@@ -101,15 +101,9 @@ class Recipe:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a recipe from a YAML file.
+    """Read a recipe from a YAML file; the one in the package if `path` is the default and does not exist.
 
-    If `path` is the default (`ami/recipe.yaml`) and does not exist, read the recipe in the installed package.
-
-    Raises
-    ------
-    CpuftError
-        The file cannot be read; is not YAML; lacks a key, has an unknown one or one of a wrong type; its prefix is not
-        a plain absolute path; or a value has a control character (only the text of a file may have tabs and newlines).
+    Raises CpuftError: the file cannot be read, or is not a recipe.
     """
     use_own = path == RECIPE and not Path(path).exists()
     try:
@@ -229,21 +223,9 @@ class ImageFacts:
 
 
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
-    """Look at what exists of the image and its wheels. Changes nothing.
+    """Look at what exists of the image at `target` and of its wheels (`gather_supply`). Changes nothing.
 
-    Parameters
-    ----------
-    target
-        Path of the image.
-    wheels
-        Folder of wheels. Empty for those that cpuft downloads.
-
-    Raises
-    ------
-    CpuftError
-        TARGET.new is not an unfinished image; the folder of wheels does not exist or holds no wheels; other users may
-        write to it or to cpuft's cache folder; a wheel differs from the recorded file; this cpuft is not installed; or
-        XDG_CACHE_HOME is relative.
+    Raises CpuftError: TARGET.new is not an unfinished image, or the wheels cannot be used.
     """
     built = Path(f"{target}.new")
     if built.exists() and not (built / STAMP).is_file():
@@ -260,11 +242,7 @@ def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
     The image is built and checked as TARGET.new, and renamed at the end; each of these steps is a stage of its own.
     While wheels are not downloaded yet, the plan has only the step that downloads them, and a note.
 
-    Raises
-    ------
-    CpuftError
-        At `target` there is an image of another recipe, of other wheels or of another cpuft version, or something that
-        is not a finished image.
+    Raises CpuftError: at `target` is an image of another recipe or version, or something else.
     """
     pins = list_pins(facts.supply.wheels)
     values: dict[str, object] = {"format": 1, "recipe": recipe.digest}
@@ -313,25 +291,10 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
 
 
 def make_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str], as_root: bool, say: Say) -> str:
-    """Build the image at `target` unless it is there; return a sentence for the user.
+    """Build the image at `target` unless it is there, and download its wheels; return a sentence for the user.
 
-    Wheels are downloaded first if necessary. The sentence is "image TARGET exists already and matches the recipe", or
-    "built image TARGET (contents HASH)" with the command to use it.
-
-    Parameters
-    ----------
-    target
-        Path of the image. It is built as TARGET.new, which is removed at the start of a build and stays after an error.
-    wheels
-        Folder of wheels. Empty for those that cpuft downloads.
-    as_root
-        Whether the user is root.
-
-    Raises
-    ------
-    CpuftError
-        The user is not root, debootstrap is missing, the wheels cannot be used, a step failed, or at `target` there is
-        an image of another recipe or version, or something else.
+    Raises CpuftError: the user is not root, debootstrap is missing, the wheels cannot be used, a step failed, or at
+    `target` is an image of another recipe or version, or something else.
     """
     if not as_root or not execute.find_program("debootstrap"):
         raise CpuftError("building an image needs root and debootstrap: install debootstrap with apt-get, and use sudo")

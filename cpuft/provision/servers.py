@@ -126,18 +126,9 @@ def parse_survey(text: str, host: str) -> ServerFacts:
 
 
 def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bool, need_kb: int) -> str:
-    """Return why this server cannot be provisioned and what to do; "" if it can. The text begins with `host`.
+    """Return the first reason why this server cannot be provisioned and what to do; "" if it can.
 
-    Only the first of these reasons is returned: python3 is missing or older than 3.10; the prefix cannot be written;
-    the prefix belongs to another user, can be written by other users, or has a folder `env` or `wheels` that cpuft did
-    not make; neither the server nor the wheels have pip; no environment is installed and less than `need_kb` is free.
-
-    Parameters
-    ----------
-    has_pip
-        Whether the wheels that will be sent include pip.
-    need_kb
-        Disk space that the environment needs, in KiB.
+    `has_pip` says whether the wheels that will be sent include pip, and `need_kb` how much space the environment needs.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", facts.python)[:2])
     if version < _MIN_PYTHON:
@@ -168,15 +159,8 @@ def describe_server(facts: ServerFacts) -> str:
 def find_python(pythons: dict[str, str]) -> str:
     """Return the minor version of Python that all servers have, such as "3.11"; "" if none of them has Python.
 
-    Parameters
-    ----------
-    pythons
-        Version of Python ("3.11.2", "" without Python) by name of the server; at least one server.
-
-    Raises
-    ------
-    CpuftError
-        The minor versions differ. One environment for all servers needs the same version on all of them.
+    `pythons` has the version by name of the server. Raises CpuftError: the minor versions differ, and one environment
+    for all servers needs the same.
     """
     versions = {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}
     if len(set(versions.values())) > 1:
@@ -236,13 +220,7 @@ class ClusterFacts:
 
 
 def check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
-    """Raise CpuftError if any server cannot be provisioned. The message has the first reason for each such server.
-
-    The reasons are: python3 is missing or older than 3.10; the prefix cannot be written; the prefix belongs to another
-    user, can be written by other users, or has a folder `env` or `wheels` that cpuft did not make; neither python3 (its
-    ensurepip) nor the wheels that will be sent have pip; or no environment is installed and less disk space is free
-    than four times the size of the wheels and 100 MiB.
-    """
+    """Raise CpuftError if any server cannot be provisioned. The message has the first reason for each such server."""
     wheels = facts.supply.wheels
     # Each wheel takes its own size and about three times that when unpacked; 100 MB are for work files.
     need_kb = sum(wheel.size for wheel in wheels) * 4 // 1024 + (100 << 10)
@@ -276,17 +254,11 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
 
     The stages are, as far as they are needed: the registry entry, the ssh configuration and the host keys on this
     machine; the missing wheels on this machine; then on the servers the head host's key, the wheels, the environment,
-    the key's authorization and the head host's ssh files; last the hostfile here. While wheels are
-    not downloaded yet (`facts.supply.complete` is False), the plan ends with their download, and a note says so. The
-    notes also name each server whose host key is not in the cluster's known_hosts file yet.
+    the key's authorization and the head host's ssh files; last the hostfile here. While wheels are not downloaded yet,
+    the plan ends with their download.
 
-    Raises
-    ------
-    CpuftError
-        A server cannot be provisioned: python3 is missing or older than 3.10, the prefix is not writable or not
-        cpuft's, there is no pip, or too little disk space is free (the message names each such server). Or a value
-        contains a control character or quotation mark that ssh's configuration cannot hold.
-        Or the head host cannot log in to other servers although nothing is missing there.
+    Raises CpuftError: a server cannot be provisioned, the head host cannot log in to others although nothing is missing
+    there, or a value cannot stand in ssh's configuration.
     """
     check_servers(config, facts)
     _check_logins(config, facts)

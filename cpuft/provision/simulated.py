@@ -102,13 +102,7 @@ class MachineFacts:
 
 
 def check_machine(as_root: bool) -> None:
-    """Raise CpuftError if this user may not make network namespaces, or a program of `PROGRAMS` is missing.
-
-    Parameters
-    ----------
-    as_root
-        Whether the user is root.
-    """
+    """Raise CpuftError if this user may not make network namespaces, or a program of `PROGRAMS` is missing."""
     if not as_root:
         raise CpuftError("network namespaces need root: run the command with sudo, or launch ranks without a cluster")
     missing = sorted({f"{name} (package {PROGRAMS[name]})" for name in PROGRAMS if not execute.find_program(name)})
@@ -141,21 +135,10 @@ def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
 
 
 def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
-    """Return the numbers of all hosts of a cluster of which anything is left, in ascending order; [] if nothing is.
+    """Return the numbers of all hosts of a cluster of which anything is left, in ascending order.
 
     A host N is found by its file `DIRECTORY/nodes/N/booted`, its network link `BRIDGE-N` or its control group, a folder
-    `GROUP/BRIDGE/N`. Names that do not end in a number are ignored. Missing folders raise nothing.
-
-    Parameters
-    ----------
-    directory
-        Directory of the cluster's files.
-    bridge
-        Name of the cluster's bridge: `cpuft-NAME`.
-    links
-        Names of all network interfaces of this machine.
-    groups
-        Directories of control groups in which the hosts' ones are, such as ("/sys/fs/cgroup",).
+    `GROUP/BRIDGE/N`.
     """
     names = [path.parent.name for path in directory.glob("nodes/*/booted")]
     names += [link.removeprefix(f"{bridge}-") for link in links if link.startswith(f"{bridge}-")]
@@ -172,15 +155,7 @@ def _run_ip(*argv: str) -> str:
 
 
 def parse_networks(text: str) -> dict[str, str]:
-    """Return the first IPv4 network of each interface: {"eth0": "10.0.0.0/24"}.
-
-    Interfaces without one are left out.
-
-    Parameters
-    ----------
-    text
-        Output of `ip -json -4 address`. Raises ValueError for a text that is not JSON.
-    """
+    """Return the first IPv4 network of each interface, {"eth0": "10.0.0.0/24"}, from `ip -json -4 address`."""
     networks = {}
     for link in json.loads(text):
         for info in link.get("addr_info", [])[:1]:
@@ -190,13 +165,7 @@ def parse_networks(text: str) -> dict[str, str]:
 
 
 def parse_routes(text: str) -> list[str]:
-    """Return the IPv4 networks and addresses that have a route, such as ["10.0.0.0/24"], without the default route.
-
-    Parameters
-    ----------
-    text
-        Output of `ip -json -4 route`. Raises ValueError for a text that is not JSON.
-    """
+    """Return the IPv4 networks and addresses that have a route, without the default route, from `ip -json -4 route`."""
     targets = (str(route["dst"]) for route in json.loads(text))
     return [target for target in targets if target[0].isdecimal()]
 
@@ -218,13 +187,7 @@ def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
     """Return the control group directories in which hosts can be limited and frozen.
 
     That is the root of cgroup v2 if that has the cpu controller, else those of `ROOT/cpu` and `ROOT/freezer` (cgroup
-    v1) that exist and can be written. On a hybrid machine, v2 is mounted too, but v1 has the cpu controller. () if
-    there are none. Whether the root of v2 can be written is not checked.
-
-    Parameters
-    ----------
-    root
-        Where control groups are mounted.
+    v1) that exist and can be written. On a hybrid machine, v2 is mounted too, but v1 has the cpu controller.
     """
     if "cpu" in _read(Path(root, "cgroup.controllers")).split():
         return (root,)
@@ -301,13 +264,7 @@ class Layout:
 
 
 def check_config(config: LocalConfig) -> None:
-    """Raise CpuftError for options that are not possible. Nothing on this machine is changed.
-
-    The conditions are: --name is not a valid cluster name, or too long for the network links (`cpuft-NAME-NODES` has 15
-    characters at most); --nodes is above 99; --net is not a bit rate such as 1gbit; the absolute path of --image
-    (without an image, of the working directory) has a space, comma, colon or backslash; --shm is not a number of bytes
-    with an optional k, m or g. Whether the image exists is not checked.
-    """
+    """Raise CpuftError for options that are not possible. Whether the image exists is not checked."""
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
     _check_nodes(config.nodes)
     if len(link) > _MAX_LINK_NAME:
@@ -331,17 +288,7 @@ def _check_nodes(nodes: int) -> None:
 
 
 def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
-    """Return the hosts, the head host first. Host N, from 1, has the name `NAME-N` and the Nth address of `network`.
-
-    Their host keys are left empty.
-
-    Parameters
-    ----------
-    network
-        Network of the cluster, such as "10.77.0.0/24".
-
-    Raises CpuftError if there are more than 99 hosts.
-    """
+    """Return the hosts, the head host first, without their keys. Host N is `NAME-N` at the Nth address of `network`."""
     _check_nodes(config.nodes)
     addresses = IPv4Network(network)
     return tuple(Member(f"{config.name}-{index}", str(addresses[index])) for index in range(1, config.nodes + 1))
@@ -354,11 +301,8 @@ def plan_cluster(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Pl
     of hosts beyond --nodes, and the start or repair of hosts. If keys are missing, only the registry entry of the files
     is planned, and no host: the rest is made from the keys and needs another plan.
 
-    Raises
-    ------
-    CpuftError
-        --cores-per-node is given and no control group can be used, the hostfile was not written by cpuft, or --nodes is
-        above 99.
+    Raises CpuftError: CPU time cannot be limited here although --cores-per-node is given, or the hostfile is not
+    cpuft's.
     """
     if config.cores_per_node and not facts.groups:
         raise CpuftError("control groups cannot be written here, so CPU time cannot be limited: omit --cores-per-node")
@@ -397,14 +341,7 @@ def make_entry(config: LocalConfig, layout: Layout) -> Entry:
 
 
 def plan_texts(config: LocalConfig, facts: MachineFacts, layout: Layout) -> dict[str, str]:
-    """Return the texts of all files of the cluster except keys, by path.
-
-    These are the registry entry, authorized_keys, hosts, known_hosts, ssh_config, the hostfile, an sshd_config for each
-    host, and, if `layout.there` is set, the files for the hosts' own disks.
-
-    Raises KeyError if `facts.files` has no public key of the cluster or of a host, and CpuftError for more than 99
-    hosts.
-    """
+    """Return the texts of all files of the cluster except keys, by path; the keys must be in `facts.files`."""
     base = layout.directory
     members = tuple(
         replace(member, key=facts.files[f"{base}/nodes/{index}/host_key.pub"])
@@ -521,18 +458,6 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, ind
     """Return the step on this machine that runs an action of simulated_node.sh for one host.
 
     Its settings, the environment variables NODE_*, describe the host; the first one is the host's name.
-
-    Parameters
-    ----------
-    index
-        Number of the host, from 1.
-    action
-        "up" (start, after removing what is left), "down" (remove), "pause", "resume", "crash", "cut" (disconnect from
-        the network) or "join" (connect again). Not checked.
-    why
-        Reason of the step, for the user.
-
-    Raises KeyError for the action "up" if keys of the cluster are missing in `facts.files`.
     """
     groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
     booted = _hash_boot_settings(config, facts, layout, index) if action == "up" else ""
@@ -561,19 +486,9 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, ind
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: str, node: str) -> Plan:
-    """Plan a fault of a host, or its end: one step. Whether the host runs is not checked.
+    """Plan a fault of a host, a key of `FAULTS`: one step. `node` is its number (from 1), name or address.
 
-    Parameters
-    ----------
-    fault
-        A key of `FAULTS`; KeyError for another text.
-    node
-        Number (from 1), name ("local-1") or address of the host.
-
-    Raises
-    ------
-    CpuftError
-        There is no such host; the message lists the names.
+    Raises CpuftError: there is no such host.
     """
     members = plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
@@ -678,17 +593,9 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         return plan_cluster_down(self.config, facts, self.layout)
 
     def plan_fault(self, fault: str, node: str) -> Plan:
-        """Plan a fault of a host, or its end: one step. It is not executed.
+        """Plan a fault of a host, a key of `FAULTS`: one step. `node` is its number (from 1), name or address.
 
-        Parameters
-        ----------
-        fault
-            "kill", "pause", "resume", "cut" (disconnect from the network) or "join" (connect again); KeyError for
-            another text.
-        node
-            Number (from 1), name ("local-1") or address of the host.
-
-        Raises CpuftError: there is no such host, or `ip` is missing or fails.
+        Raises CpuftError: there is no such host.
         """
         return plan_fault(self.config, self.gather(), self.layout, fault, node)
 

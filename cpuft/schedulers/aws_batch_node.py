@@ -138,17 +138,10 @@ def _is_address(text: str) -> bool:
 
 
 def choose_address(interfaces: Mapping[str, str], routed: str) -> str:
-    """Return the IPv4 address on which the main node listens, of the addresses of its interfaces.
+    """Return the address on which the main node listens: `routed` if an interface has it, else the only one.
 
-    It is `routed` if an interface has that, else the only one. Loopback does not count, nor 169.254.0.0/16, by which
-    containers ask for their role.
-
-    Parameters
-    ----------
-    interfaces: IPv4 address by name of interface.
-    routed: the address by which the node reaches other networks; empty for none.
-
-    Raises CpuftError: there is none, or there are several and none of them is `routed`.
+    Loopback does not count, nor 169.254.0.0/16, by which containers ask for their role. Raises CpuftError: it is
+    unclear.
     """
     own = [one for one in interfaces.values() if not (IPv4Address(one).is_loopback or IPv4Address(one).is_link_local)]
     if routed in own or len(own) == 1:
@@ -189,15 +182,8 @@ def serve(keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str
     """Inside, an ssh server listens on one address and port. Open sessions go on after it has stopped.
 
     Whoever has the job's key may log in, but gets neither a terminal nor forwarding. Whatever the command is, `script`
-    runs. Entering the block takes up to 10 s, until the server listens.
-
-    Parameters
-    ----------
-    keys: the job's keys.
-    folder: for the server's files; a folder of this user alone.
-    place: (IPv4 address, port) on which it listens.
-    environ: variables of the server and of `script`; those whose names no shell can hold are left out of the latter.
-    script: POSIX shell; the client's command is in $SSH_ORIGINAL_COMMAND.
+    runs, POSIX shell that has the command in $SSH_ORIGINAL_COMMAND. `folder` is for the server's files, and must be
+    this user's alone.
 
     Raises CpuftError: there is no sshd, the port is in use, or sshd does not start (another attempt may succeed).
     """
@@ -253,13 +239,6 @@ def register(path: str, environ: Mapping[str, str]) -> int:
     It sends the node's address (of SSH_CONNECTION) and what the node asked for (SSH_ORIGINAL_COMMAND) to the main
     node's socket, then passes on standard input. It waits for the exit code that comes from the socket and returns it;
     255 when either end has gone.
-
-    Parameters
-    ----------
-    path: the main node's Unix socket.
-    environ: variables that sshd has set for the session.
-
-    Raises OSError: nobody listens on the socket.
     """
     with socket.socket(socket.AF_UNIX) as main:
         main.connect(path)
@@ -322,17 +301,9 @@ class OtherNode:
 
 
 class Registry:
-    """The other nodes that have registered with the main node through the socket at `path`.
+    """The other nodes that have registered with the main node through the Unix socket at `path`, which is made at once.
 
-    The socket is made at once.
-
-    Parameters
-    ----------
-    node: the main node.
-    path: path of the Unix socket, which must not exist.
-    say: shows a line about a refused node.
-
-    Raises OSError: the socket cannot be made.
+    `say` shows a line about a refused node.
     """
 
     def __init__(self, node: Node, path: str, say: Say) -> None:
@@ -428,16 +399,6 @@ def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappin
     While it runs, the working folder has a marker file (`Keys.mark`), by which other nodes see that they share it. The
     cluster's files are in a temporary folder, which the command gets as CPUFT_JOB. If this raises, the other nodes end
     with 75.
-
-    Parameters
-    ----------
-    port: port on which the nodes register.
-    command: argv.
-    environ: variables of the command, without the job's secret.
-    say: shows a line about nodes that were refused, have gone or are leaving.
-
-    Raises CpuftError: not all nodes have registered in time, the command does not exist, this node's address is not
-    clear, or sshd is missing or does not start.
     """
     address = node.address or choose_address(facts.read_interfaces(), facts.read_route(_UNUSED_ADDRESS))
     keys, code = Keys(node), RESUMABLE
@@ -457,17 +418,7 @@ def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappin
 
 
 def write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], folder: str) -> None:
-    """Write the nodes as a cluster, with this node as its head host.
-
-    The files in `folder`, which is made, are the registry entry cluster.json, hostfile, ssh_config, known_hosts and the
-    private key id_ed25519.
-
-    Parameters
-    ----------
-    address: IPv4 address of this node.
-    nodes: the other nodes by index.
-    folder: absolute path; its last part is the cluster's name.
-    """
+    """Write the nodes as a cluster in `folder`, with this node as its head host."""
     members = [ssh_config.Member(address, address, "", key=keys.host_line)]
     for _, one in sorted(nodes.items()):
         members.append(ssh_config.Member(one.address, one.address, "", one.port, keys.host_line))
@@ -484,15 +435,6 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
     It is 75 instead where the command failed after another node had gone. SIGTERM, SIGINT and SIGUSR1 are passed on to
     the command, each once; their handlers stay. When another node has gone, the command gets SIGINT, and is killed if
     it has not ended 30 s later. When another node is leaving, the command gets SIGTERM.
-
-    Parameters
-    ----------
-    command: argv.
-    environ: all variables of the command.
-    say: shows a line about nodes that have gone or are leaving.
-    registry: the other nodes; None in a job of one node.
-
-    Raises CpuftError: the command cannot be started.
     """
     try:
         process = execute.start_process(command, environ)
@@ -531,15 +473,8 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
 def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
     """Serve the main node's commands until it ends this node; return the exit code that it gives.
 
-    SIGTERM does not end the node: the main node is told once that this node is leaving.
-
-    Parameters
-    ----------
-    environ: variables of the main node's commands here, without the job's secret.
-    port: port of the main node.
-
-    Raises CpuftError: this node cannot reach the main node in time, loses it (another attempt may succeed), has another
-    secret than the main node, or has no sshd that starts.
+    SIGTERM does not end the node: the main node is told once that this node is leaving. Raises CpuftError: this node
+    cannot reach the main node in time, loses it, has another secret than the main node, or has no sshd that starts.
     """
     keys = Keys(node)
     signals: list[int] = []
@@ -569,10 +504,7 @@ def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
 def dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, paramiko.Transport]:
     """Log in to the main node, which may start later than this one; return (connection, session).
 
-    `connection` is the socket and `session` paramiko's transport on it, logged in. It tries again every 0.5 s until
-    `node.seconds` have passed.
-
-    Raises CpuftError: the main node cannot be reached in time (another attempt may succeed), or has another secret.
+    Raises CpuftError: the main node cannot be reached within `node.seconds`, or has another secret.
     """
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # its threads log tracebacks of errors handled here
     end = time.monotonic() + node.seconds
@@ -604,13 +536,7 @@ def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) 
 
     An error is reported on standard error; the exit code is then 75 if another attempt may succeed, else 2. It changes
     the working folder and the handler of SIGTERM, which exits with 143 until the command runs or the node has
-    registered.
-
-    Parameters
-    ----------
-    argv: the folder to work in, which is made, and the command that the main node runs.
-    environ: all variables of this process.
-    port: port of the main node.
+    registered. `argv` has the folder to work in, and the command that the main node runs.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
