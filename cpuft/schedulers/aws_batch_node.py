@@ -59,11 +59,11 @@ _NUMBERS = ("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX", "AWS_BA
 _ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 _JOB = "AWS_BATCH_JOB_ID"
 _SHORTEST_SECRET = 32
-_REGISTRATION = re.compile(r"([0-9.]{7,15}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,4}) (yes|no)", re.ASCII)
+_REGISTRATION = re.compile(r"([0-9.]{7,15}) ([0-9.]{7,15}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,4}) (yes|no)", re.ASCII)
 _LEAVING = "leaving"
 """What a node sends to the main node when Batch has sent it SIGTERM."""
-_UNUSED_ADDRESS = "192.0.2.1"
-"""An address that no host has (RFC 5737): the route to it is the route to other networks."""
+_EVERYWHERE = "0.0.0.0"
+"""Batch does not tell the main node its own address."""
 _CONNECT_SECONDS, _RETRY_SECONDS, _POLL_SECONDS = 10.0, 0.5, 0.05
 _INTERRUPT_SECONDS, _LEAVE_SECONDS = 30.0, 5.0
 """Time limits for a launch to end after Ctrl-C, and for the other nodes to end after the launch."""
@@ -137,19 +137,6 @@ def _is_address(text: str) -> bool:
         return False
 
 
-def choose_address(interfaces: Mapping[str, str], routed: str) -> str:
-    """Return the address on which the main node listens: `routed` if an interface has it, else the only one.
-
-    Loopback does not count, nor 169.254.0.0/16, by which containers ask for their role. Raises CpuftError: it is
-    unclear.
-    """
-    own = [one for one in interfaces.values() if not (IPv4Address(one).is_loopback or IPv4Address(one).is_link_local)]
-    if routed in own or len(own) == 1:
-        return routed if routed in own else own[0]
-    shown = ", ".join(f"{name} {address}" for name, address in sorted(interfaces.items()))
-    raise CpuftError(f"the main node cannot choose its address among {shown}: give the job the network mode awsvpc")
-
-
 class Keys:
     """The job's keys (ed25519): the same on all nodes of a job, different for other jobs and other secrets."""
 
@@ -220,30 +207,31 @@ def _listens(place: tuple[str, int]) -> bool:
     return False
 
 
-def parse_registration(text: str) -> tuple[str, int, int, bool]:
-    """Return a node's (address, index, port of its ssh server, whether it sees the main node's folder).
+def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
+    """Return a node's (address, the main node's address as it sees that, index, port, whether it sees the main folder).
 
-    `text` is "ADDRESS INDEX PORT yes" or the same with "no", as `register` sends it.
+    `text` is "ADDRESS MAIN_ADDRESS INDEX PORT yes" or the same with "no", as `register` sends it.
 
     Raises CpuftError: `text` has another form, or the address or port is not valid.
     """
     found = _REGISTRATION.fullmatch(text)
-    if not found or int(found[3]) > 65_535 or not _is_address(found[1]):
+    if not found or int(found[4]) > 65_535 or not (_is_address(found[1]) and _is_address(found[2])):
         raise CpuftError(f"{text[:80]!r} is not the registration of a node: start the same image on all nodes")
-    return found[1], int(found[2]), int(found[3]), found[4] == "yes"
+    return found[1], found[2], int(found[3]), int(found[4]), found[5] == "yes"
 
 
 def register(path: str, environ: Mapping[str, str]) -> int:
     """Register a node with the main node; runs there, for the session of that node, and ends with the session.
 
-    It sends the node's address (of SSH_CONNECTION) and what the node asked for (SSH_ORIGINAL_COMMAND) to the main
+    It sends both nodes' addresses (SSH_CONNECTION) and what the node asked for (SSH_ORIGINAL_COMMAND) to the main
     node's socket, then passes on standard input. It waits for the exit code that comes from the socket and returns it;
     255 when either end has gone.
     """
     with socket.socket(socket.AF_UNIX) as main:
         main.connect(path)
         asked = " ".join(environ.get("SSH_ORIGINAL_COMMAND", "").split())
-        main.sendall(f"{environ.get('SSH_CONNECTION', '').partition(' ')[0]} {asked}\n".encode(errors="replace"))
+        node, _, here, *_ = environ["SSH_CONNECTION"].split()
+        main.sendall(f"{node} {here} {asked}\n".encode(errors="replace"))
         answer = b""
         while True:
             ready, _, _ = select.select([sys.stdin, main], [], [])
@@ -315,6 +303,8 @@ class Registry:
         self._connections: list[OtherNode] = []
         self.nodes: dict[int, OtherNode] = {}
         """By index."""
+        self.address = ""
+        """Address of the main node, by which the others reach it."""
 
     def update(self) -> None:
         """Take in what has arrived: new connections, registrations, and nodes that leave or have gone. Never waits.
@@ -339,7 +329,7 @@ class Registry:
 
     def _add(self, other: OtherNode, line: str) -> None:
         try:
-            address, index, port, shares_folder = parse_registration(line)
+            address, here, index, port, shares_folder = parse_registration(line)
             if index in self.nodes or index == self._node.main or index >= self._node.count:
                 raise CpuftError(f"node {index} has registered already, or is not one of {self._node.count} nodes")
         except CpuftError as error:
@@ -347,7 +337,7 @@ class Registry:
             other.dismiss(2)
             return
         other.index, other.address, other.port, other.shares_folder = index, address, port, shares_folder
-        self.nodes[index] = other
+        self.nodes[index], self.address = other, here
 
     def find_gone(self) -> list[int]:
         """Return the indexes of the nodes whose sessions have ended, sorted, as of the last `update`."""
@@ -400,7 +390,6 @@ def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappin
     cluster's files are in a temporary folder, which the command gets as CPUFT_JOB. If this raises, the other nodes end
     with 75.
     """
-    address = node.address or choose_address(facts.read_interfaces(), facts.read_route(_UNUSED_ADDRESS))
     keys, code = Keys(node), RESUMABLE
     mark = Path(keys.mark).absolute()
     with ExitStack() as stack:
@@ -410,9 +399,9 @@ def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappin
         mark.touch()
         stack.callback(mark.unlink, missing_ok=True)
         stack.callback(lambda: registry.dismiss(code))
-        with serve(keys, Path(folder), (address, port), environ, f"exec {registering}\n"):
+        with serve(keys, Path(folder), (_EVERYWHERE, port), environ, f"exec {registering}\n"):
             registry.wait()
-        write_cluster(keys, address, registry.nodes, f"{folder}/job")
+        write_cluster(keys, registry.address, registry.nodes, f"{folder}/job")
         code = run_command(command, {**environ, JOB: f"{folder}/job"}, say, registry)
     return code
 

@@ -442,7 +442,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_arguments": Parser(lambda text: parse_arguments(TrainConfig, text.split("\n")), _WORDS),
     "parse_job": Parser(parse_job, values.damaged(["slurm:12", "kubernetes:a-b/c-d", "batch:us-east-1/0a-1b"])),
-    "parse_registration": Parser(parse_registration, values.damaged(["10.0.0.9 2 4711 yes"])),
+    "parse_registration": Parser(parse_registration, values.damaged(["10.0.0.9 10.0.0.7 2 4711 yes"])),
     "parse_node": Parser(
         lambda text: parse_node(CHILD | dict([text.split("=", 1)])),
         st.tuples(st.sampled_from(sorted(CHILD)), values.damaged(["0", "2", "10.0.0.7", "7f#2", "b" * 32])).map(
