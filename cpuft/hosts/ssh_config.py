@@ -96,20 +96,6 @@ class Login:
     replaced: tuple[str, ...] = ()
     """Values of ssh's -o that replace what the configuration says for people at a terminal."""
 
-    def paramiko_options(self) -> dict[str, Any]:
-        """Return the arguments of paramiko's `SSHClient.connect` beside the address and port.
-
-        `username` is None without a user; `key_filename` lists the identities that exist, and is None without any. The
-        three time limits are CONNECT_SECONDS.
-        """
-        return {
-            "username": self.user or None,
-            "key_filename": [path for path in self.identities if os.path.exists(path)] or None,
-            "timeout": CONNECT_SECONDS,
-            "banner_timeout": CONNECT_SECONDS,
-            "auth_timeout": CONNECT_SECONDS,
-        }
-
 
 def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the argv of OpenSSH's client that a shell line is appended to, to run it on a host.

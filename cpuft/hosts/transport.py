@@ -410,26 +410,26 @@ def _try_to_log_in(
 ) -> paramiko.SSHClient:
     import paramiko
 
-    options = login.paramiko_options()
+    keys = [path for path in login.identities if os.path.exists(path)] or None
+    limits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), ssh_config.CONNECT_SECONDS)
     with _raise_host_errors(host):
         client = stack.enter_context(paramiko.SSHClient())
         # ssh looks up the key of an alias without a port, whatever the port is.
         name, port = (login.alias, 22) if login.alias else (login.address, login.port)
         known_name = name if port == 22 else f"[{name}]:{port}"
-        for path in filter(os.path.exists, login.known_hosts):
+        for path in filter(os.path.exists, login.known_hosts or (os.path.expanduser("~/.ssh/known_hosts"),)):
             _load_host_keys(client, path, known_name)
-        if not login.known_hosts:
-            client.load_system_host_keys()
         client.set_missing_host_key_policy(_refuse_unknown_keys())
         try:
-            client.connect(name, port, sock=_open_stream(login, bastion, ssh_config.CONNECT_SECONDS), **options)
+            stream = _open_stream(login, bastion, ssh_config.CONNECT_SECONDS)
+            client.connect(name, port, login.user or None, key_filename=keys, sock=stream, **limits)
         except paramiko.SSHException as error:
             link = client.get_transport()
             if link and link.is_active() and not link.initial_kex_done:
                 # paramiko tries to log in although the time limit of the key exchange has passed.
                 raise TimeoutError from None
             if link and link.is_active() and not isinstance(error, paramiko.BadHostKeyException):
-                if not options["key_filename"] and not _has_key():
+                if not keys and not _has_key():
                     raise HostError(
                         host.name,
                         LOGIN_REFUSED,
