@@ -50,7 +50,7 @@ from cpuft.provision.cluster_files import (
 from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
 
-PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
+_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
 """Programs that a simulated cluster needs, and the Debian package of each."""
 SCRIPT = str(Path(__file__).with_name("simulated_node.sh"))
 """Path of the shell script that starts, limits, disturbs and removes one simulated host."""
@@ -99,39 +99,6 @@ class MachineFacts:
     """Hardware threads that the hosts share; those of one core are neighbours."""
     cores: tuple[int, ...] = ()
     """The first hardware thread of each core."""
-
-
-def check_machine(as_root: bool) -> None:
-    """Raise CpuftError if this user may not make network namespaces, or a program of `PROGRAMS` is missing."""
-    if not as_root:
-        raise CpuftError("network namespaces need root: run the command with sudo, or launch ranks without a cluster")
-    missing = sorted({f"{name} (package {PROGRAMS[name]})" for name in PROGRAMS if not execute.find_program(name)})
-    if missing:
-        raise CpuftError(f"programs are missing on this machine, install them: {', '.join(missing)}")
-
-
-def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
-    """Return the facts of the simulated cluster `name`, whose files are in `directory`. Changes nothing.
-
-    Waits up to 10 s for the ssh server of each running host that does not answer.
-
-    Raises CpuftError: `ip` is missing or fails, or no private network is free for a cluster without a bridge.
-    """
-    bridge = f"cpuft-{name}"
-    addresses = parse_networks(_run_ip("address"))
-    network = addresses.get(bridge) or choose_network(
-        [*addresses.values(), *parse_routes(_run_ip("route", "show", "table", "all"))]
-    )
-    links = {link["ifname"]: link for link in json.loads(_run_ip("link"))}
-    groups = find_groups()
-    nodes = {
-        index: _gather_node(directory / f"nodes/{index}", name, network, links, groups)
-        for index in find_nodes(directory, bridge, set(links), groups)
-    }
-    lscpu = execute.run_command(("lscpu", "-p=CPU,CORE,SOCKET,NODE"), seconds=10).output
-    threads = [core.threads for core in parse_lscpu(lscpu, tuple(sorted(os.sched_getaffinity(0))))]
-    cpus, cores = tuple(cpu for core in threads for cpu in core), tuple(core[0] for core in threads)
-    return MachineFacts(groups, network, bridge in links, nodes, read_files(directory, hostfile), cpus, cores)
 
 
 def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
@@ -570,7 +537,11 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         """
         check_config(self.config)
         check_image(self.config.image)
-        check_machine(os.geteuid() == 0)
+        if os.geteuid() != 0:
+            raise CpuftError("network namespaces need root: use sudo, or start ranks by cpuft launch without a cluster")
+        missing = [f"{name} (package {of})" for name, of in _PROGRAMS.items() if not execute.find_program(name)]
+        if missing:
+            raise CpuftError(f"programs are missing on this machine, install them: {', '.join(missing)}")
         super().check()
 
     def gather(self) -> MachineFacts:
@@ -578,7 +549,21 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
 
         Raises CpuftError: `ip` is missing or fails, or no private network is free.
         """
-        return gather_machine(self.name, self.directory, Path(self.hostfile))
+        bridge = f"cpuft-{self.name}"
+        addresses = parse_networks(_run_ip("address"))
+        used = [*addresses.values(), *parse_routes(_run_ip("route", "show", "table", "all"))]
+        network = addresses.get(bridge) or choose_network(used)
+        links = {link["ifname"]: link for link in json.loads(_run_ip("link"))}
+        groups = find_groups()
+        nodes = {
+            index: _gather_node(self.directory / f"nodes/{index}", self.name, network, links, groups)
+            for index in find_nodes(self.directory, bridge, set(links), groups)
+        }
+        lscpu = execute.run_command(("lscpu", "-p=CPU,CORE,SOCKET,NODE"), seconds=10).output
+        threads = [core.threads for core in parse_lscpu(lscpu, tuple(sorted(os.sched_getaffinity(0))))]
+        cpus, cores = tuple(cpu for core in threads for cpu in core), tuple(core[0] for core in threads)
+        files = read_files(self.directory, Path(self.hostfile))
+        return MachineFacts(groups, network, bridge in links, nodes, files, cpus, cores)
 
     def plan(self, facts: MachineFacts) -> Plan:
         """Plan what is missing; an empty plan when nothing is. If keys are missing, the hosts come with the next plan.
