@@ -410,8 +410,9 @@ def _try_to_log_in(
 ) -> paramiko.SSHClient:
     import paramiko
 
-    keys = [path for path in login.identities if os.path.exists(path)] or None
-    limits = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), ssh_config.CONNECT_SECONDS)
+    seconds = ssh_config.CONNECT_SECONDS
+    options: dict[str, Any] = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), seconds)
+    options["key_filename"] = [path for path in login.identities if os.path.exists(path)] or None
     with _raise_host_errors(host):
         client = stack.enter_context(paramiko.SSHClient())
         # ssh looks up the key of an alias without a port, whatever the port is.
@@ -421,15 +422,15 @@ def _try_to_log_in(
             _load_host_keys(client, path, known_name)
         client.set_missing_host_key_policy(_refuse_unknown_keys())
         try:
-            stream = _open_stream(login, bastion, ssh_config.CONNECT_SECONDS)
-            client.connect(name, port, login.user or None, key_filename=keys, sock=stream, **limits)
+            stream = _open_stream(login, bastion, seconds)
+            client.connect(name, port, login.user or None, sock=stream, **options)
         except paramiko.SSHException as error:
             link = client.get_transport()
             if link and link.is_active() and not link.initial_kex_done:
                 # paramiko tries to log in although the time limit of the key exchange has passed.
                 raise TimeoutError from None
             if link and link.is_active() and not isinstance(error, paramiko.BadHostKeyException):
-                if not keys and not _has_key():
+                if not options["key_filename"] and not _has_key():
                     raise HostError(
                         host.name,
                         LOGIN_REFUSED,

@@ -141,15 +141,14 @@ class Keys:
     """The job's keys (ed25519): the same on all nodes of a job, different for other jobs and other secrets."""
 
     def __init__(self, node: Node) -> None:
-        self.host_file, self.login_file, mark = (_make_key(node, role) for role in ("server", "client", "mark"))
+        self.host_file, self.login_file = (_make_key(node, role) for role in ("server", "client"))
         """The private keys in OpenSSH's form: the host key of all nodes, and the key to log in with."""
-        self.host, self.login, mark_key = (
-            paramiko.Ed25519Key(file_obj=io.StringIO(text)) for text in (self.host_file, self.login_file, mark)
-        )
+        texts = (self.host_file, self.login_file)
+        self.host, self.login = (paramiko.Ed25519Key(file_obj=io.StringIO(text)) for text in texts)
         """The same keys as objects of paramiko."""
         self.host_line, self.login_line = (f"{key.get_name()} {key.get_base64()}" for key in (self.host, self.login))
         """The public keys, "ssh-ed25519 AAAA..."."""
-        self.mark = f".cpuft-{hash_text(mark_key.get_base64(), 16)}"
+        self.mark = f".cpuft-{hash_text(self.login_line, 16)}"
         """Name of a file of the main node: a node that sees it works in the same folder."""
 
 
