@@ -23,7 +23,6 @@ EXEMPT = {
     "load_cluster": "read_entry",
     "load_model": "transformers reads it",
     "load_config": "transformers reads it",
-    "load_options": "a line of the table of providers",
     "load_provider": "a line of the table of providers",
     "load_state": "read_checkpoint, and what save_state has written",
     "load_tokenizer": "transformers reads it",

@@ -16,7 +16,6 @@ from typing import Any
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
-from cpuft.hosts.ssh_config import KEYGEN
 from cpuft.plan import Plan, Stages, Step
 from cpuft.provision.aws.client import (
     GENERATION,
@@ -51,7 +50,7 @@ from cpuft.provision.aws.lease import (
     parse_limit,
 )
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.cluster_files import KEY_MARK, is_ours, plan_files, plan_removal
+from cpuft.provision.cluster_files import is_ours, plan_files, plan_key, plan_removal
 
 NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
 """URL of EC2's metadata service that exists on a spot instance when AWS is about to reclaim it."""
@@ -256,7 +255,7 @@ def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
     )
     steps = plan_files({f"{base}/{FILE_NAME}": format_entry(entry)}, facts.files, "register the cluster")
     keys: list[Step] = [
-        Step(why, ("sh", "-c", KEYGEN, "keygen", f"{base}/{name}", KEY_MARK, kind))
+        plan_key(f"{base}/{name}", why, kind=kind)
         for name, kind, why in (
             ("id_ed25519", "ed25519", "make the key to log in with"),
             ("host_key", "ecdsa", "make the host key that the instances get at first"),
