@@ -1,9 +1,9 @@
 """Control messages: what ranks tell each other about their updates, about once per second.
 
 A message has a rank's numbers of all updates since the last one, for the record, and what the rank requests: a
-checkpoint or the end. It is sent in the background after an update that all ranks have agreed on, and read within the
-next update, so that nothing waits behind larger messages on the same link. All ranks carry out requests after the
-update in which they have read them.
+checkpoint or the end. It is sent in the background after an update that all ranks compute alike from the last message,
+and read within the next update, so that nothing waits behind larger messages on the same link. All ranks carry out
+requests after the update in which they have read them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ class ControlMessages:
         self._is_alone, self._independent = setup.independent or setup.world.size == 1, setup.independent
         self._checkpoints = checkpoints
         self._requests = Requests()
-        """What all ranks have requested and not carried out."""
+        """What ranks have requested and not carried out. Each message replaces it: a request is repeated until it is
+        carried out."""
         self._is_acting = False
         """Whether requests are carried out after the update that is being made, so that they are not sent again."""
         self._unsent, self._numbers = list[StepLine](), list[float]()
@@ -50,7 +51,7 @@ class ControlMessages:
         """Updates of the message that is under way; none if there is none."""
         self._read: Callable[[], torch.Tensor] = torch.Tensor
         """Waits for the messages of all ranks: (ranks, 1 + 6 for each of `_sent`)."""
-        self._next = done + 1
+        self._next_message = done + 1
         """Update after which the next message is sent."""
         self._complete = deque[tuple[StepLine, torch.Tensor]]()
         """Updates and the numbers of all ranks, (ranks, 6)."""
@@ -79,15 +80,16 @@ class ControlMessages:
         ----------
         own: the line with this rank's examples, tokens and sum of losses, and its seconds without communication.
         terms: number of terms of the sum: examples, tagged words or masked tokens.
-        is_pause: all lines must be complete now, and no message under way: something else follows, or the end.
+        is_pause: an evaluation, a comparison, a checkpoint or the end follows, so that all lines must be complete now,
+            and no message under way.
         """
         self._unsent.append(own)
         self._numbers += [own.loss, terms, own.samples, own.tokens, *own.compute_seconds, own.step_seconds]
         if self._is_alone:
             self._complete.append((own, torch.tensor([self._numbers], dtype=torch.float64)))
             self._unsent, self._numbers = [], []
-        elif is_pause or own.step >= self._next:
-            self._receive()
+        elif is_pause or own.step >= self._next_message:
+            self._receive()  # nothing was due after the last update, so that nobody has asked
             requests = Requests() if self._is_acting else self._checkpoints.find_requests()
             self._read = gather_numbers([requests.encode(), *self._numbers])
             self._sent, self._unsent, self._numbers = self._unsent, [], []
@@ -103,7 +105,7 @@ class ControlMessages:
         by_update = table[:, 1:].view(len(table), len(self._sent), -1).unbind(1)
         self._complete.extend(zip(self._sent, by_update, strict=True))
         slowest = max(float(numbers[:, -1].max()) for numbers in by_update)
-        self._next = self._sent[-1].step + max(1, int(_SECONDS / slowest))
+        self._next_message = self._sent[-1].step + max(1, int(_SECONDS / slowest))
         self._sent = []
 
     def take_lines(self) -> Iterator[StepLine]:

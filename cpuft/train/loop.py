@@ -204,7 +204,8 @@ def train(
     """Run the updates that follow the first `done` ones; yield the record's line of each. Collective.
 
     Before the first update, one forward and one backward pass warm up. With several ranks, lines come some updates
-    later, about once per second (`ControlMessages`).
+    later, about once per second (`ControlMessages`), but those until an evaluation, a comparison, a checkpoint or the
+    end come before it. The caller evaluates and compares when it gets the line of such an update.
 
     Parameters
     ----------
@@ -223,7 +224,7 @@ def train(
     exchange.forward_model.train()
     _warm_up(setup, done)
     take_traffic()  # the bytes sent until now belong to no step
-    averages, control = plan_averages(config, setup.updates), ControlMessages(setup, checkpoints, done)
+    average_updates, control = plan_averages(config, setup.updates), ControlMessages(setup, checkpoints, done)
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
         is_last = update == setup.updates
         if layer_times:
@@ -238,7 +239,7 @@ def train(
         find_terms = count_terms_of_ranks(setup, examples, epoch, own_terms)
         passes = objective.plan_passes(setup, examples, epoch)
         clock.lap("data")
-        # With class weights the sum of the weights can be below 1; without any term it is 0.
+        # With class weights the sum of the weights can be below 1, so this is no maximum with 1; without terms it is 0.
         terms = find_terms() or 1.0
         clock.lap("communication")
 
@@ -257,10 +258,10 @@ def train(
         setup.optimizer.step()
         exchange.clear_gradients()
         clock.lap("update")
-        # With --sync-every a checkpoint waits for the next average, but for at most N updates.
-        may_save = update in averages or update % config.sync_every == 0
-        due = Requests() if is_last else control.find_due(may_save)
-        exchange.synchronize_parameters(update in averages, wait=due.any or is_last)
+        # With --sync-every N, a checkpoint (not a stop) waits for the next average, but for at most N updates.
+        may_save = update in average_updates or update % config.sync_every == 0
+        due = Requests() if is_last else control.find_due(may_save)  # after the last update the run saves anyway
+        exchange.synchronize_parameters(is_due=update in average_updates, wait=due.any or is_last)
         is_pause = (
             due.any or is_last or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
         )

@@ -14,7 +14,7 @@ class Clock:
     """Measures the seconds of one step by phase: data, forward, backward, update and communication.
 
     It starts when it is made. `seconds` has the sum of each phase so far, `start` the time.perf_counter value of the
-    start, and `last_laps` those of the start and the end of each phase's last lap.
+    start, and `last_laps` (start, end) of each phase's last lap, likewise.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,9 @@ class Clock:
         self.last = now
 
     def make_line(self, update: int, rate: float, loss: float, examples: int, tokens: int, waited: float) -> StepLine:
-        """Return the line of an update that ends now, with the numbers of this rank and the bytes that it has sent.
+        """Return the line of an update that ends now, with the numbers of this rank alone.
+
+        Its bytes are those that the rank has sent since `take_traffic` was called last.
 
         Parameters
         ----------
@@ -64,6 +66,6 @@ class Passes:
     the gradient by the first argument, and add it to the gradients that are there: the exchange averages gradients over
     ranks, so that ranks / terms makes it the gradient of the mean over all terms of the update. The second argument is
     whether the pass is the last one of the update, in which gradients are sent; the clock gets the laps of the pass.
-    There are as many functions on every rank."""
+    Every rank has equally many functions."""
     tokens: int
     """Number of tokens of this rank's examples, without padding."""
