@@ -16,5 +16,5 @@ def test_the_first_and_the_largest_difference(
 
 
 def test_trainings_of_different_length_are_not_compared() -> None:
-    with pytest.raises(ValueError, match="shorter"):
+    with pytest.raises(ValueError, match="longer"):
         find_difference([1.0], [1.0, 0.5])

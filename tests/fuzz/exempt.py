@@ -34,7 +34,6 @@ EXEMPT = {
     "parse_kernel": "what oneDNN prints in this process",
     "parse_options": "parse_value, of each option",
     "parse_networks": "what iproute2 prints",
-    "parse_rate": "what iproute2 prints",
     "parse_routes": "what iproute2 prints",
     "parse_recorder": "what torch tells in this process",
     "parse_rules": "what boto3 has read by AWS's own model",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.launch import detached_head
-from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, STARTED, Event, Order, plan_session
+from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, PAST, STARTED, Event, Order, plan_session
 
 ORDER = Order("0123456789ab", "f", "launch", "", (), "0.1.0", claimed="0123456789ab/x")
 KEEP = """
@@ -97,6 +98,29 @@ def test_a_viewer_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
     )
     first, _ = next(detached_head._follow(tmp_path, 0, False))
     assert [event.text for event in events_of(tmp_path, first)] == ["b", ""]
+
+
+def test_a_full_disk_does_not_stop_the_command() -> None:
+    detached_head._EventLog(Path("/dev/full")).copy(OUTPUT, io.BytesIO(b"a\nb\n"))
+
+
+def test_what_was_printed_until_now_has_an_end(tmp_path: Path) -> None:
+    """Else a viewer could not tell it from a connection that broke."""
+    (tmp_path / "events.jsonl").write_text(json.dumps(asdict(Event(OUTPUT, 0.0, "a"))) + "\n" + '{"kind": "outp')
+    found = [json.loads(line)["kind"] for _, line in detached_head._follow(tmp_path, 0, True)]
+    assert found == [OUTPUT, PAST]
+
+
+def test_old_runs_are_removed_unless_they_have_results_that_nobody_has_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fetched", "waiting"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        (tmp_path / name / "events.jsonl").touch()
+    (tmp_path / "waiting" / "run" / "x").mkdir()
+    monkeypatch.setattr(detached_head, "_KEPT_SECONDS", -1.0)
+    detached_head._remove_old(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["waiting"]
 
 
 def test_one_viewer_at_a_time_fetches_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
