@@ -35,7 +35,7 @@ LATER_START = 213
 the number 85."""
 WAIT_FOR_OTHER = "wait until that one has ended, or stop it, and resume the run"
 _FORMAT = 1
-UNSAVED_MODEL = "model.*.tmp"
+UNSAVED_MODEL = "model.[0-9]*.tmp"
 """Folder in the run folder that rank 0 writes the model to; it is renamed when it is complete."""
 
 

@@ -477,7 +477,8 @@ def run_on_this_machine(
         if lost := _prepare(plan, run_dir, writer, environ, transport):
             return writer.end(RESUMABLE, lost)
         ((ranks,),) = plan.ranks
-        for unsaved in Path(run_dir).glob(UNSAVED_MODEL):  # of a start that was killed
+        # Of a start of this training that was killed. A script, which has no record, may use such a name itself.
+        for unsaved in Path(run_dir).glob(UNSAVED_MODEL) if Path(run_dir, FILE_NAME).exists() else ():
             shutil.rmtree(unsaved, ignore_errors=True)
         watchdog = _make_watchdog(run_dir, writer, transport, stop_request)
         writer.write(phase=TRAINING)
