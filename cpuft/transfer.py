@@ -387,22 +387,47 @@ def open_part(folder: str) -> "Iterator[str]":
     import tempfile
 
     os.makedirs(folder, 0o700, exist_ok=True)
-    with open(os.path.join(folder, "lock"), "a") as lock:
-        is_alone = True
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            folder, is_alone = tempfile.mkdtemp(prefix=folder.rpartition(".")[0] + "."), False
-        except OSError:  # a file system without locks
-            pass
-        files = os.path.join(folder, "files")
-        try:
-            yield files
-        except BaseException as error:
-            if not is_alone or isinstance(error, (OSError, RefusedError)) or not os.path.exists(files):
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
+    lock = -1
+    try:
+        lock = open_locked(os.path.join(folder, "lock"))
+    except (BlockingIOError, FileNotFoundError):  # or another transfer has just removed the folder
+        folder = tempfile.mkdtemp(prefix=folder.rpartition(".")[0] + ".")
+    files = os.path.join(folder, "files")
+    try:
+        yield files
+    except BaseException as error:
+        if lock < 0 or isinstance(error, (OSError, RefusedError)) or not os.path.exists(files):
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    else:
         shutil.rmtree(folder, ignore_errors=True)
+    finally:
+        if lock >= 0:
+            os.close(lock)
+
+
+def open_locked(path: str, seconds: float = 0.0) -> int:
+    """Open a file, which is made if necessary, and return a descriptor that holds its lock until it is closed.
+
+    Raises BlockingIOError: another process holds the lock, and still does after `seconds`.
+    """
+    end = time.monotonic() + seconds
+    while True:
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(held), os.stat(path)):
+                return held
+        except FileNotFoundError:
+            pass  # who held it before has removed it
+        except BlockingIOError:
+            if time.monotonic() > end:
+                os.close(held)
+                raise
+            time.sleep(0.1)
+        except OSError:  # a file system without locks
+            return held
+        os.close(held)
 
 
 def receive(
@@ -496,15 +521,15 @@ def _check_names(entries: "Sequence[Entry]") -> "dict[str, str]":
         parts = entry.name.split("/")
         if "" in parts or "." in parts or ".." in parts or "\0" in entry.name:
             raise RefusedError(
-                f"the host sent a file named {entry.name!r}, which is outside the folder: "
+                f"the other side sent a file named {entry.name!r}, which is outside the folder: "
                 "cpuft never does that, so check the host before you use it again"
             )
         above = ["/".join(parts[:count]) for count in range(1, len(parts))]
         for name, kind in (*((name, FOLDER) for name in above), (entry.name, entry.kind)):
             if kinds.setdefault(name, kind) != kind:
-                raise RefusedError(f"the host sent {name} both as a file and as a folder")
+                raise RefusedError(f"the other side sent {name} both as a file and as a folder")
         if entry.name in named:
-            raise RefusedError(f"the host sent {entry.name} twice")
+            raise RefusedError(f"the other side sent {entry.name} twice")
         named.add(entry.name)
     return kinds
 
@@ -630,16 +655,11 @@ def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = T
 
 def _send_run(folder: str, left_out: str) -> None:
     """Send a run folder, which may not exist, after the run's supervisor has ended."""
-    stream, end = _answer(), time.monotonic() + _LOCK_SECONDS
-    with open(folder + ".lock", "a") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                if time.monotonic() > end:
-                    raise TransferError("the run is still active there") from None
-                time.sleep(0.1)
+    stream = _answer()
+    try:
+        os.close(open_locked(folder + ".lock", _LOCK_SECONDS))
+    except BlockingIOError:
+        raise TransferError("the run is still active there") from None
     # A run that rejected its input has removed its folder.
     found = walk(folder, follow=False) if os.path.isdir(folder) else ()
     send(stream, [one for one in found if one.name.split("/")[0] != left_out])

@@ -33,6 +33,7 @@ from cpuft.transfer import (
     connect,
     hash_blocks,
     make_checksum,
+    open_locked,
     open_part,
     open_stream,
     receive,
@@ -325,6 +326,26 @@ def test_two_transfers_to_the_same_place_do_not_disturb_each_other(root: Path) -
     with open_part(f"{root}/to.partial") as one, open_part(f"{root}/to.partial") as two:
         assert one != two
     assert list(root.iterdir()) == []
+
+
+def test_a_lock_whose_file_was_removed_meanwhile_is_taken_again(root: Path) -> None:
+    path = str(root / "lock")
+    first = open_locked(path)
+    with pytest.raises(BlockingIOError):
+        open_locked(path, 0.2)
+
+    def end_first() -> None:
+        os.unlink(path)
+        os.close(first)
+
+    timer = threading.Timer(0.3, end_first)
+    timer.start()
+    second = open_locked(path, 10.0)
+    assert os.path.samestat(os.fstat(second), os.stat(path))
+    with pytest.raises(BlockingIOError):
+        open_locked(path)
+    os.close(second)
+    timer.join()
 
 
 def serve(python: str, *words: str, before: str = "") -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import socket
@@ -11,6 +10,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cpuft import transfer
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, cache_path, hash_text, write_text
 from cpuft.hosts.cluster import Access, Cluster, find_slurm
@@ -81,7 +81,7 @@ def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[
     try:
         path = cache_folder(environ) / "going" / f"{name}.lock"
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        lock = path, _lock(path)
+        lock = path, transfer.open_locked(str(path))
     except BlockingIOError:
         advice = "wait until it has ended, or stop it, and try again"
         raise CpuftError(f"another cpuft launch is working in the run folder {run_dir}: {advice}") from None
@@ -94,25 +94,6 @@ def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[
             with suppress(OSError):
                 lock[0].unlink()
             os.close(lock[1])
-
-
-def _lock(path: Path) -> int:
-    """Return a descriptor that holds the lock of the file at `path`.
-
-    Raises BlockingIOError: another process holds it.
-    """
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The former holder may have removed the file after it was opened here. Then the lock keeps nobody out.
-            with suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
 
 
 def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:

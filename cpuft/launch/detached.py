@@ -40,6 +40,7 @@ from cpuft.hosts.hostfile import Host, find_job_hostfile, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, INSIDE, Entry, format_entry, list_names, search_roots
 from cpuft.hosts.transport import try_hosts
 from cpuft.launch import results
+from cpuft.launch.active_runs import lock_run
 from cpuft.launch.detached_head import (
     BEGUN,
     END,
@@ -438,9 +439,10 @@ class Detached:
                     return now.fetched
                 if not is_stored:
                     self.head.ask("claim", self.order.folder, viewer)
-                    self._claim()
-                    say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
-                    results.fetch(Path(self.run_dir), self.head.from_here(send))
+                    with lock_run(self.run_dir):
+                        self._claim()
+                        say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
+                        results.fetch(Path(self.run_dir), self.head.from_here(send))
                     is_stored = True
                 self.head.ask("fetched", self.order.folder, f"{socket.gethostname()}:{self.run_dir}")
                 return self.run_dir

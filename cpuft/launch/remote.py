@@ -7,7 +7,6 @@ its part of the plan from standard input, and ends with the connection.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import shlex
@@ -44,8 +43,9 @@ from cpuft.rank.process import OWNER_VARIABLE, end_with_parent
 from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
 from cpuft.terminal import protect_streams
+from cpuft.transfer import open_locked
 
-_MAKE_SECONDS = 60.0
+_MAKE_SECONDS = _LOCK_SECONDS = 60.0
 Say = Callable[[str], None]
 
 
@@ -229,16 +229,21 @@ def main() -> None:
     protect_streams()
     end_with_parent(signal.SIGTERM)
     order = load(AttemptOrder, parse_json(sys.stdin.read()))
-    with open(f"{order.run_dir}.lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    try:
         try:
-            transport = SshTransport(order.ssh_config)
-            code = run_on_this_machine(order.plan, order.run_dir, order.state, os.environ, order.seconds, transport)
-        except CpuftError as error:
-            print(f"cpuft: error: {error}", file=sys.stderr)
-            code = error.exit_code
-        except Interrupted as stopped:
-            code = stopped.exit_code
+            open_locked(f"{order.run_dir}.lock", _LOCK_SECONDS)  # released when this process ends
+        except BlockingIOError:
+            raise CpuftError(
+                f"an earlier start of the run, or a transfer of its files, has held {order.run_dir}.lock on the head "
+                f"host for {_LOCK_SECONDS:.0f} s: wait until it has ended, and resume the run"
+            ) from None
+        transport = SshTransport(order.ssh_config)
+        code = run_on_this_machine(order.plan, order.run_dir, order.state, os.environ, order.seconds, transport)
+    except CpuftError as error:
+        print(f"cpuft: error: {error}", file=sys.stderr)
+        code = error.exit_code
+    except Interrupted as stopped:
+        code = stopped.exit_code
     # ssh itself exits with 255 if it fails, and mpirun passes on that code of its own ssh.
     sys.exit(min(code, execute.SSH_FAILED - 1))
 

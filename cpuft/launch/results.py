@@ -22,9 +22,9 @@ from cpuft import execute, transfer
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
-from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
+from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.launch.resume import CHECKPOINTS
-from cpuft.launch.state import FINISHED, find_end, note_state
+from cpuft.launch.state import FINISHED, find_end, note_state, read_state
 from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
@@ -313,13 +313,23 @@ def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
 
 def _store(part: Path, run_dir: Path) -> None:
     """Move what has come to its place."""
-    if read_host_folder(str(part)) != read_host_folder(str(run_dir)):
-        (part / STATE_FILE).unlink(missing_ok=True)  # no host may say which folders on other hosts are those of the run
+    if not _has_own_state(str(part), str(run_dir)):
+        (part / STATE_FILE).unlink(missing_ok=True)
     own = [run_dir / "logs"] if _is_folder(part / "logs") else []
     for logs in (*own, *sorted(part.glob("logs-*"))):
         if _is_folder(logs):
             logs.rename(_free_name(run_dir / "logs", "-"))
     _merge(part, run_dir)
+
+
+def _has_own_state(part: str, run_dir: str) -> bool:
+    """Whether the state that has come may replace the one here: no host may say which folders on other hosts are those
+    of the run, nor hide a later start of it."""
+    with contextlib.suppress(CpuftError):
+        here, there = read_state(run_dir), read_state(part)
+        if here and there:
+            return (there.id, there.name) == (here.id, here.name) and there.owner >= here.owner
+    return False
 
 
 def _merge(part: Path, target: Path) -> None:

@@ -20,9 +20,10 @@ from typing import Any
 
 from cpuft.errors import RESUMABLE, CpuftError
 from cpuft.execute import SSH_FAILED
-from cpuft.files import hash_text, write_text
+from cpuft.files import hash_text, write_atomically
 from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.serialization import load, parse_json
+from cpuft.transfer import sync
 
 SENDING, PREPARING, TRAINING, SAVING = "sending", "preparing", "training", "saving"
 """Phases of an active run: files are sent to the hosts, the examples are prepared, the ranks work, and rank 0 saves the
@@ -142,9 +143,11 @@ def read_state(run_dir: str) -> RunState | None:
 
 
 def write_state(run_dir: str, state: RunState) -> None:
-    """Replace the state in a run folder, which must exist. Raises OSError: it cannot be written."""
+    """Replace the state in a run folder, which must exist, on the disk. Raises OSError: it cannot be written."""
     if Path(run_dir).is_dir():
-        write_text(Path(run_dir, STATE_FILE), format_state(state))
+        with write_atomically(Path(run_dir, STATE_FILE)) as beside:
+            beside.write_text(format_state(state), encoding="utf-8")
+            sync(str(beside))
 
 
 def note_state(run_dir: str, **changes: Any) -> None:

@@ -24,7 +24,7 @@ def describe_run(work: str) -> "dict[str, Any]":
     whole = [name for name in names if re.match(r"[0-9]{1,15}\.[0-9]{1,9}$", name)]
     records = [_read(f"{place}/record.jsonl") for place in [work] + [f"{checkpoints}/{name}" for name in whole]]
     notes = [_read(f"{checkpoints}/{name}").strip() for name in names if re.match(r"rank-[0-9]+\.last$", name)]
-    counts = [text.count('"kind": "step"') for text in records] + [int(text) for text in notes if text.isdigit()]
+    counts = [text.count('"kind": "step"') for text in records] + [int(text) for text in notes if text.isdecimal()]
     return {
         "exists": True,
         "is_active": _is_locked(f"{work}.lock"),

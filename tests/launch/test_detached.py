@@ -27,6 +27,7 @@ from cpuft.hosts.cluster import Access, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import detached
+from cpuft.launch.active_runs import lock_run
 from cpuft.launch.detached import (
     Detached,
     Head,
@@ -271,6 +272,8 @@ def test_results_are_fetched_once(
 
     def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
         calls.append(str(run_dir))
+        with pytest.raises(CpuftError, match="another cpuft launch"), lock_run(str(run_dir)):
+            pass
         if len(calls) <= fails:
             raise CpuftError("the connection broke")
         return []
@@ -384,7 +387,7 @@ def test_a_run_goes_on_without_its_launcher_and_is_attached_to_from_elsewhere(
 
 @needs_root
 def test_a_stopped_run_saves_a_checkpoint_and_is_resumed_from_here(cluster: Simulated) -> None:
-    run = start(cluster, "long", *TEXTS, *QUIET, "--max-steps", "80")
+    run = start(cluster, "long", *TEXTS, *QUIET, "--batch-size", "2", "--max-steps", "80")
     wait_for_step(cluster, run)
     down = cluster.cpuft("provision", "down", cluster.name)
     assert (down.returncode, run in down.stderr) == (2, True), down.stderr

@@ -24,7 +24,7 @@ from cpuft.hosts.cluster import Cluster
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import results
 from cpuft.launch.results import NotStoredError, fetch_and_clean_up, fetch_results, plan_results
-from cpuft.launch.state import StateWriter, write_state
+from cpuft.launch.state import StateWriter, read_state, write_state
 from cpuft.plan import RunPlan, Step
 from cpuft.transfer import FROM_STREAM
 from tests.launch.test_inputs import AWAY
@@ -309,3 +309,32 @@ def test_a_run_whose_state_says_that_it_finished_is_finished(code: int, tmp_path
     StateWriter(str(work), make_state("a")).end(code)
     plan = replace(plan, results=(plan.results[0], ()))
     assert fetch_and_clean_up(plan, str(run), cluster, os.environ, False, lambda line: None) == (code == 0)
+
+
+@pytest.mark.parametrize(
+    ("there", "is_taken"),
+    [({"owner": 2, "sequence": 3}, True), ({"owner": 1, "sequence": 9}, False), ({"owner": 2, "id": "b" * 12}, False)],
+)
+def test_a_state_of_an_earlier_start_or_of_another_run_replaces_none(
+    there: dict[str, Any], is_taken: bool, tmp_path: Path, run: Path
+) -> None:
+    """The head host of the earlier start may come back after a later one was begun elsewhere."""
+    work = make_run(tmp_path, "record.jsonl")
+    run.mkdir(parents=True)
+    write_state(str(run), make_state(owner=2))
+    write_state(str(work), make_state(**there))
+    results.fetch(run, serve(work))
+    assert (run / "record.jsonl").exists()
+    found = read_state(str(run))
+    assert found == make_state(**there if is_taken else {"owner": 2})
+
+
+def test_a_damaged_state_replaces_none(tmp_path: Path, run: Path) -> None:
+    work = make_run(tmp_path, "record.jsonl")
+    run.mkdir(parents=True)
+    write_state(str(run), make_state())
+    write_state(str(work), make_state(sequence=1))
+    with (work / "state.json").open("a") as file:
+        file.write("}")
+    results.fetch(run, serve(work))
+    assert read_state(str(run)) == make_state()

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import json
 import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -21,6 +25,7 @@ from cpuft.execute import run_step
 from cpuft.hosts import ssh_config
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import supervise
+from cpuft.launch.remote import AttemptOrder
 from cpuft.launch.resume import remove_empty_run
 from cpuft.launch.stack_dumps import Diagnosis
 from cpuft.launch.state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
@@ -38,6 +43,7 @@ from cpuft.rank.diagnostics import HANG_MARK
 from cpuft.rank.interruption import HEARTBEAT_FILE
 from cpuft.rank.process import ENDED_MARK, STARTED_MARK, WAITS_MARK, format_failure
 from cpuft.rank.world import World
+from cpuft.transfer import open_locked
 from tests.launch.test_failures import error_log
 from tests.records import make_state
 
@@ -538,3 +544,16 @@ def test_a_signal_counts_more_than_what_is_found_while_the_ranks_are_ended(first
         run_step(Step("ranks", ("sleep", "60")), os.environ, None, watch)
     assert stopped.value.exit_code == 143
     assert list(signals) == []
+
+
+def test_a_supervisor_does_not_wait_for_ever_for_an_earlier_one(tmp_path: Path) -> None:
+    order = AttemptOrder(RunPlan(), str(tmp_path / "run"), make_state(), 0.0, "")
+    program = "from cpuft.launch import remote; remote._LOCK_SECONDS = 0.2; remote.main()"
+    lock = open_locked(f"{order.run_dir}.lock")
+    given = json.dumps(dataclasses.asdict(order))
+    done = subprocess.run(
+        [sys.executable, "-c", program], input=given, capture_output=True, text=True, timeout=60, check=False
+    )
+    os.close(lock)
+    assert done.returncode == 2
+    assert re.fullmatch(r"cpuft: error: an earlier start of the run.* has held \S+/run\.lock .*\n", done.stderr), done
