@@ -98,7 +98,8 @@ def detect_dead_peer(connection: socket.socket, seconds: float = DEAD_PEER_SECON
     limits = (("KEEPIDLE", 3 * interval), ("KEEPINTVL", interval), ("KEEPCNT", 4), ("USER_TIMEOUT", 7000 * interval))
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in limits:
-        connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"), value)
+        if option := getattr(socket, f"TCP_{name}", 0):  # Linux has them all
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 WIDTH = 120

@@ -28,6 +28,7 @@ from cpuft.execute import Answer
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.hostfile import NEEDS_IPV4, Host
 from cpuft.hosts.ssh_config import Login, find_bastions, read_login, ssh_command
+from cpuft.terminal import detect_dead_peer
 
 if TYPE_CHECKING:
     import paramiko
@@ -41,6 +42,9 @@ _DIAL_SECONDS = 5.0
 _PROBE_DIAL_SECONDS = 3.5
 """The same for `find_unresponsive`: the kernel of a host that is up has answered one of three SYN packets by then.
 They are 1 and 2 s apart (RFC 6298)."""
+_LOST_SECONDS = 14.0
+"""A connection whose other side confirms nothing for so long is closed, and what was not sent yet never arrives there.
+"""
 _PROBE_SECONDS = 6.0
 """Time limit for the key exchange in `find_unresponsive`."""
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
@@ -499,7 +503,9 @@ def _open_stream(login: Login, bastion: paramiko.SSHClient | None, seconds: floa
     if login.proxy:
         return paramiko.ProxyCommand(login.proxy)
     try:
-        return socket.create_connection((login.address, login.port), timeout=min(seconds, _DIAL_SECONDS))
+        connection = socket.create_connection((login.address, login.port), timeout=min(seconds, _DIAL_SECONDS))
+        detect_dead_peer(connection, _LOST_SECONDS)
+        return connection
     except TimeoutError:
         raise
     except socket.gaierror as error:

@@ -195,8 +195,14 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     has_record, checkpoint = (path / FILE_NAME).exists(), find_checkpoint_here(str(path))
     exists = (path / "logs").is_dir() or any(copy.exists for copy in host_copies) or checkpoint is not None
     has_copied_record = checkpoint is not None and (checkpoint / FILE_NAME).exists()
-    if is_script and exists and not (has_record or headers or is_active or has_copied_record):
-        return ResumedRun(str(path), owner=owner)
+    if is_active or (has_record and _is_locked(path / FILE_NAME)):
+        raise CpuftError(f"run {run} is still active: wait until it ends, or stop it first")
+    if not (has_record or headers or has_copied_record) and (state or exists):
+        if is_script and exists:
+            return ResumedRun(str(path), owner=owner)
+        raise CpuftError(
+            f"run {run} has recorded no update: name its script if it has one, else start it again in a new folder"
+        )
     if headers and not has_record:
         record = parse_record(headers[0][1], f"the record of {run} on {headers[0][0]}")
     else:
@@ -209,8 +215,6 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
             f"run {run} measured ranks that train independently, and cannot be resumed: start a new run without "
             "--resume"
         )
-    if is_active or (has_record and _is_locked(path / FILE_NAME)):
-        raise CpuftError(f"run {run} is still active: wait until it ends, or stop it first")
     header = record.header
     try:
         options = {name: value for name, value in header.options.items() if name in option_names(TrainConfig)}

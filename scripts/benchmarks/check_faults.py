@@ -556,7 +556,12 @@ def go_on(cluster: Simulated, run: str, words: Sequence[str]) -> tuple[str, str]
     """
     resumed = Launch(cluster, "launch", "--no-check", "--resume", run)
     resumed.wait()
-    if "give the folder of an earlier run, for example runs/mrpc-np2" in "".join(resumed.texts()[-1:]):
+    said = "".join(resumed.texts()[-1:])
+    if "is still active" in said and _DETACH in words:
+        resumed = Launch(cluster, "attach", run)
+        resumed.wait()
+    elif "has recorded no update" in said or "give the folder of an earlier run" in said:
+        shutil.rmtree(cluster.folder / run, ignore_errors=True)
         resumed = Launch(cluster, "launch", "--run-dir", run, *(word for word in words if word != _DETACH))
         resumed.wait()
     seconds, code = resumed.seconds_to("resumed after update", resumed.begun), resumed.process.returncode

@@ -1,10 +1,12 @@
 """Runs on a real cluster of simulated hosts, including hosts that fail."""
 
 import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -17,6 +19,7 @@ from cpuft.config import LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.transport import SshTransport
 from cpuft.launch.inputs import make_bundle
 from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.remote import run_attempt, run_on_head_host
@@ -357,3 +360,27 @@ def test_a_host_that_is_off_is_named_before_anything_starts(cluster: Simulated) 
     assert cluster.hosts[1].name in done.stderr.splitlines()[-1]
     assert not (cluster.folder / "never").exists()
     repair(cluster)
+
+
+@pytest.mark.proof
+def test_a_host_that_is_cut_off_while_it_is_asked_is_noticed_and_gets_nothing_later(cluster: Simulated) -> None:
+    """Otherwise what was being sent would arrive when the host is back, after the run has been removed from it."""
+    host, asked = cluster.hosts[1], time.monotonic()
+    command = ("sh", "-c", "touch /var/tmp/asked && sleep 3 && cat > /var/tmp/late")
+
+    def cut() -> None:
+        while "asked" not in cluster.on(2, "ls /var/tmp"):
+            time.sleep(0.1)
+        cluster.cpuft("provision", "local", "--name", cluster.name, "cut", "2")
+
+    thread = threading.Thread(target=cut)
+    thread.start()
+    with pytest.raises(CpuftError, match=re.escape(host.name)):
+        SshTransport(cluster.ssh_config).run(host, command, "x" * 10_000_000, seconds=60)
+    assert time.monotonic() - asked < 30
+    thread.join()
+    repair(cluster)
+    time.sleep(20)
+    assert cluster.on(2, "ls /var/tmp").split().count("asked") == 1
+    assert cluster.on(2, "wc -c < /var/tmp/late || echo 0") != "10000000"
+    cluster.on(2, "rm /var/tmp/asked /var/tmp/late")

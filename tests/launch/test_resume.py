@@ -153,7 +153,7 @@ def test_a_run_on_a_file_system_without_locks_is_resumed(
 def test_runs_of_scripts_and_trainings_are_distinguished(tmp_path: Path) -> None:
     (tmp_path / "script/logs").mkdir(parents=True)
     assert read_resumed_run(str(tmp_path / "script"), is_script=True) == ResumedRun(str(tmp_path / "script"))
-    with pytest.raises(CpuftError, match=r"holds no record.jsonl"):
+    with pytest.raises(CpuftError, match=r"has recorded no update: name its script"):
         read_resumed_run(str(tmp_path / "script"))
     with pytest.raises(CpuftError, match="is cpuft's own training and has no script: leave the script out"):
         read_resumed_run(str(write_run(tmp_path / "run", HEADER)), is_script=True)
@@ -361,10 +361,29 @@ def test_a_run_without_a_local_record_is_read_from_its_hosts(tmp_path: Path) -> 
         read_resumed_run(run, host_copies=[replace(copies[1], is_active=True)])
     with pytest.raises(CpuftError, match="is cpuft's own training and has no script"):
         read_resumed_run(run, is_script=True, host_copies=copies)
-    with pytest.raises(CpuftError, match=r"there is no .*: give the folder of an earlier run"):
+    with pytest.raises(CpuftError, match="has recorded no update"):
         read_resumed_run(run, host_copies=copies[:1])
     write_run(tmp_path / "run", HEADER, *make_steps(12, [0.1]))
     assert read_resumed_run(run, host_copies=copies).updates == 12
+
+
+@pytest.mark.parametrize(
+    ("copy", "message"),
+    [
+        (HostCopy(Host("a"), is_active=True), "is still active: wait"),
+        (
+            HostCopy(Host("a"), exists=True),
+            "has recorded no update: name its script if it has one, else start it again in a new folder",
+        ),
+        (HostCopy(Host("a"), state=make_state()), "has recorded no update"),
+        (HostCopy(Host("a")), "give the folder of an earlier run"),
+    ],
+)
+def test_a_run_without_a_record_is_active_or_did_not_begin_or_never_was(
+    copy: HostCopy, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CpuftError, match=message):
+        read_resumed_run(str(tmp_path / "run"), host_copies=[copy])
 
 
 def test_remote_paths_in_recorded_options_may_be_replaced() -> None:
