@@ -47,6 +47,8 @@ _HERE = Path(__file__)
 _SECRET_FILES = PRIVATE + REMOVE + _HERE.with_name("secret_files.sh").read_text(encoding="utf-8")
 _REFRESH_SECONDS = 200.0
 """How often this machine tells the hosts that secret files are still needed. Otherwise they remove them in 10 min."""
+_STORE_SECONDS = 20.0
+"""How long a host may take to write these small files before it counts as frozen."""
 _RELAY_BYTES = 64_000_000
 """A bundle is sent as a tree if the copies for all hosts have more bytes together. Starting a tree costs a second."""
 _RELAY_HOSTS = 3
@@ -513,7 +515,7 @@ def secrets_on_hosts(
         host = cluster.assignments[index].host
         folder = os.path.dirname(cluster.sent_file(work, index))
         command = ("sh", "-c", _SECRET_FILES, "secret_files", action, cluster.folder, folder, *paths)
-        answer = cluster.access.transport.run(host, command, stdin)
+        answer = cluster.access.transport.run(host, command, stdin, _STORE_SECONDS)
         reason = " ".join(answer.errors.split())[-200:]
         if answer.exit_code == LATER_START:
             refusing.add(index)

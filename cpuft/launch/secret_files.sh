@@ -29,12 +29,18 @@ send)
     done
     end_watch
     mkdir -p "$sent" || exit 1
+    run=${4%/*}
     shift 4
     tee -- "$@" >/dev/null || exit 1
-    # If the launcher never comes back, the host removes the files that no process has read.
+    # If the launcher never comes back, the host removes the files that no process has read, and the folder of a run
+    # that has nothing but its state.
     setsid sh -c 'while sleep 2 && [ -d "$1" ]; do
-        [ -n "$(find "$1" -type f -name "[0-9]*" -mmin -10 | head -n 1)" ] || exec rm -rf -- "$1"
-    done' watch "$sent" </dev/null >/dev/null 2>&1 &
+        [ -n "$(find "$1" -type f -name "[0-9]*" -mmin -10 | head -n 1)" ] || {
+            [ -z "$(find "$1" -type f -name "[0-9]*")" ] || [ -z "$2" ] ||
+                [ "$(ls -A -- "$2" 2>/dev/null)" != state.json ] || rm -rf -- "$2"
+            exec rm -rf -- "$1"
+        }
+    done' watch "$sent" "$run" </dev/null >/dev/null 2>&1 &
     echo $! >"$sent/.watch"
     ;;
 refresh)

@@ -410,10 +410,10 @@ COLUMNS = [
     "metric",
     "left",
 ]
-BARS = {"kill": 25, "SIGKILL": 25, "cut": 40}
+BARS = {"kill": 25, "SIGKILL": 25, "cut": 54}
 """Most seconds from a fault to the next update or to the end, by the kind of the fault. Other faults, which are found
 by the time limit of a collective, have `OTHER_BAR`."""
-OTHER_BAR = 60
+OTHER_BAR = 58
 
 
 def main() -> None:

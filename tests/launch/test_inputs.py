@@ -598,6 +598,14 @@ def test_a_host_removes_secret_files_that_no_process_read_in_ten_minutes(cluster
         assert path.exists()
         age(path, 11)
         assert wait_until_gone(path.parent)
+        assert list(Path(cluster.folder).iterdir()) == []
+
+
+def test_a_host_keeps_the_state_of_a_run_whose_processes_have_read_their_files(cluster: Cluster) -> None:
+    with sent(cluster) as path:
+        path.unlink()
+        assert wait_until_gone(path.parent)
+        assert Path(cluster.folder, "0123456789ab", "state.json").exists()
 
 
 def test_an_active_launcher_keeps_secret_files_from_being_removed(
