@@ -75,7 +75,7 @@ _MOST_INCLUDES = 16
 
 KEYGEN = "set -eu\n" + Path(__file__).with_name("keygen.sh").read_text(encoding="utf-8")
 """Shell script that makes an ed25519 key pair and its folder, over an earlier pair. Arguments: path of the private key,
-comment[, other key type]."""
+comment."""
 
 
 @dataclass(frozen=True)

@@ -100,8 +100,6 @@ class ServerFacts:
     """SHA-256 of each of the cluster's ssh files on the server, by file name; "" for a file that is missing."""
     authorized: tuple[str, ...] = ()
     """Lines of the user's authorized_keys."""
-    host_keys: tuple[str, ...] = ()
-    """Public keys in /etc/ssh, with their comments."""
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
@@ -128,7 +126,6 @@ def parse_survey(text: str, host: str) -> ServerFacts:
         wheels={value.partition(" ")[0]: value.partition(" ")[2] for key, value in lines if key == "wheel"},
         sums={key.removeprefix("sum_"): value for key, value in lines if key.startswith("sum_")},
         authorized=tuple(value for key, value in lines if key == "authorized"),
-        host_keys=tuple(value for key, value in lines if key == "hostkey"),
     )
 
 

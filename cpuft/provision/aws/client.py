@@ -10,7 +10,6 @@ import json
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, install_command, suggest_names
@@ -73,22 +72,21 @@ ACTIONS: dict[str, Action] = {
     "describe_instance_type_offerings": _read("DescribeInstanceTypeOfferings"),
     "describe_instance_types": _read("DescribeInstanceTypes"),
     "describe_instances": _read("DescribeInstances"),
-    "describe_key_pairs": _read("DescribeKeyPairs"),
     "describe_placement_groups": _read("DescribePlacementGroups"),
     "describe_security_groups": _read("DescribeSecurityGroups"),
     "describe_snapshots": _read("DescribeSnapshots"),
     "describe_spot_price_history": _read("DescribeSpotPriceHistory"),
     "describe_subnets": _read("DescribeSubnets"),
     "describe_volumes": _read("DescribeVolumes"),
+    "get_console_output": _read("GetConsoleOutput"),
     "create_security_group": Action("ec2", "ec2:CreateSecurityGroup", CREATE, ("security-group",), ("vpc",)),
     "create_placement_group": Action("ec2", "ec2:CreatePlacementGroup", CREATE, ("placement-group",)),
-    "import_key_pair": Action("ec2", "ec2:ImportKeyPair", CREATE, ("key-pair",)),
     "run_instances": Action(
         "ec2",
         "ec2:RunInstances",
         CREATE,
         ("instance", "volume", "network-interface", "spot-instances-request"),
-        ("image", "subnet", "security-group", "key-pair", "placement-group"),
+        ("image", "subnet", "security-group", "placement-group"),
     ),
     "create_image": Action("ec2", "ec2:CreateImage", CREATE, ("image", "snapshot"), uses_tagged=("instance",)),
     "create_service_linked_role": Action("iam", "iam:CreateServiceLinkedRole", ROLE),
@@ -100,7 +98,6 @@ ACTIONS: dict[str, Action] = {
     "terminate_instances": _change("TerminateInstances", "instance"),
     "delete_security_group": _change("DeleteSecurityGroup", "security-group"),
     "delete_placement_group": _change("DeletePlacementGroup", "placement-group"),
-    "delete_key_pair": _change("DeleteKeyPair", "key-pair"),
     "delete_volume": _change("DeleteVolume", "volume"),
     "deregister_image": _change("DeregisterImage", "image"),
     "delete_snapshot": _change("DeleteSnapshot", "snapshot"),
@@ -116,13 +113,9 @@ class CallStep(Step):
     """Key in `ACTIONS`."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Parameters, as boto3 takes them."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Further parameters whose values are read from files when the call is made: name -> path."""
 
 
-def plan_call(
-    method: str, why: str, region: str, parameters: Mapping[str, Any], files: Mapping[str, str] | None = None
-) -> CallStep:
+def plan_call(method: str, why: str, region: str, parameters: Mapping[str, Any]) -> CallStep:
     """Return the step that makes a call; its command is the `aws` command that does the same. Nothing is called yet.
 
     Parameters
@@ -134,21 +127,11 @@ def plan_call(
     region
         AWS region, such as us-east-1. It is in the printed command only: the client that executes the step has its own.
     parameters
-        Parameters of the call, as boto3 takes them. The plan prints them as JSON.
-    files
-        Further parameters whose values are read from files when the call is made: name ("UserData") -> path. Secrets
-        are passed in this way, because plans are printed.
+        Parameters of the call, as boto3 takes them. The plan prints them as JSON, so none of them is a secret.
     """
     command = ["aws", ACTIONS[method].service, method.replace("_", "-"), "--region", region]
     command += ["--cli-input-json", json.dumps(parameters)]
-    for name, path in (files or {}).items():
-        command += [f"--{_convert_to_dashes(name)}", f"fileb://{path}"]
-    return CallStep(why, tuple(command), method=method, parameters=parameters, files=files or {})
-
-
-def _convert_to_dashes(name: str) -> str:
-    """`UserData` -> `user-data`."""
-    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("-")
+    return CallStep(why, tuple(command), method=method, parameters=parameters)
 
 
 def make_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
@@ -185,7 +168,6 @@ CAPACITY_CODES = (
 _ALREADY_DONE = {
     "create_security_group": ("InvalidGroup.Duplicate",),
     "create_placement_group": ("InvalidPlacementGroup.Duplicate",),
-    "import_key_pair": ("InvalidKeyPair.Duplicate",),
     "authorize_security_group_ingress": ("InvalidPermission.Duplicate",),
     "authorize_security_group_egress": ("InvalidPermission.Duplicate",),
     "revoke_security_group_ingress": ("InvalidPermission.NotFound",),
@@ -193,7 +175,6 @@ _ALREADY_DONE = {
     "terminate_instances": ("InvalidInstanceID.NotFound",),
     "delete_security_group": ("InvalidGroup.NotFound",),
     "delete_placement_group": ("InvalidPlacementGroup.Unknown",),
-    "delete_key_pair": ("InvalidKeyPair.NotFound",),
     "delete_volume": ("InvalidVolume.NotFound",),
     "create_image": ("InvalidAMIName.Duplicate",),
     "create_service_linked_role": ("InvalidInput", "EntityAlreadyExists"),
@@ -209,7 +190,6 @@ _TRANSIENT_CODES = (
     "Throttling",
     "ThrottlingException",
     "InvalidGroup.NotFound",
-    "InvalidKeyPair.NotFound",
     "InvalidPlacementGroup.Unknown",
 )
 """Error codes, beside all of HTTP 5xx, after which a call is repeated: a fault in AWS, too many requests, or a resource
@@ -400,16 +380,13 @@ class AwsClient:
         -------
         "CODE: MESSAGE" when a zone has no capacity for the instances of `run_instances`; "" when the call took effect.
 
-        Raises CallRefusedError when AWS refuses the call for another reason, CpuftError when all attempts failed or
-        credentials are missing, and OSError when one of `call.files` cannot be read.
+        Raises CallRefusedError when AWS refuses the call for another reason, and CpuftError when all attempts failed or
+        credentials are missing.
         """
-        parameters = {**call.parameters, **{name: Path(path).read_bytes() for name, path in call.files.items()}}
-        if "UserData" in parameters:
-            parameters["UserData"] = parameters["UserData"].decode()
         problem, waited, failures = "", 0.0, 0
         while failures < _ATTEMPTS:
             try:
-                self._request(call.method, parameters)
+                self._request(call.method, call.parameters)
                 return ""
             except CallRefusedError as error:
                 if error.code in _ALREADY_DONE.get(call.method, ()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -41,6 +42,11 @@ QUOTA_CODES = {False: "L-1216C47A", True: "L-34B43A08"}
 _DEBIAN_PARAMETER = "/aws/service/debian/release/12/latest/amd64"
 """Public parameter of AWS whose value is the newest AMI of Debian 12."""
 _ADDRESS_SERVICE = "https://checkip.amazonaws.com"
+_HOST_KEY = re.compile(
+    r"-----BEGIN SSH HOST KEY KEYS-----.*?(ssh-ed25519 [A-Za-z0-9+/]{68})\s.*?-----END SSH HOST KEY KEYS-----",
+    re.DOTALL,
+)
+"""What cloud-init writes to the console, when user data's commands have run."""
 Rule = tuple[str, int, int, str]
 """Rule of a security group: protocol ("-1" for all), first port, last port, and the address range or group allowed."""
 
@@ -111,8 +117,6 @@ class Resources:
     instances: tuple[Instance, ...] = ()
     """The head host comes first. Includes terminated instances as long as AWS still lists them."""
     placement_group: str = ""
-    """Its name; empty if it does not exist."""
-    key_pair: str = ""
     """Its name; empty if it does not exist."""
     volumes: tuple[str, ...] = ()
     """Ids of disks that are no longer attached to an instance."""
@@ -431,7 +435,6 @@ def find_resources(client: AwsClient, name: str, now: float) -> Resources:
     filters = [{"Name": f"tag:{TAG}", "Values": [name]}]
     groups = client.query("describe_security_groups", Filters=filters).get("SecurityGroups", ())
     places = client.query("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
-    keys = client.query("describe_key_pairs", Filters=filters).get("KeyPairs", ())
     unattached = [*filters, {"Name": "status", "Values": ["available"]}]
     volumes = client.query("describe_volumes", Filters=unattached).get("Volumes", ())
     group = _parse_group(groups[0]) if groups else None
@@ -442,9 +445,24 @@ def find_resources(client: AwsClient, name: str, now: float) -> Resources:
         group=group,
         instances=drop_earlier_cluster(instances, group),
         placement_group=next((one["GroupName"] for one in places if one.get("State") != "deleted"), ""),
-        key_pair=keys[0]["KeyName"] if keys else "",
         volumes=tuple(one["VolumeId"] for one in volumes),
     )
+
+
+def find_host_key(client: AwsClient, instance: str) -> str:
+    """Return the host key "ssh-ed25519 AAAA..." that cloud-init wrote to the console of an instance; "" before it has.
+
+    Only AWS and the instance itself write there, so the first connection to the instance can be strict.
+    """
+    try:
+        output = client.query("get_console_output", InstanceId=instance, Latest=True).get("Output", "")
+    except CallRefusedError as error:
+        if error.code != "UnsupportedOperation":
+            raise
+        # Types before the Nitro system show their console only some minutes after the boot.
+        output = client.query("get_console_output", InstanceId=instance).get("Output", "")
+    found = _HOST_KEY.findall(output)
+    return found[-1] if found else ""
 
 
 def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tuple[Instance, ...]]]:

@@ -168,8 +168,8 @@ def format_span(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
 
 
-def format_user_data(until: int, limit: int) -> str:
-    """Return the user data of an instance for cloud-init, to which `user_data.sh` appends the host key.
+def format_user_data(until: int, limit: int, public_key: str) -> str:
+    """Return the user data of an instance for cloud-init: the lease, and the key that lets root log in.
 
     Values are written as JSON, which is valid YAML, so that no value can end its line.
 
@@ -177,6 +177,8 @@ def format_user_data(until: int, limit: int) -> str:
     ----------
     until, limit
         End of the lease, and the time to which a running job may extend it, in seconds since the epoch.
+    public_key
+        The key as in a .pub file.
     """
     files = [
         {"path": UNTIL_FILE, "content": f"{until}\n"},
@@ -189,6 +191,7 @@ def format_user_data(until: int, limit: int) -> str:
         "#cloud-config\n"
         "disable_root: false\n"
         "ssh_deletekeys: true\n"
+        f"ssh_authorized_keys: {json.dumps([public_key])}\n"
         f"write_files: {json.dumps(files)}\n"
         f"runcmd: {json.dumps(arm)}\n"
     )

@@ -1,16 +1,9 @@
-"""The instances of a cluster as servers over ssh: their environment, their lease and their host keys.
-
-RunInstances gives all instances of a call the same user data, and so the same host key, which this machine has made.
-The first connection to each instance is strict with that key. Then each instance makes a host key of its own and
-deletes the shared one. ssh accepts both keys while that happens, so a process that is killed in between can still
-connect.
-"""
+"""The instances of a cluster as servers over ssh: their environment, their lease and their host keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
@@ -21,79 +14,14 @@ from cpuft.provision.aws.facts import Instance, SecurityGroup
 from cpuft.provision.aws.lease import CHECK_TIMER, RENEW_COMMAND, Timer, make_schedule_command, parse_timer
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import find_notice_url, list_options
-from cpuft.provision.cluster_files import read_raw
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.servers import ClusterFacts, ServerFacts, Servers
+from cpuft.provision.servers import ClusterFacts, Servers
 
-_HOST_KEY_SCRIPT = Path(__file__).with_name("host_key.sh").read_text(encoding="utf-8")
-_OWN_COMMENT = "cpuft-own"
-"""Comment of a host key that an instance has made itself."""
-_FOLDER, _PIDFILE = "/etc/ssh", "/run/sshd.pid"
 _POLL_SECONDS = 2.0
 
 
 class LeaseError(CpuftError):
     """Instances do not terminate themselves when their lease ends, and cannot be made to."""
-
-
-def find_known_keys(known_hosts: str, member: Member) -> str:
-    """Return the keys that a known_hosts file has for an instance, one per line as "type base64"; "" if it has none.
-
-    A line counts if its name is `member.known_name` and its comment is `member.mark`, the id of the instance. So keys
-    of another instance that had the same address before are left out. Other lines are ignored, and nothing is raised.
-
-    Parameters
-    ----------
-    known_hosts
-        The text of the file, not its path.
-    """
-    lines = [line.split() for line in known_hosts.splitlines()]
-    return "\n".join(
-        " ".join(words[1:3]) for words in lines if words[:1] == [member.known_name] and words[3:] == [member.mark]
-    )
-
-
-def choose_keys(shared: str, host_keys: Iterable[str]) -> str:
-    """Return the keys by which an instance may be recognized, one per line as "type base64".
-
-    The shared key comes first, if the instance still has it or has no key of its own; then the keys of its own, which
-    are those with the comment "cpuft-own".
-
-    Parameters
-    ----------
-    shared
-        The key that all instances got at first, as "type base64".
-    host_keys
-        The public keys in /etc/ssh of the instance, as "type base64 comment".
-    """
-    keys = [key.split() for key in host_keys]
-    own = [" ".join(words[:2]) for words in keys if words[2:] == [_OWN_COMMENT]]
-    has_shared = any(" ".join(words[:2]) == shared for words in keys)
-    return "\n".join([*([shared] if has_shared or not own else []), *own])
-
-
-def plan_rotation(servers: Sequence[tuple[Member, ServerFacts]], shared: str) -> tuple[Step, ...]:
-    """Return the next step of each instance that still has the shared host key; () if none has.
-
-    First the instance makes a key of its own. Once it has one, the next step deletes the shared key, so the caller must
-    write both keys into the known_hosts files of this machine and of all other instances between these two steps.
-
-    Parameters
-    ----------
-    servers
-        (ssh data, survey) of each instance.
-    shared
-        The shared key, as "type base64".
-    """
-    steps = []
-    for member, own in servers:
-        keys = choose_keys(shared, own.host_keys).splitlines()
-        if shared in {" ".join(key.split()[:2]) for key in own.host_keys}:
-            verb = "make" if keys == [shared] else "forget"
-            why = "make a host key for this host" if verb == "make" else "delete the host key that all hosts share"
-            command = ("sh", "-c", _HOST_KEY_SCRIPT, "host_key", verb, _OWN_COMMENT, _FOLDER, _PIDFILE)
-            steps.append(Step(why, command, host=member.address))
-    return tuple(steps)
 
 
 class Nodes(Servers):
@@ -128,9 +56,9 @@ class Nodes(Servers):
         self.members = tuple(
             Member(one.private, one.private, "root", reached=one.public, mark=one.id) for one in instances
         )
-        self._shared_key = " ".join(read_raw(self.directory / "host_key.pub").split()[:2])
-        known_hosts = read_raw(self.directory / "known_hosts")
-        self.keys = {one.known_name: find_known_keys(known_hosts, one) or self._shared_key for one in self.members}
+        marks = {one.known_name: one.mark for one in self.members}
+        # The key of an instance that had the same address before is left out.
+        self.keys = {name: key for name, key in self.keys.items() if key.split()[2:] == [marks.get(name)]}
         self._aws_config = config
         self._until = group.until if group else 0
         self._limit = max(group.until, group.limit) if group else 0
@@ -140,21 +68,17 @@ class Nodes(Servers):
     def _examine(self, transport: Transport) -> ClusterFacts:
         facts = super()._examine(transport)
         self._read_timers(transport)
-        servers = tuple(
-            (replace(member, key=choose_keys(self._shared_key, own.host_keys)), own) for member, own in facts.servers
-        )
-        facts = replace(facts, servers=servers, kind=self.kind, options=list_options(self._aws_config))
+        facts = replace(facts, kind=self.kind, options=list_options(self._aws_config))
         facts = replace(facts, until=self._until, renewal=RENEW_COMMAND, can_lose_head=True)
         return replace(facts, notice=find_notice_url(self._aws_config))
 
     def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan shutdowns that are not scheduled, and what is missing; if that is nothing, the rotation of host keys.
+        """Plan shutdowns that are not scheduled, and what is missing.
 
         Raises CpuftError if an instance cannot be provisioned, such as without Python 3.10 or without disk space.
         """
         plan = super().plan(facts)
-        rotation = () if plan.stages else plan_rotation(facts.servers, self._shared_key)
-        stages = (self._plan_shutdowns(), rotation, *plan.stages)
+        stages = (self._plan_shutdowns(), *plan.stages)
         return replace(plan, stages=tuple(stage for stage in stages if stage))
 
     def _read_timers(self, transport: Transport) -> None:
@@ -210,11 +134,28 @@ class Nodes(Servers):
                 reasons = ", ".join(f"{address}: {fault}" for address, fault in faults.items())
                 raise LeaseError(f"instances would not terminate themselves when their lease ends ({reasons})")
 
-    def wait(self, seconds: float, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        """Wait until all instances accept ssh connections. They are asked every 2 s; at least once.
+    def find_keys(self, find_key: Callable[[str], str]) -> None:
+        """Look for the host keys that the cluster's known_hosts file does not have.
+
+        `find_key` returns the host key of the instance with an id, and "" while it is unknown.
+        """
+        for one in self.members:
+            if one.known_name not in self.keys and (key := find_key(one.mark)):
+                self.keys[one.known_name] = key
+
+    def wait(
+        self,
+        find_key: Callable[[str], str],
+        seconds: float,
+        now: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        """Wait until all instances have a known host key and accept ssh connections. They are asked every 2 s.
 
         Parameters
         ----------
+        find_key
+            As in `find_keys`.
         seconds
             Time limit.
         now, sleep
@@ -223,18 +164,24 @@ class Nodes(Servers):
         Raises CpuftError when some do not within `seconds`, or at once when one shows an unexpected host key.
         """
         end = now() + seconds
-        with self._temporary_transport(()) as transport:
-            while True:
-                answers = try_hosts(lambda one: transport.run(Host(one.address), ("true",)), self.members)
-                errors = [one for one in answers if isinstance(one, CpuftError)]
-                if not errors:
-                    return
-                key_errors = [
-                    one for one in errors if isinstance(one, HostError) and one.kind in (KEY_CHANGED, KEY_UNKNOWN)
+        while True:
+            self.find_keys(find_key)
+            if missing := [one for one in self.members if one.known_name not in self.keys]:
+                errors = [
+                    CpuftError(f"host {one.address} ({one.mark}) shows no host key on its console") for one in missing
                 ]
-                if key_errors or now() > end:
-                    reasons = "; ".join(str(one) for one in key_errors or errors)
-                    raise CpuftError(
-                        f"{reasons}. The instances cost money: remove them with `cpuft provision down {self.name}`"
-                    )
-                sleep(_POLL_SECONDS)
+            else:
+                with self._temporary_transport(()) as transport:
+                    answers = try_hosts(lambda one: transport.run(Host(one.address), ("true",)), self.members)
+                errors = [one for one in answers if isinstance(one, CpuftError)]
+            if not errors:
+                return
+            key_errors = [
+                one for one in errors if isinstance(one, HostError) and one.kind in (KEY_CHANGED, KEY_UNKNOWN)
+            ]
+            if key_errors or now() > end:
+                reasons = "; ".join(str(one) for one in key_errors or errors)
+                raise CpuftError(
+                    f"{reasons}. The instances cost money: remove them with `cpuft provision down {self.name}`"
+                )
+            sleep(_POLL_SECONDS)

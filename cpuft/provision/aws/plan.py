@@ -59,7 +59,6 @@ STALE_SECONDS = 1800
 """Age after which a request for instances is not repeated but made anew. By then nobody waits for the response to the
 old request, and AWS still lists the instances that it started, even if they have terminated."""
 _SHORTEST_PREFIX = 16
-_WRITE_USER_DATA = Path(__file__).with_name("user_data.sh").read_text(encoding="utf-8")
 
 
 class NoCapacityError(CpuftError):
@@ -85,6 +84,11 @@ class RentalFacts:
     """Why zones had no capacity, by zone."""
     on_demand: bool = False
     """Whether to rent on-demand instances because no zone has spot capacity."""
+
+    @property
+    def public_key(self) -> str:
+        """The key to log in with, as in a .pub file; empty if this machine has none."""
+        return self.files.get(f"{self.directory}/id_ed25519.pub", "").strip()
 
 
 def parse_ssh_from(text: str) -> str:
@@ -210,24 +214,23 @@ def needs_offer(config: AwsConfig, resources: Resources) -> bool:
 def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
     """Return the steps that create what is missing in AWS, and the cluster's files on this machine.
 
-    The plan is empty if nothing is missing. The stages are, as far as they are needed: the cluster's record, its keys,
-    the security group or its rules, and the placement group and key pair. If the security group exists and instances
-    are missing, the stages that start all missing instances, or none, in one zone follow; until it exists, a note names
-    them.
+    The plan is empty if nothing is missing. The stages are, as far as they are needed: the cluster's record, its key,
+    the security group or its rules, and the placement group. If instances are missing, and the security group and the
+    key exist, the stages that start all missing instances, or none, in one zone follow; until then, a note names them.
 
     Raises CpuftError when the cluster can never become what the options ask for (another owner, type or zone, fewer
-    --nodes, or a lease that has ended) or its keys are on another machine, and NoCapacityError when every zone has
+    --nodes, or a lease that has ended) or its key is on another machine, and NoCapacityError when every zone has
     refused.
     """
     resources = facts.resources
     check_rental(config, resources)
-    stages: list[list[Step]] = [*_plan_files(config, facts), _plan_group(config, facts), _plan_others(config, facts)]
+    stages: list[list[Step]] = [*_plan_files(config, facts), _plan_group(config, facts), _plan_placement(config, facts)]
     config = replace(config, spot=config.spot and not facts.on_demand)
     missing = config.nodes - len(resources.live)
     notes = []
     if missing and facts.offer:
         zone = choose_zone(config, resources, facts.offer, facts.refused or {})
-        if resources.group:
+        if resources.group and facts.public_key:
             stages += _plan_launch(config, facts, resources.group, facts.offer, zone)
         else:
             image = facts.offer.image.name or facts.offer.image.id
@@ -239,7 +242,7 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
 
 
 def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
-    """Plan the cluster's record, then two keys: the key to log in with, and the first host key of the instances."""
+    """Plan the cluster's record, then the key to log in with."""
     base = facts.directory
     python, ssh_config = f"{config.prefix}/env/bin/python", f"{config.prefix}/clusters/{config.name}/ssh_config"
     entry = Entry(
@@ -255,17 +258,12 @@ def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
         until=facts.resources.group.until if facts.resources.group else 0,
     )
     steps = plan_files({f"{base}/{FILE_NAME}": format_entry(entry)}, facts.files, "register the cluster")
-    keys: list[Step] = [
-        Step(why, ("sh", "-c", KEYGEN, "keygen", f"{base}/{name}", KEY_MARK, kind))
-        for name, kind, why in (
-            ("id_ed25519", "ed25519", "make the key to log in with"),
-            ("host_key", "ecdsa", "make the host key that the instances get at first"),
-        )
-        if f"{base}/{name}.pub" not in facts.files
-    ]
-    if keys and facts.resources.live:
+    if facts.public_key:
+        return [steps]
+    if facts.resources.live:
         raise _make_key_error(config.name, facts)
-    return [steps, keys]
+    command = ("sh", "-c", KEYGEN, "keygen", f"{base}/id_ed25519", KEY_MARK)
+    return [steps, [Step("make the key to log in with", command)]]
 
 
 def list_options(config: AwsConfig) -> dict[str, str]:
@@ -286,7 +284,7 @@ def find_notice_url(config: AwsConfig) -> str:
 
 def _make_key_error(name: str, facts: RentalFacts) -> CpuftError:
     return CpuftError(
-        f"the keys of {name} are not on this machine: run the command where the cluster was made, or remove the "
+        f"the key of {name} is not on this machine: run the command where the cluster was made, or remove the "
         f"cluster with `cpuft provision down {name} --region {facts.region}`"
     )
 
@@ -303,7 +301,7 @@ def check_ssh_config(name: str, facts: RentalFacts) -> str:
 
 
 def resource_name(name: str) -> str:
-    """Return the name of a cluster's security group, key pair and placement group: `cpuft-NAME`."""
+    """Return the name of a cluster's security group and placement group: `cpuft-NAME`."""
     return f"cpuft-{name}"
 
 
@@ -351,21 +349,13 @@ def _describe_rule(rule: Rule, group: SecurityGroup) -> str:
     return f"{ports} for {'the cluster itself' if peer == group.id else peer}"
 
 
-def _plan_others(config: AwsConfig, facts: RentalFacts) -> list[Step]:
-    """Plan the placement group and the key pair."""
-    resources, name = facts.resources, resource_name(config.name)
-    tags, steps = _make_cluster_tags(config, resources), list[Step]()
-    if facts.offer and uses_placement_group(config, facts.offer) and not resources.placement_group:
-        why = "create the placement group, so that instances are close to each other"
-        specification = specify_tags(tags, "placement-group")
-        parameters = {"GroupName": name, "Strategy": "cluster", "TagSpecifications": specification}
-        steps.append(plan_call("create_placement_group", why, facts.region, parameters))
-    if not resources.key_pair:
-        parameters = {"KeyName": name, "TagSpecifications": specify_tags(tags, "key-pair")}
-        public_key = {"PublicKeyMaterial": f"{facts.directory}/id_ed25519.pub"}
-        why = "upload the public key to log in with"
-        steps.append(plan_call("import_key_pair", why, facts.region, parameters, public_key))
-    return steps
+def _plan_placement(config: AwsConfig, facts: RentalFacts) -> list[Step]:
+    if not facts.offer or not uses_placement_group(config, facts.offer) or facts.resources.placement_group:
+        return []
+    why = "create the placement group, so that instances are close to each other"
+    specification = specify_tags(_make_cluster_tags(config, facts.resources), "placement-group")
+    parameters = {"GroupName": resource_name(config.name), "Strategy": "cluster", "TagSpecifications": specification}
+    return [plan_call("create_placement_group", why, facts.region, parameters)]
 
 
 def uses_placement_group(config: AwsConfig, offer: Offer) -> bool:
@@ -420,13 +410,9 @@ def _plan_launch(
         generation = max(int(resources.now), generation + 1)
         change = {"Resources": [group.id], "Tags": make_tags({GENERATION: str(generation)})}
         stages.append([plan_call("create_tags", "record that instances are requested again", region, change)])
-    path = f"{facts.directory}/user-data"
-    command = ("sh", "-c", _WRITE_USER_DATA, "user_data", f"{facts.directory}/host_key", path)
-    user_data = format_user_data(group.until, group.limit)
-    stages.append([Step("write the user data of the instances", command, stdin=user_data)])
     request = make_request(config, resources, offer, zone, missing)
     request["ClientToken"] = hash_text(f"{group.id} {generation} {zone.name}{' spot' * config.spot}", 32)
-    request["KeyName"] = resource_name(config.name)
+    request["UserData"] = format_user_data(group.until, group.limit, facts.public_key)
     request["NetworkInterfaces"][0]["Groups"] = [group.id]
     tags = {GENERATION: str(generation), GROUP: group.id, "Name": resource_name(config.name)}
     for one in request["TagSpecifications"]:
@@ -434,7 +420,7 @@ def _plan_launch(
     if uses_placement_group(config, offer):
         request["Placement"]["GroupName"] = resource_name(config.name)
     why = f"start {counted(missing, 'instance')} of {config.type} in {zone.name}, all or none"
-    return [*stages, [plan_call("run_instances", why, region, request, {"UserData": path})]]
+    return [*stages, [plan_call("run_instances", why, region, request)]]
 
 
 def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: Zone, count: int) -> dict[str, Any]:
@@ -495,9 +481,6 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     if resources.placement_group:
         parameters = {"GroupName": resources.placement_group}
         calls.append(plan_call("delete_placement_group", "delete the placement group", region, parameters))
-    if resources.key_pair:
-        parameters = {"KeyName": resources.key_pair}
-        calls.append(plan_call("delete_key_pair", "delete the key pair", region, parameters))
     calls += [plan_call("delete_volume", "delete a disk", region, {"VolumeId": one}) for one in resources.volumes]
     if resources.group:
         parameters = {"GroupId": resources.group.id}

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -20,6 +21,7 @@ from cpuft.provision.aws.facts import (
     Offer,
     Resources,
     find_clusters,
+    find_host_key,
     find_offer,
     find_own_address,
     find_resources,
@@ -254,9 +256,10 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         )
 
     def _gather_servers(self, resources: Resources) -> ClusterFacts:
-        nodes = self._make_nodes(resources)
+        nodes, find_key = self._make_nodes(resources), partial(find_host_key, self.client)
+        nodes.find_keys(find_key)
         if self._waits:
-            nodes.wait(_BOOT_SECONDS, self.services.now, self.services.sleep)
+            nodes.wait(find_key, _BOOT_SECONDS, self.services.now, self.services.sleep)
             nodes.secure_lease(self._say)
         return nodes.gather()
 
@@ -313,7 +316,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         missing = self.config.nodes - len(facts.resources.live)
         self.client.dry_run("run_instances", make_request(self._wanted, facts.resources, offer, zone, missing))
         for step in (step for stage in plan_rental(self.config, facts).stages for step in stage):
-            if isinstance(step, CallStep) and not step.files and ACTIONS[step.method].service == "ec2":
+            if isinstance(step, CallStep) and ACTIONS[step.method].service == "ec2":
                 self.client.dry_run(step.method, step.parameters)
 
     def plan(self, facts: AwsFacts) -> Plan:

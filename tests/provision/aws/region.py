@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ class Region:
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=list)
     """Addresses for the instances in their order, if they stand for real hosts."""
+    read_console: Callable[[str], str] = lambda instance: ""
+    """Returns what is on the console of an instance."""
     hidden: int = 0
     """How many more times DescribeInstances returns nothing."""
     start: float = field(default_factory=time.time)
@@ -154,13 +157,12 @@ def left(region: Region) -> dict[str, Any]:
     return {
         "instances": [one["InstanceId"] for one in live()],
         "groups": [one["GroupName"] for one in ec2.describe_security_groups()["SecurityGroups"] if "cpuft" in str(one)],
-        "keys": [one["KeyName"] for one in ec2.describe_key_pairs()["KeyPairs"]],
         "places": [*region.places],
         "volumes": [one["VolumeId"] for one in ec2.describe_volumes()["Volumes"]],
     }
 
 
-NOTHING: dict[str, list[str]] = {"instances": [], "groups": [], "keys": [], "places": [], "volumes": []}
+NOTHING: dict[str, list[str]] = {"instances": [], "groups": [], "places": [], "volumes": []}
 
 
 @contextlib.contextmanager
@@ -200,6 +202,7 @@ def _complete(region: Region, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(InstanceBackend, "run_instances", _make_run(region, InstanceBackend.run_instances))
     patch.setattr(EC2Response, "describe_instances", _make_describe(region, EC2Response.describe_instances))
+    patch.setattr(EC2Response, "get_console_output", _make_console(region))
     patch.setattr(AmiBackend, "create_image", _make_imaging(region, AmiBackend.create_image))
     patch.setitem(SERVICE_NAME_CONVERSION, "spot", "EC2Spot")
     for name, method in _make_places(region).items():
@@ -277,6 +280,22 @@ def _make_describe(region: Region, real: Any) -> Any:
         return real(self) if region.hidden < 0 else ActionResult({"Reservations": []})
 
     return describe
+
+
+def format_console(keys: str) -> str:
+    """Return what cloud-init writes to the console of an instance with these public host keys."""
+    return f"-----BEGIN SSH HOST KEY KEYS-----\r\n{keys}\r\n-----END SSH HOST KEY KEYS-----\r\n"
+
+
+def _make_console(region: Region) -> Any:
+    from moto.core.responses import ActionResult
+
+    def show(self: Any) -> Any:
+        self.error_on_dryrun()
+        text = region.read_console(self._get_param("InstanceId"))
+        return ActionResult({"Output": base64.b64encode(text.encode()).decode()})
+
+    return show
 
 
 def _make_places(region: Region) -> dict[str, Any]:

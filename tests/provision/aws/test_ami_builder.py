@@ -30,14 +30,12 @@ pytestmark = pytest.mark.real
 RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
 CALLS = [
     "create_security_group",
-    "import_key_pair",
     "authorize_security_group_ingress",
     "revoke_security_group_egress",
     "authorize_security_group_egress",
     "run_instances",
     "create_image",
     "terminate_instances",
-    "delete_key_pair",
     "delete_security_group",
 ]
 """Changing calls of making an AMI, in order."""

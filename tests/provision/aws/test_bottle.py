@@ -36,7 +36,6 @@ print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["MASTER_ADDR"], s
 CHANGES = [
     "CreateSecurityGroup",
     "CreatePlacementGroup",
-    "ImportKeyPair",
     "AuthorizeSecurityGroupIngress",
     "RevokeSecurityGroupEgress",
     "AuthorizeSecurityGroupEgress",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from cpuft.provision.aws.client import plan_call
@@ -9,11 +11,7 @@ from cpuft.provision.aws.client import plan_call
 
 @pytest.mark.parametrize("value", ["a b", "a'b", 'a"b', "$HOME", "a\nb", "--region", "é"])
 def test_a_call_is_a_step_that_prints_as_a_command_of_aws(value: str) -> None:
-    call = plan_call("run_instances", "start", "us-east-1", {"KeyName": value}, {"UserData": "/x/user data"})
+    call = plan_call("run_instances", "start", "us-east-1", {"KeyName": value})
     assert call.command[:5] == ("aws", "ec2", "run-instances", "--region", "us-east-1")
-    assert call.command[-2:] == ("--user-data", "fileb:///x/user data")
-    assert (call.method, call.parameters, call.files) == (
-        "run_instances",
-        {"KeyName": value},
-        {"UserData": "/x/user data"},
-    )
+    assert json.loads(call.command[-1]) == {"KeyName": value}
+    assert (call.method, call.parameters) == ("run_instances", {"KeyName": value})

@@ -13,6 +13,7 @@ import pytest
 from cpuft.cli import main
 from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
 from cpuft.provision.aws.client import AwsClient
+from cpuft.provision.aws.facts import find_host_key, parse_instances
 from cpuft.provision.aws.policy import make_policy
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
@@ -121,7 +122,7 @@ def test_status_and_down_of_a_cluster_that_this_machine_has_no_record_of(
     assert (code, output.count(" running, i-")) == (0, 2)
     code, _, errors = run(capsys, "provision", "extend", "lab", "--region", REGION)
     assert code == 2
-    assert "the keys of lab are not on this machine" in errors
+    assert "the key of lab is not on this machine" in errors
     code, output, _ = run(capsys, "provision", "down", "lab", "--region", REGION)
     assert code == 0
     assert output.startswith("cluster lab was removed; it has cost about ")
@@ -187,6 +188,8 @@ def test_the_printed_policy_suffices(region: Region, tmp_path: Path, monkeypatch
         lab = make_aws(region, tmp_path, spot=True, nodes=2, open_client=lambda name: cloud)
         lab.make(say, refuse)
         lab.extend("5h", say)
+        (instance, *_) = parse_instances(cloud.query("describe_instances"))
+        assert find_host_key(cloud, instance.id) == ""
         lab.down(say)
         write_wheels(tmp_path / "wheels")
         services = region.services(open_client=lambda name: cloud)

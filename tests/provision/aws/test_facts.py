@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from cpuft.provision.aws import facts
+from cpuft.provision.aws.client import AwsClient, CallRefusedError
+from tests.provision.aws.region import format_console
 from tests.provision.aws.test_plan import GROUP, make_instance
 
 
@@ -23,6 +27,33 @@ def test_instances_of_an_earlier_cluster_of_the_same_name_are_left_out() -> None
     other = make_instance(3, group="sg-0", state="terminated")
     assert facts.drop_earlier_cluster((*mine, other), GROUP) == mine
     assert facts.drop_earlier_cluster((other,), None) == (other,)
+
+
+BLOB = f"AAAAC3NzaC1lZDI1NTE5AAAAI{'b' * 42}/"
+
+
+@pytest.mark.parametrize(
+    ("console", "key"),
+    [
+        (format_console(f"ecdsa-sha2-nistp256 AAAA root@a\r\nssh-ed25519 {BLOB} root@a"), f"ssh-ed25519 {BLOB}"),
+        (format_console(f"ssh-ed25519 {BLOB} root@a").partition("-----END")[0], ""),
+        (format_console("ecdsa-sha2-nistp256 AAAA root@a"), ""),
+        (format_console(f"ssh-ed25519 {BLOB[:40]} root@a"), ""),
+        (f"ssh-ed25519 {BLOB} admin", ""),
+        ("", ""),
+    ],
+    ids=("whole", "half", "another type", "half a key", "another key", "nothing"),
+)
+@pytest.mark.parametrize("nitro", [True, False])
+def test_the_host_key_of_an_instance_is_read_from_its_console(console: str, key: str, nitro: bool) -> None:
+    class Cloud:
+        def query(self, method: str, InstanceId: str, Latest: bool = False) -> dict[str, str]:
+            assert (method, InstanceId) == ("get_console_output", "i-1")
+            if Latest and not nitro:
+                raise CallRefusedError(method, "UnsupportedOperation", "This instance type does not support it")
+            return {"Output": console} if console else {}
+
+    assert facts.find_host_key(cast(AwsClient, Cloud()), "i-1") == key
 
 
 @pytest.mark.parametrize(

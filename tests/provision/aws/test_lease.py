@@ -16,7 +16,6 @@ import yaml
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import UNREACHABLE, HostError
-from cpuft.provision.aws import plan
 from cpuft.provision.aws.lease import (
     ARM_SCRIPT,
     format_span,
@@ -64,19 +63,12 @@ def test_a_duration_is_written_in_hours_and_minutes(seconds: float, said: str) -
     assert format_span(seconds) == said
 
 
-def test_user_data_is_read_back_with_the_host_key(tmp_path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-qt", "ecdsa", "-N", "", "-C", "cpuft", "-f", tmp_path / "host_key"], check=True)
-    script = (Path(plan.__file__).with_name("user_data.sh")).read_text()
-    words = ["sh", "-c", script, "prepare", str(tmp_path / "host_key"), str(tmp_path / "user-data")]
-    subprocess.run(words, input=format_user_data(NOW, NOW + 9), text=True, check=True)
-    text = (tmp_path / "user-data").read_text()
+def test_user_data_is_read_back() -> None:
+    text = format_user_data(NOW, NOW + 9, "ssh-ed25519 AAAA cpuft")
     assert text.startswith("#cloud-config\n")
     assert len(base64.b64encode(text.encode())) < 16384
     told = yaml.safe_load(text)
-    assert told["ssh_keys"] == {
-        "ecdsa_private": (tmp_path / "host_key").read_text(),
-        "ecdsa_public": (tmp_path / "host_key.pub").read_text().strip(),
-    }
+    assert told["ssh_authorized_keys"] == ["ssh-ed25519 AAAA cpuft"]
     assert told["disable_root"] is False
     files = {one["path"]: one["content"] for one in told["write_files"]}
     assert files["/var/lib/cpuft/until"] == f"{NOW}\n"

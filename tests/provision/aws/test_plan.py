@@ -53,7 +53,7 @@ def make_instance(number: int, **changes: Any) -> Instance:
 
 
 def make_facts(found: Resources, **changes: Any) -> RentalFacts:
-    files = {f"/state/lab/{name}.pub": "ssh-ed25519 AAAA cpuft" for name in ("id_ed25519", "host_key")}
+    files = {"/state/lab/id_ed25519.pub": "ssh-ed25519 AAAA cpuft\n"}
     own = RentalFacts(found, files, "/state/lab", "/here/hostfiles/lab", "us-east-1", "203.0.113.7/32", OFFER)
     return replace(own, **changes)
 
@@ -96,9 +96,7 @@ def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
 
 
 def test_resources_are_deleted_in_the_right_order() -> None:
-    whole = Resources(
-        NOW, ME, GROUP, (make_instance(1), make_instance(2, state="terminated")), "cpuft-lab", "cpuft-lab"
-    )
+    whole = Resources(NOW, ME, GROUP, (make_instance(1), make_instance(2, state="terminated")), "cpuft-lab")
 
     def name_calls(found: Resources) -> list[str]:
         steps = [step for stage in plan_rental_down("lab", make_facts(found)).stages for step in stage]
@@ -108,7 +106,6 @@ def test_resources_are_deleted_in_the_right_order() -> None:
     ended = replace(whole, instances=whole.instances[1:], volumes=("vol-1",))
     assert name_calls(ended) == [
         "delete_placement_group",
-        "delete_key_pair",
         "delete_volume",
         "delete_security_group",
     ]
