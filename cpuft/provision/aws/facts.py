@@ -22,7 +22,7 @@ from cpuft.provision.aws.client import (
     TAG,
     UNTIL,
     AwsClient,
-    CallRefusedError,
+    CallError,
     read_tags,
 )
 from cpuft.provision.aws.options import AwsConfig
@@ -143,17 +143,23 @@ class Zone:
 
 
 @dataclass(frozen=True)
-class BaseImage:
-    """The AMI that instances start from."""
+class Ami:
+    """An AMI of this account, or one that instances start from."""
 
     id: str
+    name: str
+    state: str
+    """`READY`, `PENDING`, or the state of an AMI that could not be made."""
+    created: str
+    """Creation time as AWS writes it; sorts in time order."""
+    recipe: str
+    """Digest of its recipe; empty for an AMI that cpuft did not make."""
     root: str
     """Name of its root device."""
     gigabytes: int
     """Size of its root disk; 0 if unknown."""
-    architecture: str
+    architecture: str = ""
     """"x86_64" or "arm64"; empty if unknown."""
-    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ class Offer:
     """Zones that offer the type and have a default subnet, by name."""
     all_zones: tuple[str, ...]
     """Names of all zones with a default subnet, sorted."""
-    image: BaseImage
+    image: Ami
     quota: float | None
     """vCPUs that may run at the same time; None if unknown."""
     used: int
@@ -186,48 +192,6 @@ class Offer:
     """Whether the type has an Elastic Fabric Adapter."""
     has_spot_role: bool = True
     """Whether the account has the role without which no spot instance starts."""
-
-
-@dataclass(frozen=True)
-class Ami:
-    """An AMI of this account."""
-
-    id: str
-    name: str
-    state: str
-    """`READY`, `PENDING`, or the state of an AMI that could not be made."""
-    created: str
-    """Creation time as AWS writes it; sorts in time order."""
-    recipe: str
-    """Digest of its recipe; empty for an AMI that cpuft did not make."""
-    gigabytes: int
-    """Size of its disks together."""
-    snapshots: tuple[str, ...]
-    """Ids of the snapshots of its disks."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The disk of an AMI that cpuft has made."""
-
-    id: str
-    name: str
-    """Name of the AMI."""
-
-
-@dataclass(frozen=True)
-class OwnImages:
-    """All AMIs and snapshots that cpuft has made in an account and region."""
-
-    images: tuple[Ami, ...]
-    """The oldest first."""
-    snapshots: tuple[Snapshot, ...]
-
-    @property
-    def orphans(self) -> tuple[Snapshot, ...]:
-        """Snapshots whose AMI was deleted: a deletion stopped halfway. () if there are none."""
-        known = {snapshot for image in self.images for snapshot in image.snapshots}
-        return tuple(one for one in self.snapshots if one.id not in known)
 
 
 def normalize_owner(arn: str) -> str:
@@ -378,27 +342,18 @@ def parse_images(response: Mapping[str, Any]) -> tuple[Ami, ...]:
 
 
 def _parse_image(found: Mapping[str, Any]) -> Ami:
-    disks = [one["Ebs"] for one in found.get("BlockDeviceMappings", ()) if "Ebs" in one]
+    disks = {one.get("DeviceName"): one.get("Ebs", {}) for one in found.get("BlockDeviceMappings", ())}
+    root = str(found.get("RootDeviceName", ""))
     return Ami(
         id=found["ImageId"],
         name=str(found.get("Name", "")),
         state=str(found.get("State", "")),
         created=str(found.get("CreationDate", "")),
         recipe=read_tags(found).get(IMAGE, ""),
-        gigabytes=sum(int(disk.get("VolumeSize", 0)) for disk in disks),
-        snapshots=tuple(disk["SnapshotId"] for disk in disks if "SnapshotId" in disk),
+        root=root,
+        gigabytes=int(disks.get(root, {}).get("VolumeSize", 0)),
+        architecture=str(found.get("Architecture", "")),
     )
-
-
-def choose_image(images: Sequence[Ami]) -> Ami | None:
-    """Return the newest AMI that instances can start from (state "available"); None without one.
-
-    Parameters
-    ----------
-    images
-        The oldest first.
-    """
-    return next((one for one in reversed(images) if one.state == READY), None)
 
 
 def read_table() -> dict[str, ListedType]:
@@ -456,7 +411,7 @@ def find_host_key(client: AwsClient, instance: str) -> str:
     """
     try:
         output = client.query("get_console_output", InstanceId=instance, Latest=True).get("Output", "")
-    except CallRefusedError as error:
+    except CallError as error:
         if error.code != "UnsupportedOperation":
             raise
         # Types before the Nitro system show their console only some minutes after the boot.
@@ -531,7 +486,7 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
 def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
     try:
         return dict(client.query("describe_instance_types", InstanceTypes=[instance_type])["InstanceTypes"][0])
-    except CallRefusedError as error:
+    except CallError as error:
         if error.code == "InvalidInstanceType":
             names = suggest_names(instance_type, read_table())
             raise CpuftError(f"region {client.region} has no instance type {instance_type!r:.60}: {names}") from None
@@ -554,64 +509,51 @@ def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
     return {one["AvailabilityZone"]: float(one["SpotPrice"]) for one in reversed(history)}
 
 
-def _find_base_image(client: AwsClient, image: str) -> BaseImage:
+def _find_base_image(client: AwsClient, image: str) -> Ami:
     """Return the AMI with this id, or Debian 12's newest one if the id is empty."""
     try:
         wanted = image or str(client.query("get_parameter", Name=_DEBIAN_PARAMETER)["Parameter"]["Value"])
-        found = client.query("describe_images", ImageIds=[wanted])["Images"]
-    except CallRefusedError as error:
+        found = parse_images(client.query("describe_images", ImageIds=[wanted]))
+    except CallError as error:
         if error.code == "ParameterNotFound":
             raise CpuftError(f"region {client.region} offers no AMI of Debian 12: give an AMI with --image") from None
         if not error.code.startswith("InvalidAMIID"):
             raise
-        found = []
+        found = ()
     if not found:
         raise CpuftError(
             f"region {client.region} has no AMI {image!r:.60} that you can use: an AMI belongs to one region, and its "
             "id begins with ami-"
         )
-    one, root = found[0], str(found[0]["RootDeviceName"])
-    disks = {disk["DeviceName"]: disk.get("Ebs", {}) for disk in one.get("BlockDeviceMappings", ())}
-    gigabytes = int(disks.get(root, {}).get("VolumeSize", 0))
-    return BaseImage(one["ImageId"], root, gigabytes, str(one.get("Architecture", "")), str(one.get("Name", "")))
+    return found[0]
 
 
 def _find_recipe_image(client: AwsClient, path: str) -> str:
-    """Return the id of the newest AMI of a recipe; empty without one, or without a recipe."""
+    """Return the id of the newest AMI of a recipe that instances can start from; empty without one or a recipe."""
     if not path:
         return ""
-    filters = [{"Name": f"tag:{IMAGE}", "Values": [read_recipe(path).digest]}]
-    found = choose_image(parse_images(client.query("describe_images", Owners=["self"], Filters=filters)))
-    return found.id if found else ""
+    found = find_images(client, f"tag:{IMAGE}", read_recipe(path).digest)
+    return next((one.id for one in reversed(found) if one.state == READY), "")
 
 
-def find_own_images(client: AwsClient) -> OwnImages:
-    """Return all AMIs of this account that cpuft has made in this region, and their snapshots.
+def find_images(client: AwsClient, name: str, value: str) -> tuple[Ami, ...]:
+    """Return the AMIs of this account, whatever their states, that a filter of DescribeImages selects.
 
-    They are found by their tag. Both are empty if there are none. Raises CpuftError when AWS refuses a call or does not
-    answer.
+    The oldest comes first; () if there are none.
+
+    Parameters
+    ----------
+    name, value
+        Name and value of the filter, such as "name" and the AMI's name.
     """
-    filters = [{"Name": "tag-key", "Values": [IMAGE]}]
-    snapshots = client.query("describe_snapshots", OwnerIds=["self"], Filters=filters).get("Snapshots", ())
-    return OwnImages(
-        parse_images(client.query("describe_images", Owners=["self"], Filters=filters)),
-        tuple(Snapshot(one["SnapshotId"], read_tags(one).get("Name", "")) for one in snapshots),
-    )
-
-
-def find_image(client: AwsClient, name: str) -> Ami | None:
-    """Return this account's AMI of a name, whoever has made it and whatever its state; None without one.
-
-    Raises CpuftError when AWS refuses the call or does not answer.
-    """
-    filters = [{"Name": "name", "Values": [name]}]
-    return next(iter(parse_images(client.query("describe_images", Owners=["self"], Filters=filters))), None)
+    filters = [{"Name": name, "Values": [value]}]
+    return parse_images(client.query("describe_images", Owners=["self"], Filters=filters))
 
 
 def _has_spot_role(client: AwsClient) -> bool:
     try:
         return bool(client.query("get_role", RoleName=SPOT_ROLE))
-    except CallRefusedError as error:
+    except CallError as error:
         if error.code == "NoSuchEntity":
             return False
         raise
@@ -622,5 +564,5 @@ def _find_quota(client: AwsClient, spot: bool) -> float | None:
     try:
         response = client.query("get_service_quota", ServiceCode="ec2", QuotaCode=QUOTA_CODES[spot])
         return float(response["Quota"]["Value"])
-    except CallRefusedError:
+    except CallError:
         return None

@@ -15,7 +15,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.hosts.transport import SshTransport
 from cpuft.plan import Plan
-from cpuft.provision.aws.client import ACTIONS, AwsClient, CallStep
+from cpuft.provision.aws.client import CAPACITY_CODES, AwsClient, CallError, CallStep, plan_call
 from cpuft.provision.aws.facts import (
     Instance,
     Offer,
@@ -314,10 +314,11 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """Ask AWS in dry runs whether it would allow the planned calls. Raises CpuftError when it would not."""
         zone = choose_zone(self._wanted, facts.resources, offer, {})
         missing = self.config.nodes - len(facts.resources.live)
-        self.client.dry_run("run_instances", make_request(self._wanted, facts.resources, offer, zone, missing))
-        for step in (step for stage in plan_rental(self.config, facts).stages for step in stage):
-            if isinstance(step, CallStep) and ACTIONS[step.method].service == "ec2":
-                self.client.dry_run(step.method, step.parameters)
+        request = make_request(self._wanted, facts.resources, offer, zone, missing)
+        start = plan_call("run_instances", "start instances", self.client.region, request)
+        for step in (start, *(step for stage in plan_rental(self.config, facts).stages for step in stage)):
+            if isinstance(step, CallStep):
+                self.client.dry_run(step)
 
     def plan(self, facts: AwsFacts) -> Plan:
         """Plan what is missing in AWS; when nothing is, plan what is missing on the instances.
@@ -346,8 +347,12 @@ class Aws(Provider[AwsConfig, AwsFacts]):
 
     def _make_call(self, call: CallStep, say: Say) -> None:
         say(call.why)
-        if reason := self.client.execute(call):
-            zone = call.parameters["Placement"]["AvailabilityZone"]
+        try:
+            self.client.execute(call)
+        except CallError as error:
+            if call.method != "run_instances" or error.code not in CAPACITY_CODES:
+                raise
+            zone, reason = call.parameters["Placement"]["AvailabilityZone"], f"{error.code}: {error.message}"
             say(f"{zone} has no capacity: {reason}")
             self._refused[zone] = reason
         if call.method == "create_service_linked_role" and self._offer:

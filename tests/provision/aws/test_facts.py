@@ -7,7 +7,7 @@ from typing import cast
 import pytest
 
 from cpuft.provision.aws import facts
-from cpuft.provision.aws.client import AwsClient, CallRefusedError
+from cpuft.provision.aws.client import AwsClient, CallError
 from tests.provision.aws.region import format_console
 from tests.provision.aws.test_plan import GROUP, make_instance
 
@@ -50,7 +50,7 @@ def test_the_host_key_of_an_instance_is_read_from_its_console(console: str, key:
         def query(self, method: str, InstanceId: str, Latest: bool = False) -> dict[str, str]:
             assert (method, InstanceId) == ("get_console_output", "i-1")
             if Latest and not nitro:
-                raise CallRefusedError(method, "UnsupportedOperation", "This instance type does not support it")
+                raise CallError(method, "UnsupportedOperation", "This instance type does not support it")
             return {"Output": console} if console else {}
 
     assert facts.find_host_key(cast(AwsClient, Cloud()), "i-1") == key

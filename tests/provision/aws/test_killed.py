@@ -15,7 +15,7 @@ from cpuft.provision.aws.client import AwsClient
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Services
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, Bottle, open_bottle
-from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say
+from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say, watch
 
 pytestmark = pytest.mark.real
 NODES = 2
@@ -31,7 +31,8 @@ class Launcher:
         self.bottle = bottle
         self.start, self.seconds = time.time(), 0.0
         self.calls, self.killed_at = 0, (-1, "")
-        self.cloud = AwsClient(REGION, self._hook, self._sleep)
+        self.cloud = AwsClient(REGION, self._sleep)
+        watch(self.cloud, self._hook)
 
     def _hook(self, when: str, method: str, parameters: Mapping[str, Any]) -> None:
         if is_mutating(method, parameters):
