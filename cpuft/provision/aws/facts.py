@@ -47,8 +47,15 @@ _HOST_KEY = re.compile(
     re.DOTALL,
 )
 """What cloud-init writes to the console, when user data's commands have run."""
-Rule = tuple[str, int, int, str]
-"""Rule of a security group: protocol ("-1" for all), first port, last port, and the address range or group allowed."""
+Rule = dict[str, Any]
+"""Rule of a security group for one peer: an entry of IpPermissions, as calls return and take it."""
+_PEERS = {
+    "IpRanges": "CidrIp",
+    "Ipv6Ranges": "CidrIpv6",
+    "UserIdGroupPairs": "GroupId",
+    "PrefixListIds": "PrefixListId",
+}
+"""Kinds of peers in IpPermissions, and the key that identifies a peer."""
 
 
 @dataclass(frozen=True)
@@ -136,8 +143,6 @@ class Zone:
     """Id of its default subnet."""
     vpc: str
     """Id of the network of the subnet."""
-    free_addresses: int
-    """Addresses in the subnet that are not in use."""
     spot_price: float = 0.0
     """Dollars per hour now; 0 if unknown."""
 
@@ -177,13 +182,9 @@ class Offer:
     """"on-demand", "spot" or both."""
     zones: tuple[Zone, ...]
     """Zones that offer the type and have a default subnet, by name."""
-    all_zones: tuple[str, ...]
-    """Names of all zones with a default subnet, sorted."""
     image: Ami
     quota: float | None
     """vCPUs that may run at the same time; None if unknown."""
-    used: int
-    """vCPUs that run now and count against the quota."""
     cores: int = 0
     """Cores of an instance; 0 if unknown."""
     threads: tuple[int, ...] = ()
@@ -220,46 +221,14 @@ def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
 
 
 def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
-    """Return the rules in IpPermissions of a security group, sorted; () if there are none.
-
-    There is one for each address range or group that is allowed. A port is -1 if AWS names none, as for all protocols
-    ("-1").
-    """
+    """Return the rules in IpPermissions of a security group; the peer comes last in each. () if there are none."""
     rules = []
     for one in permissions:
-        peers = [peer["CidrIp"] for peer in one.get("IpRanges", ())]
-        peers += [peer["CidrIpv6"] for peer in one.get("Ipv6Ranges", ())]
-        peers += [peer["GroupId"] for peer in one.get("UserIdGroupPairs", ())]
-        peers += [peer["PrefixListId"] for peer in one.get("PrefixListIds", ())]
-        ports = int(one.get("FromPort", -1)), int(one.get("ToPort", -1))
-        rules += [(str(one["IpProtocol"]), *ports, peer) for peer in peers]
-    return tuple(sorted(rules))
-
-
-def format_rules(rules: Iterable[Rule]) -> list[dict[str, Any]]:
-    """Return IpPermissions with one entry for each rule, in the form that calls take.
-
-    The form of a rule's peer decides: `sg-...` is a security group, `pl-...` a prefix list, a text with a colon an IPv6
-    range, and any other text an IPv4 range.
-    """
-    permissions = []
-    for protocol, first, last, peer in rules:
-        one: dict[str, Any] = {"IpProtocol": protocol}
-        one |= {"FromPort": first, "ToPort": last} if protocol != "-1" else {}
-        if peer.startswith("sg-"):
-            one["UserIdGroupPairs"] = [{"GroupId": peer}]
-        elif peer.startswith("pl-"):
-            one["PrefixListIds"] = [{"PrefixListId": peer}]
-        elif ":" in peer:
-            one["Ipv6Ranges"] = [{"CidrIpv6": peer}]
-        else:
-            one["IpRanges"] = [{"CidrIp": peer}]
-        permissions.append(one)
-    return permissions
-
-
-def _list_instances(response: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [one for reservation in response.get("Reservations", ()) for one in reservation["Instances"]]
+        # AWS names no ports for all protocols.
+        names = ("IpProtocol",) if one["IpProtocol"] == "-1" else ("IpProtocol", "FromPort", "ToPort")
+        ports = {name: one[name] for name in names if name in one}
+        rules += [ports | {kind: [{key: peer[key]}]} for kind, key in _PEERS.items() for peer in one.get(kind, ())]
+    return tuple(rules)
 
 
 def parse_instances(response: Mapping[str, Any]) -> tuple[Instance, ...]:
@@ -267,7 +236,7 @@ def parse_instances(response: Mapping[str, Any]) -> tuple[Instance, ...]:
 
     Instances of one call, which start at the same time, are sorted by their number in the call.
     """
-    found = [_parse_instance(one) for one in _list_instances(response)]
+    found = [_parse_instance(one) for place in response.get("Reservations", ()) for one in place["Instances"]]
     return tuple(sorted(found, key=lambda one: (one.launched, one.index, one.id)))
 
 
@@ -298,8 +267,7 @@ def drop_earlier_cluster(instances: Iterable[Instance], group: SecurityGroup | N
     These are terminated instances whose tag names another security group than `group`. AWS lists terminated instances
     for about an hour. Without a `group`, all instances are returned.
     """
-    earlier = [one for one in instances if group and one.state == "terminated" and one.group not in ("", group.id)]
-    return tuple(one for one in instances if one not in earlier)
+    return tuple(one for one in instances if not group or one.state != "terminated" or one.group in ("", group.id))
 
 
 def _parse_end(reason: str) -> float:
@@ -313,17 +281,6 @@ def _parse_end(reason: str) -> float:
 
 def _parse_time(text: str) -> int:
     return int(text) if is_count(text, least=0) else 0
-
-
-def _count_vcpus(response: Mapping[str, Any], spot: bool) -> int:
-    """Return the vCPUs of all standard instances of a market that run in the account, whoever started them."""
-    return sum(
-        one.get("CpuOptions", {}).get("CoreCount", 0) * one.get("CpuOptions", {}).get("ThreadsPerCore", 1)
-        for one in _list_instances(response)
-        if one["State"]["Name"] in LIVE
-        and (one.get("InstanceLifecycle") == "spot") == spot
-        and is_standard(str(one.get("InstanceType", "")))
-    )
 
 
 def is_standard(instance_type: str) -> bool:
@@ -460,11 +417,10 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     offering = {one["Location"] for one in response["InstanceTypeOfferings"]}
     prices = find_spot_prices(client, config.type) if config.spot else {}
     zones = [
-        Zone(name, one["SubnetId"], one["VpcId"], one["AvailableIpAddressCount"], prices.get(name, 0.0))
+        Zone(name, one["SubnetId"], one["VpcId"], prices.get(name, 0.0))
         for one in subnets
         if (name := one["AvailabilityZone"]) in offering
     ]
-    running = [{"Name": "instance-state-name", "Values": [*LIVE]}]
     return Offer(
         type=config.type,
         vcpus=cpus["DefaultVCpus"],
@@ -476,10 +432,8 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
         in_placement_groups="cluster" in details.get("PlacementGroupInfo", {}).get("SupportedStrategies", ()),
         markets=tuple(details.get("SupportedUsageClasses", ())),
         zones=tuple(sorted(zones, key=lambda zone: zone.name)),
-        all_zones=tuple(sorted(one["AvailabilityZone"] for one in subnets)),
         image=_find_base_image(client, config.image or _find_recipe_image(client, config.recipe)),
         quota=_find_quota(client, config.spot),
-        used=_count_vcpus(client.query("describe_instances", Filters=running), config.spot),
     )
 
 

@@ -195,14 +195,3 @@ def format_user_data(until: int, limit: int, public_key: str) -> str:
         f"write_files: {json.dumps(files)}\n"
         f"runcmd: {json.dumps(arm)}\n"
     )
-
-
-def make_extend_command(until: int, limit: int) -> tuple[str, ...]:
-    """Return a command for an instance that sets the end of its lease and its limit, and schedules the shutdown.
-
-    Both times are in seconds since the epoch. The instance must have the script of `make_schedule_command` already.
-    """
-    script = (
-        'set -e; put() { echo "$2" >"$1.new"; mv "$1.new" "$1"; }; put "${3%/*}/limit" "$2"; put "$3" "$1"; exec "$4"'
-    )
-    return ("sh", "-c", script, "extend", str(until), str(limit), UNTIL_FILE, _ARM)

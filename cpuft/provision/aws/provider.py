@@ -42,11 +42,9 @@ from cpuft.provision.aws.plan import (
     make_request,
     needs_offer,
     parse_ssh_from,
-    plan_instance_extension,
-    plan_record_extension,
+    plan_lease_extension,
     plan_rental,
     plan_rental_down,
-    plan_tag_extension,
 )
 from cpuft.provision.aws.price import (
     describe_bill,
@@ -122,19 +120,15 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         spot = config.spot or config.spot_or_demand
         self.config = replace(config, region=self.client.region, wheels=wheels, spot=spot)
         self.summary = f"{config.nodes} x {config.type}"
-        self._refused: dict[str, str] = {}
-        """Why zones had no capacity, by zone."""
+        self._refused: dict[tuple[str, bool], str] = {}
+        """Why there was no capacity, by (zone, whether for spot instances)."""
         self._offer: Offer | None = None
         self._price = ""
         """Description of the price of what will be rented."""
         self._waits = False
         """Whether to wait until instances start or end. Commands that change nothing do not wait."""
-        self._uses_on_demand = False
-        """Whether to rent on-demand instances because no zone has spot capacity."""
-        self._makes = False
-        """Whether `make` is at work."""
         self._ended: frozenset[str] | None = None
-        """Ids of the instances that had ended already when `make` first looked; None before that."""
+        """Ids of the instances that had ended already when `make` began; None while it is not at work."""
         self._say: Say = lambda text: None
         self._last_instances: tuple[Instance, ...] = ()
         """The instances when `down` last looked, for the bill."""
@@ -167,11 +161,6 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             price = find_price_of(client, instances)
             lines += describe_cluster(name, group, instances, services.now(), price)
         return lines
-
-    @property
-    def _wanted(self) -> AwsConfig:
-        """The options, with the market that is tried now."""
-        return replace(self.config, spot=False) if self._uses_on_demand else self.config
 
     def check(self) -> None:
         """Check what can be checked before anything is gathered.
@@ -212,8 +201,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         self._refuse_ended(resources)
         check_rental(self.config, resources)
         if needs_offer(self.config, resources) and not self._offer:
-            offer = find_offer(self.client, self._wanted)
-            check_offer(self._wanted, resources, offer, self.client.region)
+            offer = find_offer(self.client, self.config)
+            check_offer(self.config, resources, offer, self.client.region)
             self._offer = offer
         return replace(facts, ssh_from=parse_ssh_from(ssh_from), offer=self._offer)
 
@@ -223,17 +212,15 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         Without this, `make` would start others in its place again and again if AWS ends each of them at its start, for
         example because its disk is encrypted with a key that may not be used.
         """
-        if not self._makes:
-            return
-        ended = {one.id: one for one in resources.instances if one not in resources.live}
         if self._ended is None:
-            self._ended = frozenset(ended)
-        if new := sorted(ended.keys() - self._ended):
-            raise CpuftError(
-                f"AWS has ended instance {new[0]} of {self.name} ({ended[new[0]].reason or 'it does not say why'}): "
-                "correct the cause and run the same command again, or remove the cluster with `cpuft provision down "
-                f"{self.name}`"
-            )
+            return
+        for one in resources.instances:
+            if one not in resources.live and one.id not in self._ended:
+                raise CpuftError(
+                    f"AWS has ended instance {one.id} of {self.name} ({one.reason or 'it does not say why'}): correct "
+                    "the cause and run the same command again, or remove the cluster with `cpuft provision down "
+                    f"{self.name}`"
+                )
 
     def _find_other(self) -> str:
         """Return which other cluster of this name this machine has recorded: of another kind or region; "" for none."""
@@ -252,7 +239,6 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             self.hostfile,
             self.client.region,
             refused=self._refused,
-            on_demand=self._uses_on_demand,
         )
 
     def _gather_servers(self, resources: Resources) -> ClusterFacts:
@@ -308,13 +294,13 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         limit = group.limit if group else now + parse_limit(self.config.lease_limit, lease)
         spot_by_zone = {zone.name: zone.spot_price for zone in offer.zones}
         price = find_price(self.config.type, self.client.region, read_table(), spot_by_zone)
-        return describe_price(price, self._wanted, missing, now, until, limit)
+        return describe_price(price, self.config, missing, now, until, limit)
 
     def _check_permissions(self, facts: RentalFacts, offer: Offer) -> None:
         """Ask AWS in dry runs whether it would allow the planned calls. Raises CpuftError when it would not."""
-        zone = choose_zone(self._wanted, facts.resources, offer, {})
+        zone, _ = choose_zone(self.config, facts.resources, offer, {})
         missing = self.config.nodes - len(facts.resources.live)
-        request = make_request(self._wanted, facts.resources, offer, zone, missing)
+        request = make_request(self.config, facts.resources, offer, zone, missing)
         start = plan_call("run_instances", "start instances", self.client.region, request)
         for step in (start, *(step for stage in plan_rental(self.config, facts).stages for step in stage)):
             if isinstance(step, CallStep):
@@ -352,9 +338,9 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         except CallError as error:
             if call.method != "run_instances" or error.code not in CAPACITY_CODES:
                 raise
-            zone, reason = call.parameters["Placement"]["AvailabilityZone"], f"{error.code}: {error.message}"
-            say(f"{zone} has no capacity: {reason}")
-            self._refused[zone] = reason
+            zone, spot = call.parameters["Placement"]["AvailabilityZone"], "InstanceMarketOptions" in call.parameters
+            self._refused[zone, spot] = f"{error.code}: {error.message}"
+            say(f"{zone} has no {'spot capacity' if spot else 'capacity'}: {self._refused[zone, spot]}")
         if call.method == "create_service_linked_role" and self._offer:
             self._offer = replace(self._offer, has_spot_role=True)
 
@@ -373,9 +359,11 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         their lease, the user refuses, a check or a step fails, AWS refuses a call, or another process works on the same
         cluster.
         """
-        self._waits, self._makes, self._ended, self._say = True, True, None, say
+        self._waits, self._say = True, say
+        resources = self._gather_resources().resources
+        self._ended = frozenset(one.id for one in resources.instances if one not in resources.live)
         try:
-            sentence = self._make_on_any_market(say, ask)
+            sentence = super().make(say, ask)
         except LeaseError as error:
             say(f"terminate the instances: {error}")
             try:
@@ -392,26 +380,12 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 self.down(say)
             raise
         finally:
-            self._makes = False
+            self._ended = None
         return f"{sentence}; {self._describe_end()}"
 
     def _describe_end(self) -> str:
         group = self._gather_resources().resources.group
         return f"the instances terminate themselves at {format_time(group.until if group else 0)}"
-
-    def _make_on_any_market(self, say: Say, ask: Ask) -> str:
-        """Make the cluster; with --spot-or-demand on demand if no zone has spot capacity."""
-        try:
-            return super().make(say, ask)
-        except NoCapacityError as error:
-            if not self.config.spot_or_demand:
-                raise
-            say(f"rent on-demand instances instead: {error}")
-        # The user has agreed to this price, too: the question about spot instances includes it.
-        self.config = replace(self.config, yes=True)
-        self._uses_on_demand, self._offer = True, None
-        self._refused.clear()
-        return super().make(say, ask)
 
     def down(self, say: Say) -> str:
         """Remove the cluster, including instances that appear late; wait until they are terminated, up to 10 minutes.
@@ -477,16 +451,12 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """
         facts = self._gather_resources()
         until = int(facts.resources.now) + parse_lease(lease)
-        plan = plan_tag_extension(self.name, facts, until)
-        if self.services.uses_ssh:
-            transport = SshTransport(check_ssh_config(self.name, facts), here="")
-            command_prefixes = {
-                one.private: transport.command_prefix(Host(one.private)) for one in facts.resources.live
-            }
-            instances = plan_instance_extension(facts.resources, until)
-            record = plan_record_extension(self.name, facts, until)
-            plan = replace(plan, stages=(*plan.stages, instances, *record), command_prefixes=command_prefixes)
-        return plan
+        plan = plan_lease_extension(self.name, facts, until)
+        if not self.services.uses_ssh:
+            return replace(plan, stages=plan.stages[:1])
+        transport = SshTransport(check_ssh_config(self.name, facts), here="")
+        prefixes = {one.private: transport.command_prefix(Host(one.private)) for one in facts.resources.live}
+        return replace(plan, command_prefixes=prefixes)
 
     def extend(self, lease: str, say: Say) -> str:
         """Execute `plan_extension`. Returns "cluster NAME: the instances terminate themselves at 2027-01-15 10:00 UTC".

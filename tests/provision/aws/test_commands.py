@@ -58,10 +58,10 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
             "region us-east-1 has no instance type 'm7i.9xlarge': did you mean m7i.xlarge or m7i.8xlarge",
         ),
         (("--region", REGION, "--type", "'"), 'region us-east-1 has no instance type "\'": choose one of'),
-        (("--region", REGION, "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z': did you mean"),
+        (("--region", REGION, "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z' that offers m7i"),
         (
             ("--region", REGION, "--zone", "us-east-1e"),
-            "zone us-east-1e does not offer m7i.8xlarge: choose one",
+            "region us-east-1 has no zone 'us-east-1e' that offers m7i.8xlarge: did you mean",
         ),
         (
             ("--region", REGION, "--image", "ami-00000000000000000"),
@@ -243,7 +243,7 @@ def test_a_missing_permission_is_named(
             ("--aws", "--type", "m7i.9xlarge"),
             "region us-east-1 has no instance type 'm7i.9xlarge': did you mean m7i.xlarge or m7i.8xlarge",
         ),
-        (("--aws", "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z': did you mean"),
+        (("--aws", "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z' that offers m7i"),
         (("--aws", "--recipe", "none.yaml"), "recipe none.yaml cannot be used"),
         (("--aws", "--wheels", "none"), "--wheels /"),
         (

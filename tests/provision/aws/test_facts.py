@@ -12,14 +12,23 @@ from tests.provision.aws.region import format_console
 from tests.provision.aws.test_plan import GROUP, make_instance
 
 
-def test_rules_are_read_and_written() -> None:
-    rules = (
-        ("-1", -1, -1, "sg-1"),
-        ("tcp", 22, 22, "203.0.113.7/32"),
-        ("tcp", 22, 23, "::/0"),
-        ("udp", 1, 9, "pl-1"),
+def test_rules_are_read_with_one_peer_each() -> None:
+    found = {
+        "IpProtocol": "tcp",
+        "FromPort": 22,
+        "ToPort": 23,
+        "IpRanges": [{"CidrIp": "203.0.113.7/32", "Description": "me"}, {"CidrIp": "10.0.0.0/8"}],
+        "Ipv6Ranges": [{"CidrIpv6": "::/0"}],
+        "PrefixListIds": [],
+    }
+    inside = {"IpProtocol": "-1", "FromPort": -1, "UserIdGroupPairs": [{"GroupId": "sg-1", "UserId": "1"}]}
+    ports = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 23}
+    assert facts.parse_rules([found, inside]) == (
+        {**ports, "IpRanges": [{"CidrIp": "203.0.113.7/32"}]},
+        {**ports, "IpRanges": [{"CidrIp": "10.0.0.0/8"}]},
+        {**ports, "Ipv6Ranges": [{"CidrIpv6": "::/0"}]},
+        {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "sg-1"}]},
     )
-    assert facts.parse_rules(facts.format_rules(rules)) == tuple(sorted(rules))
 
 
 def test_instances_of_an_earlier_cluster_of_the_same_name_are_left_out() -> None:

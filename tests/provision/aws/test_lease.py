@@ -20,7 +20,6 @@ from cpuft.provision.aws.lease import (
     ARM_SCRIPT,
     format_span,
     format_user_data,
-    make_extend_command,
     make_schedule_command,
     parse_lease,
     parse_limit,
@@ -131,16 +130,6 @@ def test_the_shutdown_is_scheduled_on_an_instance_without_user_data(tmp_path: Pa
     assert "ExecStart=" in (tmp_path / "systemd/system/cpuft-lease.service").read_text()
     said = (tmp_path / "said").read_text()
     assert said.startswith("systemctl daemon-reload|systemctl enable cpuft-lease.service|shutdown -c|shutdown -P +")
-
-
-def test_an_extended_lease_schedules_the_shutdown_again(tmp_path: Path) -> None:
-    (tmp_path / "until").write_text(f"{NOW}\n")
-    (tmp_path / "arm").write_text(f"#!/bin/sh\ncp {tmp_path}/until {tmp_path}/armed\n")
-    (tmp_path / "arm").chmod(0o755)
-    places = {"/var/lib/cpuft/until": f"{tmp_path}/until", "/usr/local/sbin/cpuft-lease": f"{tmp_path}/arm"}
-    subprocess.run([places.get(word, word) for word in make_extend_command(NOW + 60, NOW + 90)], check=True)
-    assert (tmp_path / "armed").read_text() == f"{NOW + 60}\n"
-    assert (tmp_path / "limit").read_text() == f"{NOW + 90}\n"
 
 
 @pytest.mark.parametrize(
