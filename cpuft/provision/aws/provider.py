@@ -47,8 +47,8 @@ from cpuft.provision.aws.plan import (
     plan_rental_down,
 )
 from cpuft.provision.aws.price import (
-    describe_bill,
     describe_cluster,
+    describe_cost,
     describe_instances,
     describe_price,
     find_price,
@@ -404,7 +404,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             sentence += f" from {self.client.region}, and cluster {self.name} {other} was left as it is"
         if not instances:
             return sentence
-        return f"{sentence}; {describe_bill(find_price_of(self.client, instances), instances, self.services.now())}"
+        cost = describe_cost(find_price_of(self.client, instances), instances, self.services.now())
+        return f"{sentence}; it has cost {cost}; disks and network traffic cost extra"
 
     def gather_remains(self) -> AwsFacts:
         """Return what exists in AWS and on this machine.
