@@ -96,7 +96,6 @@ class SecurityGroup:
 
     id: str
     cluster: str
-    vpc: str
     owner: str
     """ARN of the user or role that made the cluster."""
     until: int
@@ -141,8 +140,6 @@ class Zone:
     name: str
     subnet: str
     """Id of its default subnet."""
-    vpc: str
-    """Id of the network of the subnet."""
     spot_price: float = 0.0
     """Dollars per hour now; 0 if unknown."""
 
@@ -171,7 +168,6 @@ class Ami:
 class Offer:
     """What AWS offers of an instance type, and how much of it this account may rent."""
 
-    type: str
     vcpus: int
     """Hardware threads of an instance."""
     architectures: tuple[str, ...]
@@ -210,7 +206,6 @@ def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
     return SecurityGroup(
         found["GroupId"],
         tags.get(TAG, ""),
-        str(found.get("VpcId", "")),
         tags.get(OWNER, ""),
         _parse_time(tags.get(UNTIL, "")),
         _parse_time(tags.get(GENERATION, "")),
@@ -417,12 +412,11 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     offering = {one["Location"] for one in response["InstanceTypeOfferings"]}
     prices = find_spot_prices(client, config.type) if config.spot else {}
     zones = [
-        Zone(name, one["SubnetId"], one["VpcId"], prices.get(name, 0.0))
+        Zone(name, one["SubnetId"], prices.get(name, 0.0))
         for one in subnets
         if (name := one["AvailabilityZone"]) in offering
     ]
     return Offer(
-        type=config.type,
         vcpus=cpus["DefaultVCpus"],
         cores=cpus.get("DefaultCores", 0),
         threads=tuple(cpus.get("ValidThreadsPerCore") or [cpus.get("DefaultThreadsPerCore", 2)]),

@@ -180,18 +180,10 @@ def format_user_data(until: int, limit: int, public_key: str) -> str:
     public_key
         The key as in a .pub file.
     """
-    files = [
-        {"path": UNTIL_FILE, "content": f"{until}\n"},
-        {"path": _LIMIT_FILE, "content": f"{limit}\n"},
-        {"path": _ARM, "content": ARM_SCRIPT, "permissions": "0755"},
-        {"path": _UNIT_FILE, "content": _UNIT},
-    ]
-    arm = [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", "cpuft-lease.service"]]
     return (
         "#cloud-config\n"
         "disable_root: false\n"
         "ssh_deletekeys: true\n"
         f"ssh_authorized_keys: {json.dumps([public_key])}\n"
-        f"write_files: {json.dumps(files)}\n"
-        f"runcmd: {json.dumps(arm)}\n"
+        f"runcmd: {json.dumps([make_schedule_command(until, limit)])}\n"
     )

@@ -9,7 +9,6 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.ssh_config import Member
 from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, map_hosts, try_hosts
-from cpuft.plan import Plan, Step
 from cpuft.provision.aws.facts import Instance, SecurityGroup
 from cpuft.provision.aws.lease import CHECK_TIMER, RENEW_COMMAND, Timer, make_schedule_command, parse_timer
 from cpuft.provision.aws.options import AwsConfig
@@ -32,7 +31,7 @@ class Nodes(Servers):
     instances
         The instances that are used, the head host first.
     group
-        The security group, which says when the lease ends. Without it, no shutdown is scheduled or checked.
+        The security group, which says when the lease ends.
 
     Raises CpuftError without instances, or if the prefix or the name of the cluster cannot be used.
     """
@@ -46,7 +45,7 @@ class Nodes(Servers):
         instances: tuple[Instance, ...],
         environ: Mapping[str, str],
         hostfile: str,
-        group: SecurityGroup | None = None,
+        group: SecurityGroup,
     ) -> None:
         hosts = ",".join(one.private for one in instances)
         servers_config = HostsConfig(hosts, config.name, "root", prefix=config.prefix, wheels=config.wheels)
@@ -60,79 +59,55 @@ class Nodes(Servers):
         # The key of an instance that had the same address before is left out.
         self.keys = {name: key for name, key in self.keys.items() if key.split()[2:] == [marks.get(name)]}
         self._aws_config = config
-        self._until = group.until if group else 0
-        self._limit = max(group.until, group.limit) if group else 0
-        self._timers: dict[str, Timer] = {}
-        """What each instance said last about its lease, by private address."""
+        self._until, self._limit = group.until, max(group.until, group.limit)
 
     def _examine(self, transport: Transport) -> ClusterFacts:
         facts = super()._examine(transport)
-        self._read_timers(transport)
         facts = replace(facts, kind=self.kind, options=list_options(self._aws_config))
         facts = replace(facts, until=self._until, renewal=RENEW_COMMAND, can_lose_head=True)
         return replace(facts, notice=find_notice_url(self._aws_config))
 
-    def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan shutdowns that are not scheduled, and what is missing.
+    def _read_timers(self, transport: Transport) -> dict[str, Timer]:
+        """Return what each instance says about its lease, by private address."""
 
-        Raises CpuftError if an instance cannot be provisioned, such as without Python 3.10 or without disk space.
-        """
-        plan = super().plan(facts)
-        stages = (self._plan_shutdowns(), *plan.stages)
-        return replace(plan, stages=tuple(stage for stage in stages if stage))
-
-    def _read_timers(self, transport: Transport) -> None:
         def read(member: Member) -> Timer:
             return parse_timer(transport.run(Host(member.address), ("sh", "-c", CHECK_TIMER)).output)
 
-        if self._limit:
-            self._timers = dict(zip([member.address for member in self.members], map_hosts(read, self.members)))
-
-    def _find_faults(self) -> dict[str, str]:
-        """Return why instances would not terminate themselves when their lease ends, by address."""
-        faults = {address: timer.find_fault(self._limit) for address, timer in self._timers.items()}
-        return {address: fault for address, fault in faults.items() if fault}
-
-    def _plan_shutdowns(self) -> tuple[Step, ...]:
-        steps = []
-        for address, fault in self._find_faults().items():
-            # If a running job has extended the lease within its limit, that end stays.
-            known = self._timers[address].until
-            until = known if self._until <= known <= self._limit else self._until
-            command = make_schedule_command(until, self._limit)
-            steps.append(Step(f"schedule the shutdown at the end of the lease, because {fault}", command, host=address))
-        return tuple(steps)
+        return dict(zip([member.address for member in self.members], map_hosts(read, self.members)))
 
     def secure_lease(self, say: Callable[[str], None]) -> None:
         """Verify over ssh that all instances terminate themselves when their lease ends.
 
         Shutdowns that are missing or too late are scheduled. `say` is called with a line for each shutdown that is
-        scheduled. Nothing is done without a security group.
+        scheduled.
 
         Raises LeaseError if a shutdown cannot be scheduled, or if instances still would not terminate themselves
         afterwards, or cannot be asked (the message names each of them).
         """
         with self._temporary_transport(()) as transport:
             try:
-                self._read_timers(transport)
-                for step in self._plan_shutdowns():
-                    say(f"{step.host}: {step.why}")
-                    answer = transport.run(Host(step.host), step.command)
-                    if answer.exit_code:
-                        errors = " ".join(answer.errors.split())[-300:] or "without a message"
-                        raise LeaseError(
-                            f"the shutdown of {step.host} at the end of its lease could not be scheduled ({errors})"
-                        )
-                self._read_timers(transport)
+                for address, timer in self._read_timers(transport).items():
+                    if fault := timer.find_fault(self._limit):
+                        say(f"{address}: schedule the shutdown at the end of the lease, because {fault}")
+                        self._schedule_shutdown(transport, address, timer)
+                timers = self._read_timers(transport)
             except LeaseError:
                 raise
             except CpuftError as error:
                 raise LeaseError(
                     f"it is not known whether all instances terminate themselves when their lease ends: {error}"
                 ) from None
-            if faults := self._find_faults():
-                reasons = ", ".join(f"{address}: {fault}" for address, fault in faults.items())
-                raise LeaseError(f"instances would not terminate themselves when their lease ends ({reasons})")
+        faults = {address: timer.find_fault(self._limit) for address, timer in timers.items()}
+        if reasons := ", ".join(f"{address}: {fault}" for address, fault in faults.items() if fault):
+            raise LeaseError(f"instances would not terminate themselves when their lease ends ({reasons})")
+
+    def _schedule_shutdown(self, transport: Transport, address: str, timer: Timer) -> None:
+        # If a running job has extended the lease within its limit, that end stays.
+        until = timer.until if self._until <= timer.until <= self._limit else self._until
+        answer = transport.run(Host(address), make_schedule_command(until, self._limit))
+        if answer.exit_code:
+            errors = " ".join(answer.errors.split())[-300:] or "without a message"
+            raise LeaseError(f"the shutdown of {address} at the end of its lease could not be scheduled ({errors})")
 
     def find_keys(self, find_key: Callable[[str], str]) -> None:
         """Look for the host keys that the cluster's known_hosts file does not have.

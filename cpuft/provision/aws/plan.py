@@ -307,14 +307,12 @@ def _plan_group(config: AwsConfig, facts: RentalFacts) -> list[Step]:
     """Plan the security group with its tags; once it exists, plan that it has exactly the rules that it should have."""
     resources, region, group = facts.resources, facts.region, facts.resources.group
     if not group:
-        assert facts.offer
         now = int(resources.now)
         limit = now + parse_limit(config.lease_limit, parse_lease(config.lease))
         tags = _make_cluster_tags(config, resources) | {GENERATION: str(now), LIMIT: str(limit)}
         parameters = {
             "GroupName": resource_name(config.name),
             "Description": "Made by cpuft provision",
-            "VpcId": facts.offer.zones[0].vpc,
             "TagSpecifications": specify_tags(tags, "security-group"),
         }
         return [plan_call("create_security_group", "create the security group", region, parameters)]

@@ -17,7 +17,6 @@ from cpuft.provision.aws.facts import (
 )
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.report.estimate import Instance as ListedType
 
 LISTED = "us-east-1"
 """The region whose list prices cpuft has."""
@@ -46,19 +45,17 @@ class Price:
         return self.spot_by_zone.get(instance.zone, max(self.spot_by_zone.values(), default=None))
 
 
-def find_price(
-    instance_type: str, region: str, table: Mapping[str, ListedType], spot_by_zone: Mapping[str, float]
-) -> Price:
+def find_price(instance_type: str, region: str, spot_by_zone: Mapping[str, float]) -> Price:
     """Return the price of an instance type, from our table and from the present spot prices.
+
+    The table has the list prices of `LISTED`, so `on_demand` is None in other regions and for unknown types.
 
     Parameters
     ----------
-    table
-        List prices by type. They are those of `LISTED`, so `on_demand` is None in other regions and for unknown types.
     spot_by_zone
         Dollars per hour by name of the zone; 0 for unknown.
     """
-    listed = table.get(instance_type) if region == LISTED else None
+    listed = read_table().get(instance_type) if region == LISTED else None
     known = {zone: price for zone, price in spot_by_zone.items() if price}
     return Price(listed.dollars_per_hour if listed else None, listed.dated if listed else "", known)
 
@@ -72,7 +69,7 @@ def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
     """
     instance_type = instances[0].type if instances else ""
     spot = find_spot_prices(client, instance_type) if any(one.spot for one in instances) else {}
-    return find_price(instance_type, client.region, read_table(), spot)
+    return find_price(instance_type, client.region, spot)
 
 
 def describe_price(price: Price, config: AwsConfig, missing: int, now: float, until: float, limit: float) -> str:

@@ -25,7 +25,6 @@ from cpuft.provision.aws.facts import (
     find_offer,
     find_own_address,
     find_resources,
-    read_table,
 )
 from cpuft.provision.aws.lease import format_time, parse_lease, parse_limit
 from cpuft.provision.aws.nodes import LeaseError, Nodes
@@ -250,6 +249,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return nodes.gather()
 
     def _make_nodes(self, resources: Resources) -> Nodes:
+        assert resources.group, "a plan without a security group is not empty"
         return Nodes(self.config, resources.live, self.environ, self.hostfile, resources.group)
 
     def _wait_until_running(self, facts: RentalFacts) -> RentalFacts:
@@ -293,7 +293,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         until = group.until if group else now + lease
         limit = group.limit if group else now + parse_limit(self.config.lease_limit, lease)
         spot_by_zone = {zone.name: zone.spot_price for zone in offer.zones}
-        price = find_price(self.config.type, self.client.region, read_table(), spot_by_zone)
+        price = find_price(self.config.type, self.client.region, spot_by_zone)
         return describe_price(price, self.config, missing, now, until, limit)
 
     def _check_permissions(self, facts: RentalFacts, offer: Offer) -> None:

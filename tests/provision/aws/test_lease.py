@@ -69,11 +69,7 @@ def test_user_data_is_read_back() -> None:
     told = yaml.safe_load(text)
     assert told["ssh_authorized_keys"] == ["ssh-ed25519 AAAA cpuft"]
     assert told["disable_root"] is False
-    files = {one["path"]: one["content"] for one in told["write_files"]}
-    assert files["/var/lib/cpuft/until"] == f"{NOW}\n"
-    assert files["/var/lib/cpuft/limit"] == f"{NOW + 9}\n"
-    assert files["/usr/local/sbin/cpuft-lease"] == ARM_SCRIPT
-    assert told["runcmd"][-1] == ["systemctl", "enable", "--now", "cpuft-lease.service"]
+    assert told["runcmd"] == [list(make_schedule_command(NOW, NOW + 9))]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +168,6 @@ def test_an_instance_that_cannot_be_asked_about_its_lease_is_an_error_of_the_lea
     vars(nodes).update(
         members=(SimpleNamespace(address="10.0.0.9"),),
         _limit=1,
-        _timers={},
         _temporary_transport=lambda kept: contextlib.nullcontext(Unreachable()),
     )
     with pytest.raises(LeaseError, match=r"it is not known whether all instances .*10\.0\.0\.9"):

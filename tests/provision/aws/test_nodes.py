@@ -19,7 +19,7 @@ from cpuft.provision.aws.nodes import Nodes
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws
 from tests.provision.aws.region import NAME, NOTHING, Region, format_console, left, make_aws, open_region, refuse, say
-from tests.provision.aws.test_plan import make_instance
+from tests.provision.aws.test_plan import GROUP, make_instance
 from tests.provision.simulated import Simulated, needs_root, simulate, write_wheels
 
 pytestmark = needs_root
@@ -84,7 +84,7 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
 
 def make_nodes(folder: Path, address: str) -> Nodes:
     one = make_instance(1, private=address, public=address)
-    return Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(folder)}, "hostfile")
+    return Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(folder)}, "hostfile", GROUP)
 
 
 def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:

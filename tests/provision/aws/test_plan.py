@@ -30,11 +30,10 @@ NOW = 1_800_000_000
 ME = "arn:aws:iam::1:user/me"
 CONFIG = AwsConfig(name="lab", nodes=4, type="m7i.8xlarge", region="us-east-1")
 GROUP = SecurityGroup(
-    "sg-1", "lab", "vpc-1", ME, NOW + 3600, NOW - 60, (), ({"IpProtocol": "-1", "IpRanges": [{"CidrIp": "0.0.0.0/0"}]},)
+    "sg-1", "lab", ME, NOW + 3600, NOW - 60, (), ({"IpProtocol": "-1", "IpRanges": [{"CidrIp": "0.0.0.0/0"}]},)
 )
-ZONES = tuple(Zone(f"us-east-1{letter}", f"subnet-{letter}", "vpc-1") for letter in "abc")
+ZONES = tuple(Zone(f"us-east-1{letter}", f"subnet-{letter}") for letter in "abc")
 OFFER = Offer(
-    "m7i.8xlarge",
     32,
     ("x86_64",),
     True,

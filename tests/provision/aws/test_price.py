@@ -7,19 +7,17 @@ from dataclasses import replace
 import pytest
 
 from cpuft.provision.aws.price import Price, describe_cost, describe_price, find_price
-from cpuft.report.estimate import Instance as Kind
 from tests.provision.aws.test_plan import CONFIG, NOW, make_instance
 
 
 def test_an_unknown_price_is_said_to_be_unknown() -> None:
-    table = {"m7i.8xlarge": Kind("m7i.8xlarge", 16, True, 12.5, 1.6128, "2025")}
     zones = {"us-east-1a": 0.7, "us-east-1b": 0.6, "us-east-1c": 0.0}
-    known = find_price("m7i.8xlarge", "us-east-1", table, {})
-    spot = find_price("m7i.8xlarge", "us-east-1", table, zones)
+    known = find_price("m7i.8xlarge", "us-east-1", {})
+    spot = find_price("m7i.8xlarge", "us-east-1", zones)
     assert known == Price(1.6128, "2025")
     assert spot == Price(1.6128, "2025", {"us-east-1a": 0.7, "us-east-1b": 0.6})
-    unknown = find_price("m7i.8xlarge", "eu-north-1", table, {})
-    assert unknown == find_price("x9.large", "us-east-1", table, {}) == Price(None, "")
+    unknown = find_price("m7i.8xlarge", "eu-north-1", {})
+    assert unknown == find_price("x9.large", "us-east-1", {}) == Price(None, "")
 
     def describe(price: Price, spot: bool) -> str:
         config = replace(CONFIG, spot=spot, region="us-east-1")

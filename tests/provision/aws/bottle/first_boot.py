@@ -2,7 +2,7 @@
 
 Debian's images contain cloud-init, but the machines that run these tests may not, and instances have no network to
 download it. This program does the same with the parts of a cloud-config that we use: `ssh_deletekeys`,
-`ssh_authorized_keys`, `disable_root`, `write_files`, `bootcmd` and `runcmd`, in cloud-init's order. `bootcmd` runs at
+`ssh_authorized_keys`, `disable_root`, `bootcmd` and `runcmd`, in cloud-init's order. `bootcmd` runs at
 every boot, the others at the first boot, recognized by the instance-id of the metadata service. Anything else is an
 error. The final stage ends with the public host keys on the console, as the module keys-to-console writes them.
 """
@@ -22,7 +22,7 @@ import yaml
 
 _SERVICE = "http://169.254.169.254/latest"
 _TTL = "X-aws-ec2-metadata-token-ttl-seconds"
-_KNOWN = {"ssh_deletekeys", "ssh_authorized_keys", "disable_root", "write_files", "bootcmd", "runcmd"}
+_KNOWN = {"ssh_deletekeys", "ssh_authorized_keys", "disable_root", "bootcmd", "runcmd"}
 _NO_ROOT = (
     'no-port-forwarding,no-agent-forwarding,no-X11-forwarding,command="echo \'Please login as the user \\"debian\\" '
     'rather than the user \\"root\\".\';echo;sleep 10;exit 142" '
@@ -111,8 +111,6 @@ def main(stage: str) -> None:
     if stage == "init":
         run(config.get("bootcmd", []))
     if stage == "init" and is_first:
-        for one in config.get("write_files", []):
-            write(one["path"], one.get("content", ""), int(str(one.get("permissions", "0644")), 8))
         name_host()
         make_host_keys(config)
         let_in(config)
