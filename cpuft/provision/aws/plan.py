@@ -515,20 +515,6 @@ def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
     return Plan(tuple(stage for stage in stages if stage))
 
 
-def is_young(resources: Resources, recorded: float, seconds: float) -> bool:
-    """Whether something was requested within the last `seconds`, so that AWS may not list it yet.
-
-    The later of two times counts: `recorded`, and when the missing instances were last requested. False without either.
-
-    Parameters
-    ----------
-    recorded
-        When the cluster's record was written, in seconds since the epoch; 0 without one.
-    """
-    requested = max(recorded, float(resources.group.generation) if resources.group else 0.0)
-    return resources.now - requested < seconds
-
-
 def count_states(instances: tuple[Instance, ...]) -> str:
     """Return how many instances are in each state, by name: `1 pending, 2 running`; "" without instances."""
     states = [one.state for one in instances]

@@ -37,7 +37,6 @@ from cpuft.provision.aws.plan import (
     check_ssh_config,
     choose_zone,
     count_states,
-    is_young,
     make_request,
     needs_offer,
     parse_ssh_from,
@@ -431,8 +430,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         have_appeared = any(one.generation == generation for one in resources.instances)
         record = self.directory / FILE_NAME
         recorded = record.stat().st_mtime if record.exists() and not self._find_other() else 0.0
-        may_appear = not have_appeared and is_young(resources, recorded, _YOUNG_SECONDS)
-        return may_appear and waited < self.services.appear_seconds
+        is_young = resources.now - max(recorded, float(generation)) < _YOUNG_SECONDS
+        return is_young and not have_appeared and waited < self.services.appear_seconds
 
     def plan_down(self, facts: AwsFacts) -> Plan:
         """Plan the deletion of what is left in AWS and on this machine; an empty plan if nothing is.
