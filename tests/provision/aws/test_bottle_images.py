@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cpuft.provision.image import CHECK
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, WORDS, Bottle
 from tests.provision.aws.test_bottle import JOB, LAUNCH, QUIET, check
 from tests.provision.simulated import needs_root, write_wheel
@@ -62,7 +63,7 @@ def test_an_ami_is_built_used_for_a_job_and_deleted(job: tuple[str, ...], file: 
     bring_libraries(bottle)
     begun = time.monotonic()
     planned = check(bottle.cpuft(*IMAGE, "--dry-run"))
-    assert "then: check it inside: imports, mpirun, two ranks that add up numbers" in planned
+    assert f"then: {CHECK}" in planned
     assert bottle.ask("calls") == []
     said = bottle.cpuft(*IMAGE, seconds=300)
     assert re.match(r"AMI cpuft-\S+ was made", check(said)), said.stdout
@@ -90,7 +91,7 @@ def test_an_ami_is_built_used_for_a_job_and_deleted(job: tuple[str, ...], file: 
 
     name = check(bottle.cpuft("provision", "image", "--list", "--region", "us-east-1")).split()[0]
     check(bottle.cpuft("provision", "image", "--delete", name, "--region", "us-east-1"))
-    assert bottle.ask("calls") == ["DeregisterImage"]
+    assert bottle.ask("calls").count("DeregisterImage") == 1
     assert bottle.ask("left") == NOTHING_LEFT
 
 
