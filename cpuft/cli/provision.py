@@ -14,7 +14,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.registry import list_names, state_root
 from cpuft.plan import Plan, Step, format_plan
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.base import PROVIDERS, describe_region, find_cluster, load_cluster, load_options, load_provider
+from cpuft.provision.base import PROVIDERS, describe_region, find_cluster, load_cluster, load_provider
 from cpuft.provision.options import ImageConfig, LocalConfig
 
 if TYPE_CHECKING:
@@ -68,8 +68,7 @@ def local(fault: str | None, node: str | None, dry_run: bool, **values: Any) -> 
 
     config = pick(LocalConfig, values)
     if not fault:
-        provider = load_provider("plain" if config.without_root else "local")
-        _make(provider(config, os.environ), dry_run)
+        _make(load_provider("local")(config, os.environ), dry_run)
         return
     if not node:
         raise click.UsageError(f"{fault}: which host? Give its number, name or address, such as `{fault} 2`")
@@ -113,7 +112,7 @@ def make_verb(kind: str) -> Verb:
     ----------
     kind: a key of PROVIDERS whose entry has options, such as hosts; KeyError for an unknown one.
     """
-    options = load_options(kind)
+    options = PROVIDERS[kind].options
 
     def make(dry_run: bool, **values: Any) -> None:
         _make(load_provider(kind)(pick(options, values), os.environ), dry_run)
@@ -121,8 +120,8 @@ def make_verb(kind: str) -> Verb:
     return Verb(kind, callback=make, params=[*make_options(options), DRY_RUN, CONFIG_FILE], help=options.__doc__)
 
 
-for _kind, _place in PROVIDERS.items():
-    if _place.options and _kind not in provision.commands:
+for _kind in PROVIDERS:
+    if _kind not in provision.commands:
         provision.add_command(make_verb(_kind))
 
 _region = click.option(
@@ -244,12 +243,11 @@ def _make_ami(config: ImageConfig, dry_run: bool) -> None:
 
 @provision.command("recipe")
 @click.argument("path", default="ami/recipe.yaml")
-@click.option("--container", is_flag=True, help="Print a container file for podman and docker instead")
-def print_install(path: str, container: bool) -> None:
+def print_install(path: str) -> None:
     """Print the install script of a recipe.
 
     PATH is a YAML file. Without PATH, the recipe is ami/recipe.yaml, or cpuft's own if there is no such file.
     """
-    from cpuft.provision.image import format_container, format_install, read_recipe
+    from cpuft.provision.image import format_install, read_recipe
 
-    click.echo((format_container if container else format_install)(read_recipe(path)), nl=False)
+    click.echo(format_install(read_recipe(path)), nl=False)

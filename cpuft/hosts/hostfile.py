@@ -140,16 +140,11 @@ def format_hostfile(hosts: tuple[Host, ...]) -> str:
 
     Each host is a line `NAME [slots=N] [max_slots=N] [user=U] [port=P]`.
     """
-    return "".join(_format_host(host) + "\n" for host in hosts)
-
-
-def _format_host(host: Host) -> str:
-    words = [host.name]
-    words += [f"slots={host.slots}"] if host.slots else []
-    words += [f"max_slots={host.max_slots}"] if host.max_slots else []
-    words += [f"user={host.user}"] if host.user else []
-    words += [f"port={host.port}"] if host.port else []
-    return " ".join(words)
+    lines = []
+    for host in hosts:
+        given = [(key, getattr(host, key)) for key in ("slots", "max_slots", "user", "port")]
+        lines.append(" ".join([host.name, *(f"{key}={value}" for key, value in given if value)]))
+    return "".join(f"{line}\n" for line in lines)
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:

@@ -87,18 +87,7 @@ class MpiJobTransport(SshTransport):
 def make_transport(keys: Path = _KEYS, folder: Path = _FOLDER) -> MpiJobTransport:
     """Write the ssh files of an MPIJob, and return the transport to the job's pods; it works in any of them.
 
-    It writes `known_hosts` and `ssh_config` into `folder`, which it makes for this user alone. The transport tries pods
-    that cannot be reached again every second for 60 s from now, because they may still be starting. After that it
-    raises HostError, as for every ssh host (at once for a refused login, an unknown key or a time-out). For a pod that
-    shows another host key than the job's it raises CpuftError at once.
-
-    Parameters
-    ----------
-    keys: folder with the job's key pair, id_rsa and id_rsa.pub; ~ is expanded.
-    folder: the same path on all pods.
-
-    Raises CpuftError: `keys` has no id_rsa.pub that can be read, or `folder` cannot be made or is not this user's
-    alone. Raises OSError: the files cannot be written.
+    For 60 s from now, pods that cannot be reached are tried again, because they may still be starting.
     """
     return MpiJobTransport(write_ssh_config(keys.expanduser(), folder), deadline=time.monotonic() + _START_SECONDS)
 
@@ -106,11 +95,7 @@ def make_transport(keys: Path = _KEYS, folder: Path = _FOLDER) -> MpiJobTranspor
 def write_ssh_config(keys: Path, folder: Path) -> str:
     """Write ssh's files for hosts whose host key is the key in `keys`; return the client configuration's path.
 
-    The files are `known_hosts` and `ssh_config` in `folder`, which is made for this user alone. The configuration logs
-    in with the key `keys`/id_rsa on port 2222.
-
-    Raises CpuftError: there is no id_rsa.pub in `keys`, or `folder` cannot be made or is not this user's alone. Raises
-    OSError: the files cannot be written.
+    Raises CpuftError: there is no id_rsa.pub in `keys`, or `folder` cannot be made or is not this user's alone.
     """
     try:
         kind, key = (keys / "id_rsa.pub").read_text(encoding="utf-8").split()[:2]

@@ -90,13 +90,8 @@ def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
     The owner and the write permission of `path` and of all folders above it are checked, along the path as it is
     written and along the one that its symbolic links lead to. A folder above may be writable when it is sticky, as /tmp
     is: others cannot replace there what this user owns. The owner of the Python environment is trusted, because the
-    running code is theirs. So is a group of which only the file's owner is a member.
-
-    Parameters
-    ----------
-    harm: (what others could do who write there, what to do instead of correcting the mode), parts of the message.
-
-    Raises CpuftError: names the first file or folder that others may write to. Raises OSError: `path` does not exist.
+    running code is theirs. So is a group of which only the file's owner is a member. `harm` is (what others could do
+    who write there, what to do instead of correcting the mode).
     """
     trusted = {0, os.geteuid(), os.stat(sys.prefix).st_uid}
     for leaf in dict.fromkeys((path, Path(os.path.realpath(path)))):
@@ -253,21 +248,6 @@ def _check_entry(entry: Entry, directory: Path) -> None:
         raise ValueError(f"{reprlib.repr(entry.hostfile)} is no hostfile of a cluster of kind {entry.kind}")
     if entry.ssh_config and os.path.realpath(entry.ssh_config) != os.path.realpath(directory / "ssh_config"):
         raise ValueError(f"{reprlib.repr(entry.ssh_config)} is not its ssh configuration")
-
-
-def refuse_other_kind(root: Path, name: str, kind: str) -> None:
-    """Check that a new cluster of kind `kind` would not replace one of another kind, whose hosts would be lost.
-
-    Raises CpuftError: a cluster of this name exists and has another kind. An entry that does not exist or cannot be
-    read is accepted.
-    """
-    entry = None
-    with suppress(CpuftError):  # a damaged entry is written again
-        entry = read_entry_if_exists(root, name)
-    if entry and entry.kind != kind:
-        raise CpuftError(
-            f"{name} is a cluster of kind {entry.kind} already: choose another --name, or cpuft provision down {name}"
-        )
 
 
 def carries_mark(text: str) -> bool:

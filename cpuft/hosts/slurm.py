@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from cpuft import execute
 from cpuft.argv import parse_slurm_counts
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, TransientError
 from cpuft.execute import Answer
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
@@ -69,9 +69,7 @@ class SlurmTransport(Transport):
         answer = execute.run_command([*self._srun(host), *argv], seconds, stdin)
         if answer.exit_code and not _COMMAND_FAILED.search(answer.errors):
             message = (answer.errors.strip().splitlines() or ["no answer"])[-1]
-            error = CpuftError(f"srun cannot use host {host.name} ({message[-200:]}): sinfo shows the host's state")
-            error.is_transient = True
-            raise error
+            raise TransientError(f"srun cannot use host {host.name} ({message[-200:]}): sinfo shows the host's state")
         return answer
 
     def _srun(self, host: Host) -> tuple[str, ...]:

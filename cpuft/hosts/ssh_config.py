@@ -73,10 +73,6 @@ _MOST_BASTIONS = 8
 _MOST_INCLUDES = 16
 """Files that include each other, as many as OpenSSH's client follows."""
 
-KEYGEN = "set -eu\n" + Path(__file__).with_name("keygen.sh").read_text(encoding="utf-8")
-"""Shell script that makes an ed25519 key pair and its folder, over an earlier pair. Arguments: path of the private key,
-comment."""
-
 
 @dataclass(frozen=True)
 class Login:
@@ -99,20 +95,6 @@ class Login:
     """ProxyCommand, whose standard streams are the connection; empty for none."""
     replaced: tuple[str, ...] = ()
     """Values of ssh's -o that replace what the configuration says for people at a terminal."""
-
-    def paramiko_options(self) -> dict[str, Any]:
-        """Return the arguments of paramiko's `SSHClient.connect` beside the address and port.
-
-        `username` is None without a user; `key_filename` lists the identities that exist, and is None without any. The
-        three time limits are CONNECT_SECONDS.
-        """
-        return {
-            "username": self.user or None,
-            "key_filename": [path for path in self.identities if os.path.exists(path)] or None,
-            "timeout": CONNECT_SECONDS,
-            "banner_timeout": CONNECT_SECONDS,
-            "auth_timeout": CONNECT_SECONDS,
-        }
 
 
 def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[str, ...]:

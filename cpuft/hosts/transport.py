@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from cpuft import execute
 from cpuft.argv import make_shell_line
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, TransientError
 from cpuft.execute import Answer
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.hostfile import NEEDS_IPV4, Host
@@ -43,12 +43,6 @@ _PROBE_DIAL_SECONDS = 3.5
 They are 1 and 2 s apart (RFC 6298)."""
 _PROBE_SECONDS = 6.0
 """Time limit for the key exchange in `find_unresponsive`."""
-_BLOCK = 1 << 18
-_POLL_SECONDS = 0.005
-_MOST_POLL_SECONDS = 0.1
-_POLL_SHARE = 0.1
-"""Pause between two looks at a command's output, as a share of the time since its last output. Without it, sessions
-with many hosts that compute for seconds would keep a core of this machine busy."""
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
 _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _BEGIN = "cpuft: the command begins"
@@ -348,9 +342,8 @@ def map_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNE
     results = try_hosts(function, hosts, most)
     failures = [result for result in results if isinstance(result, CpuftError)]
     if failures:
-        error = CpuftError("; ".join(map(str, failures)))
-        error.is_transient = all(failure.is_transient for failure in failures)
-        raise error
+        kind = TransientError if all(failure.is_transient for failure in failures) else CpuftError
+        raise kind("; ".join(map(str, failures)))
     return [result for result in results if not isinstance(result, CpuftError)]
 
 
@@ -417,19 +410,20 @@ def _try_to_log_in(
 ) -> paramiko.SSHClient:
     import paramiko
 
-    options = login.paramiko_options()
+    seconds = ssh_config.CONNECT_SECONDS
+    options: dict[str, Any] = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), seconds)
+    options["key_filename"] = [path for path in login.identities if os.path.exists(path)] or None
     with _raise_host_errors(host):
         client = stack.enter_context(paramiko.SSHClient())
         # ssh looks up the key of an alias without a port, whatever the port is.
         name, port = (login.alias, 22) if login.alias else (login.address, login.port)
         known_name = name if port == 22 else f"[{name}]:{port}"
-        for path in filter(os.path.exists, login.known_hosts):
+        for path in filter(os.path.exists, login.known_hosts or (os.path.expanduser("~/.ssh/known_hosts"),)):
             _load_host_keys(client, path, known_name)
-        if not login.known_hosts:
-            client.load_system_host_keys()
         client.set_missing_host_key_policy(_refuse_unknown_keys())
         try:
-            client.connect(name, port, sock=_open_stream(login, bastion, ssh_config.CONNECT_SECONDS), **options)
+            stream = _open_stream(login, bastion, seconds)
+            client.connect(name, port, login.user or None, sock=stream, **options)
         except paramiko.SSHException as error:
             link = client.get_transport()
             if link and link.is_active() and not link.initial_kex_done:
@@ -553,7 +547,7 @@ def _raise_host_errors(host: Host, seconds: float = ssh_config.CONNECT_SECONDS) 
 
 
 def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds: float) -> Answer:
-    """Run a shell line. Both directions are served in turn, because neither end may wait for the other to read.
+    """Run a shell line. Three threads serve its streams, because neither end may wait for the other to read.
 
     Raises TimeoutError: it takes longer than `seconds`. Raises EOFError: no exit code came.
     """
@@ -561,52 +555,42 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
 
     link = client.get_transport()
     assert link is not None
-    end, output, errors = time.monotonic() + seconds, bytearray(), bytearray()
     channel = link.open_session(timeout=seconds)
+    errors, is_late = list[bytes](), threading.Event()
+
+    def send() -> None:
+        with suppress(OSError):  # the command need not read
+            channel.sendall(stdin)
+            channel.shutdown_write()
 
     def give_up() -> None:
+        is_late.set()
         with suppress(paramiko.SSHException, OSError, EOFError):  # the connection may be broken, too
             channel.close()
 
-    # paramiko waits without limit for the server's answer to the request. A closed channel ends this.
-    closer = threading.Timer(max(0.0, end - time.monotonic()), give_up)
+    sender = threading.Thread(target=send, daemon=True)
+    reader = threading.Thread(target=lambda: errors.append(channel.makefile_stderr("rb").read()), daemon=True)
+    # paramiko waits without limit for the server's answers. A closed channel ends this.
+    closer = threading.Timer(seconds, give_up)
     closer.daemon = True
     closer.start()
     try:
         channel.exec_command(line)
+        sender.start()
+        reader.start()
+        output = channel.makefile("rb").read()
+        reader.join()
+        code = channel.recv_exit_status()
     except (paramiko.SSHException, EOFError):
-        if time.monotonic() < end:
+        if not is_late.is_set():
             raise
     finally:
         closer.cancel()
-    if time.monotonic() >= end:
+    if is_late.is_set():
         raise TimeoutError
-    active_at = time.monotonic()
-    while True:
-        idle = True
-        if not channel.closed and channel.send_ready() and not channel.eof_sent:
-            if stdin:
-                stdin, idle = stdin[channel.send(stdin[:_BLOCK]) :], False
-            else:
-                channel.shutdown_write()
-        while channel.recv_ready():
-            output += channel.recv(_BLOCK)
-            idle = False
-        while channel.recv_stderr_ready():
-            errors += channel.recv_stderr(_BLOCK)
-            idle = False
-        if channel.exit_status_ready() and (channel.eof_received or channel.closed) and idle:
-            code = channel.recv_exit_status()
-            if code < 0:  # paramiko's value for no exit code, which must not pass for an answer of the command
-                raise EOFError("the connection broke while a command ran there, or a signal ended the command")
-            return Answer(code, output.decode(errors="replace"), errors.decode(errors="replace"))
-        now = time.monotonic()
-        if now > end:
-            raise TimeoutError
-        if idle:
-            time.sleep(min(max(_POLL_SECONDS, (now - active_at) * _POLL_SHARE), _MOST_POLL_SECONDS))
-        else:
-            active_at = now
+    if code < 0:  # paramiko's value for no exit code, which must not pass for an answer of the command
+        raise EOFError("the connection broke while a command ran there, or a signal ended the command")
+    return Answer(code, output.decode(errors="replace"), b"".join(errors).decode(errors="replace"))
 
 
 def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> str:

@@ -47,6 +47,7 @@ from cpuft.launch.detached_head import (
     LOST,
     MODULE,
     OUTPUT,
+    PAST,
     RUNNING,
     Description,
     Event,
@@ -68,7 +69,7 @@ from cpuft.launch.inputs import (
 )
 from cpuft.launch.plan import choose_run_dir, plan_claim, plan_script
 from cpuft.launch.progress import format_seconds
-from cpuft.launch.resume import CHECKPOINTS, remove_empty_run
+from cpuft.launch.resume import CHECKPOINTS, has_begun, remove_empty_run
 from cpuft.launch.settings import forwarded_settings, user_variables
 from cpuft.launch.state import RunState, begin_state, write_state
 from cpuft.plan import Plan, Step
@@ -100,6 +101,8 @@ _EVENT = re.compile(rb"([0-9]{1,18}) (\{.*\})\n")
 _ANSWER_SECONDS = 60.0
 _LOST_SECONDS = 60.0
 """How long a viewer tries to reach a head host that does not answer."""
+_CONNECTED_SECONDS = 30.0
+"""A try that lasted longer had reached the head host: ssh gives up earlier."""
 _RETRY_SECONDS = 3.0
 _FETCH_PAUSES = (1, 2, 4, 8, 15, *(30,) * 18)
 """Seconds before each new try to fetch results: ten minutes together."""
@@ -138,11 +141,16 @@ class Head:
         answer = self.access.transport.run(self.host, self.action(*words), seconds=_ANSWER_SECONDS)
         if answer.exit_code:
             lines = answer.errors.strip().splitlines() or [f"exit code {answer.exit_code}"]
-            raise CpuftError(lines[-1])
+            if answer.exit_code == CpuftError.exit_code:
+                raise CpuftError(lines[-1])
+            raise CpuftError(
+                f"host {self.host.name} cannot say anything about detached runs ({lines[-1][:200]}): install the same "
+                "version of cpuft there and here"
+            )
         return answer.output
 
     def list_runs(self) -> list[Description]:
-        """Return the detached runs of the host, the oldest first; none if it has no cpuft."""
+        """Return the detached runs of the host, the oldest first."""
         lines = self.ask("list").splitlines()
         try:
             return [load(Description, parse_json(line)) for line in lines if line.startswith("{")]
@@ -349,6 +357,7 @@ class Detached:
         """
         position, heard, closing = 0, time.monotonic(), f"run: {self.order.run_dir}\n"
         while True:
+            tried = time.monotonic()
             for behind, event in self._read_events(position, only_past):
                 position = behind
                 heard = time.monotonic()
@@ -363,10 +372,10 @@ class Detached:
                     )
                 if event.kind == END and event.code == _KILLED:
                     print(f"cpuft: the command was killed on {self.head.host.name}: {self._advise()}", file=sys.stderr)
-                if event.kind in (END, LOST) or (event.kind == BEGUN and until_begun):
+                if event.kind in (END, LOST, PAST) or (event.kind == BEGUN and until_begun):
                     return event.code
-            if only_past and position:
-                return 0
+            if time.monotonic() - tried > _CONNECTED_SECONDS:
+                heard = time.monotonic()  # a run that printed nothing, whose connection has only now broken
             if time.monotonic() - heard > _LOST_SECONDS:
                 raise HeadLostError(
                     f"the head host {self.head.host.name} of run {self.order.id} does not answer. If only this "
@@ -558,7 +567,7 @@ def list_unseen(seen: Collection[str], errors: Collection[CpuftError], environ: 
         f"the head host of run {note.id} may be lost, and nobody restarts the run then: continue it with cpuft launch "
         f"--resume {shlex.quote(note.run_dir)}"
         for note in list_detached(environ)
-        if errors and note.id not in seen and read_host_folder(note.run_dir)
+        if errors and note.id not in seen and read_host_folder(note.run_dir) and not has_begun(note.run_dir)
     ]
 
 

@@ -34,9 +34,12 @@ from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
 MODULE = "cpuft.launch.detached_head"
-STARTED, OUTPUT, ERRORS, BEGUN, END, LOST = "started", "output", "errors", "begun", "end", "lost"
-"""Kinds of events: the command was started, it wrote to one of its two streams, its run folder was made, it has ended,
-its keeper was killed or this host was started again."""
+STARTED, OUTPUT, ERRORS, BEGUN, END = "started", "output", "errors", "begun", "end"
+"""Kinds of events: the command was started, it wrote to one of its two streams, its run folder was made, it has
+ended."""
+LOST, PAST = "lost", "past"
+"""Kinds of events that only `follow` tells: the keeper was killed or this host was started again, and all events until
+now have been told."""
 RUNNING, ENDED = "running", "ended"
 """States of a detached run, beside LOST."""
 _ORDER, _EVENTS, _ALIVE, _STOP, _CLAIM, _FETCHED = "order.json", "events.jsonl", "alive", "stop", "claim", "fetched"
@@ -45,7 +48,7 @@ _POLL_SECONDS = 0.2
 _CLAIM_SECONDS = 60.0
 """How long a viewer may take to begin to fetch the results before another one may."""
 _KEPT_SECONDS = 30 * 86400.0
-"""How long the order and the events of an ended run stay."""
+"""How long the order and the events of an ended run stay, and longer if nobody has fetched its results."""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ def _start(given: IO[str]) -> None:
     end = time.monotonic() + _START_SECONDS
     while not (folder / _EVENTS).exists():
         if keeper.poll() is not None or time.monotonic() > end:
+            execute.stop_processes([keeper])
             raise CpuftError(f"the command could not be started ({log.read_text()[-300:].strip()}): check {folder}")
         time.sleep(0.02)
 
@@ -177,20 +181,23 @@ def _start(given: IO[str]) -> None:
 def _remove_old(root: Path) -> None:
     for folder in root.glob("*/"):
         with suppress(OSError):
-            if time.time() - (folder / _EVENTS).stat().st_mtime > _KEPT_SECONDS and not _is_alive(folder):
+            is_old = time.time() - (folder / _EVENTS).stat().st_mtime > _KEPT_SECONDS
+            if is_old and not _is_alive(folder) and not any(folder.glob("run/*")):
                 shutil.rmtree(folder, ignore_errors=True)
 
 
 class _EventLog:
-    """Appends events to a file, from several threads."""
+    """Appends events to a file, from several threads. Those that a full disk does not take are lost."""
 
     def __init__(self, path: Path) -> None:
-        self._file, self._lock = path.open("a", encoding="utf-8"), threading.Lock()
+        self._file, self._lock = path.open("ab", buffering=0), threading.Lock()
 
     def write(self, kind: str, text: str = "", code: int = 0) -> None:
-        with self._lock:
-            self._file.write(json.dumps(dataclasses.asdict(Event(kind, time.time(), text, code))) + "\n")
-            self._file.flush()
+        line = json.dumps(dataclasses.asdict(Event(kind, time.time(), text, code))) + "\n"
+        with self._lock, suppress(OSError):
+            size = os.fstat(self._file.fileno()).st_size
+            if self._file.write(line.encode()) != len(line):
+                self._file.truncate(size)
 
     def copy(self, kind: str, stream: IO[bytes]) -> None:
         """Write an event for each line of a stream, until its end."""
@@ -201,6 +208,7 @@ class _EventLog:
 def _keep(folder: Path) -> None:
     """Run the command to its end, write its events, and pass requests on to it as signals."""
     order = _read_order(folder)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # scripts start what runs in the background with SIGINT ignored
     with (folder / _ALIVE).open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         log = _EventLog(folder / _EVENTS)
@@ -267,6 +275,7 @@ def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int,
                 continue
             file.seek(position)
             if only_past:
+                yield position, json.dumps(dataclasses.asdict(Event(PAST, time.time())))
                 return
             if not is_alive:
                 yield position, json.dumps(dataclasses.asdict(Event(LOST, time.time())))

@@ -46,7 +46,7 @@ class HostCopy:
     exists: bool = False
     """Whether the host has any file of the run."""
     is_active: bool = False
-    """Whether the run is still active on this host."""
+    """Whether the run is still active on this host, or its results are being fetched."""
     checkpoint_update: int = -1
     """Update of the newest checkpoint; -1 for none."""
     steps: int = 0
@@ -60,8 +60,9 @@ class HostCopy:
 
     @property
     def is_finished(self) -> bool:
-        """True if the run has finished on this host, so that only its results have to be fetched."""
-        return self.state.phase == FINISHED and not self.is_active
+        """True if the run has finished on this host, so that only its results have to be fetched, and is never started
+        again."""
+        return self.state.phase == FINISHED
 
 
 @dataclass(frozen=True)
@@ -183,7 +184,8 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     """
     path = Path(os.path.realpath(run))
     is_active = any(copy.is_active for copy in host_copies)
-    if finished := [copy.host.name for copy in host_copies if copy.is_finished]:
+    finished = [copy.host.name for copy in host_copies if copy.is_finished]
+    if finished and not is_active:  # else another launcher is fetching it
         return ResumedRun(str(path), finished_on=finished[0])
     state = newest(one for one in (read_state(run), *(copy.state for copy in host_copies)) if one and one.id)
     owner = state.owner if state else 0

@@ -35,7 +35,7 @@ LATER_START = 213
 the number 85."""
 WAIT_FOR_OTHER = "wait until that one has ended, or stop it, and resume the run"
 _FORMAT = 1
-_UNSAVED_MODEL = "model.*.tmp"
+UNSAVED_MODEL = "model.[0-9]*.tmp"
 """Folder in the run folder that rank 0 writes the model to; it is renamed when it is complete."""
 
 
@@ -204,7 +204,7 @@ class StateWriter:
     def check(self) -> None:
         """Note that rank 0 has begun to save the model. Raises LaterStartError: a later start of the run has begun."""
         self.refuse_later_start()
-        if self.state.phase == TRAINING and any(Path(self._run_dir).glob(_UNSAVED_MODEL)):
+        if self.state.phase == TRAINING and any(Path(self._run_dir).glob(UNSAVED_MODEL)):
             self.write(phase=SAVING)
 
     def refuse_later_start(self) -> None:

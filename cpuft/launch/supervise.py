@@ -33,7 +33,7 @@ from cpuft.launch.failures import (
 )
 from cpuft.launch.results import write_plan
 from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, Diagnosis, diagnose_run
-from cpuft.launch.state import PREPARING, TRAINING, RunState, StateWriter
+from cpuft.launch.state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
 from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
@@ -477,6 +477,9 @@ def run_on_this_machine(
         if lost := _prepare(plan, run_dir, writer, environ, transport):
             return writer.end(RESUMABLE, lost)
         ((ranks,),) = plan.ranks
+        # Of a start of this training that was killed. A script, which has no record, may use such a name itself.
+        for unsaved in Path(run_dir).glob(UNSAVED_MODEL) if Path(run_dir, FILE_NAME).exists() else ():
+            shutil.rmtree(unsaved, ignore_errors=True)
         watchdog = _make_watchdog(run_dir, writer, transport, stop_request)
         writer.write(phase=TRAINING)
         code = 1
@@ -487,6 +490,7 @@ def run_on_this_machine(
                 kill_processes(run_dir, state.owner)
             with suppress(OSError):
                 Path(run_dir).with_name(f"{SSH_NAME}{state.owner}").unlink()
+        writer.refuse_later_start()
         return writer.end(code, writer.state.reason)
 
 

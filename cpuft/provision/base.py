@@ -24,7 +24,9 @@ from cpuft.files import hash_text
 from cpuft.hosts import registry
 from cpuft.hosts.registry import Entry
 from cpuft.plan import Plan
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import check_places
+from cpuft.provision.options import HostsConfig, LocalConfig
 
 Say = Callable[[str], None]
 """Prints a line of text for the user."""
@@ -92,7 +94,9 @@ class Provider(ABC, Generic[C, F]):
 
         Raises CpuftError when the recorded options are unknown or not valid.
         """
-        argv = [f"--{key.replace('_', '-')}={value}" for key, value in entry.options.items()]
+        # Records of simulated clusters of earlier versions have the option without_root.
+        given = [(key, value) for key, value in entry.options.items() if key != "without_root"]
+        argv = [f"--{key.replace('_', '-')}={value}" for key, value in given]
         return cls(parse_arguments(cls.options, argv), environ, entry)
 
     @classmethod
@@ -168,7 +172,12 @@ class Provider(ABC, Generic[C, F]):
         """
         if self.directory.exists():
             registry.refuse_untrusted(self.directory)
-        registry.refuse_other_kind(self.root, self.name, self.kind)
+        entry = self.find_record()
+        if entry and entry.kind != self.kind:
+            raise CpuftError(
+                f"{self.name} is a cluster of kind {entry.kind} already: choose another --name, or cpuft provision "
+                f"down {self.name}"
+            )
         check_places(str(self.directory), self.hostfile)
 
     def find_record(self) -> Entry | None:
@@ -346,40 +355,26 @@ def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Kind:
-    """Where the code of a kind of cluster is: "module:class". It is imported when it is needed."""
+    """A kind of cluster."""
 
     provider: str
-    """The subclass of `Provider`."""
-    options: str
-    """The dataclass of its options, which `cpuft provision KIND` has; its docstring is the help. Empty for a kind
-    that another kind's verb makes."""
+    """Where its subclass of `Provider` is, "module:class". It is imported when it is needed."""
+    options: type[Any]
+    """The dataclass of its options, which `cpuft provision KIND` has; its docstring is the help."""
 
 
 PROVIDERS = {
-    "local": Kind("cpuft.provision.simulated:SimulatedCluster", "cpuft.provision.options:LocalConfig"),
-    "plain": Kind("cpuft.provision.simulated:HostfileOnly", ""),
-    "hosts": Kind("cpuft.provision.servers:Servers", "cpuft.provision.options:HostsConfig"),
-    "aws": Kind("cpuft.provision.aws.provider:Aws", "cpuft.provision.aws.options:AwsConfig"),
+    "local": Kind("cpuft.provision.simulated:SimulatedCluster", LocalConfig),
+    "hosts": Kind("cpuft.provision.servers:Servers", HostsConfig),
+    "aws": Kind("cpuft.provision.aws.provider:Aws", AwsConfig),
 }
-"""All kinds of clusters, by the names that their records have. `plain` is what `local --without-root` makes."""
-
-
-def _load(place: str) -> Any:
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+"""All kinds of clusters, by the names that their records have."""
 
 
 def load_provider(kind: str) -> type[Provider[Any, Any]]:
     """Import and return the provider class of a kind. Raises KeyError for a kind that is not in `PROVIDERS`."""
-    return cast("type[Provider[Any, Any]]", _load(PROVIDERS[kind].provider))
-
-
-def load_options(kind: str) -> type[Any]:
-    """Import and return the options class of a kind that has a verb of its own.
-
-    Raises KeyError for a kind that is not in `PROVIDERS`, and ValueError for "plain", which has no options class.
-    """
-    return cast("type[Any]", _load(PROVIDERS[kind].options))
+    module, _, name = PROVIDERS[kind].provider.partition(":")
+    return cast("type[Provider[Any, Any]]", getattr(importlib.import_module(module), name))
 
 
 def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:

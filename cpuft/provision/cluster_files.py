@@ -18,6 +18,13 @@ _PRIVATE = ("host_key", "id_ed25519")
 """Names of private keys, whose texts are not read."""
 _REMOVAL = REMOVE + Path(__file__).with_name("cluster_removal.sh").read_text(encoding="utf-8")
 """Removes the directory last, because the record in it is how a second attempt finds the rest."""
+_KEYGEN = """set -eu
+umask 077
+mkdir -p "$(dirname "$1")"
+# ssh-keygen asks before it replaces a half-written key.
+rm -f "$1" "$1.pub"
+ssh-keygen -q -t ed25519 -N "" -C "$2" -f "$1"
+"""
 _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
 
@@ -53,15 +60,10 @@ def check_prefix(prefix: str) -> None:
 
 
 def is_ours(files: Mapping[str, str], directory: str) -> bool:
-    """Whether cpuft made a cluster's directory: it holds a record, or files that are made before the record.
+    """Whether cpuft made a cluster's directory: its files (`read_files`) have a record, or what is made before the
+    record.
 
-    True if `files` has, below `directory`, a public key with cpuft's comment, a path that begins with `cluster.json`,
-    or an `ssh_config` whose first line says that `cpuft provision` made it. False for an empty directory.
-
-    Parameters
-    ----------
-    files
-        Texts of files, by path, as `read_files` returns them. The disk is not looked at.
+    That is a public key with cpuft's comment, or an ssh_config whose first line says that `cpuft provision` made it.
     """
 
     def shows_cpuft(name: str, text: str) -> bool:
@@ -96,32 +98,24 @@ def check_hostfile(path: str, text: str) -> None:
 
 
 def plan_removal(files: Mapping[str, str], directory: str, hostfile: str, *others: str) -> tuple[Step, ...]:
-    """Return one step that removes a cluster's directory, and its hostfile if cpuft wrote it.
+    """Return one step that removes a cluster's directory, and its hostfile and `others` if cpuft wrote the hostfile.
 
-    Whether the directory is cpuft's is not checked here: ask `is_ours` first.
-
-    Parameters
-    ----------
-    files
-        Texts of files, by path, the hostfile among them.
-    others
-        Paths of files that are removed together with the hostfile. Folders that become empty are removed, too.
+    Whether the directory is cpuft's is not checked here: ask `is_ours` first. Folders that become empty are removed,
+    too.
     """
     mine = (hostfile, *others) if carries_mark(files.get(hostfile, "")) else ()
     return (Step("remove its keys, files and hostfile", ("sh", "-c", _REMOVAL, "remove", directory, *mine)),)
+
+
+def plan_key(path: str, why: str, comment: str = KEY_MARK, host: str = "") -> Step:
+    """Return the step that makes a key pair and its folder, over an earlier pair; the private key is at `path`."""
+    return Step(why, ("sh", "-c", _KEYGEN, "keygen", path, comment), host=host)
 
 
 def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:
     """Return the step that writes a file atomically, and makes its folder. It never writes through a symbolic link.
 
     A new folder is writable by its owner only, because cpuft trusts no record in a folder that others can write to.
-
-    Parameters
-    ----------
-    mode
-        Permissions of the file, in octal digits.
-    host
-        Host on which the file is written; empty for this machine.
     """
     script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod "$2" "$1.new"; '
     script += 'mv -f "$1.new" "$1"'

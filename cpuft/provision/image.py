@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
-import stat
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -21,12 +19,12 @@ from typing import Any
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError
-from cpuft.files import REMOVE, hash_file, hash_text
+from cpuft.files import REMOVE, hash_text, remove_command
 from cpuft.plan import Plan, Step, format_comment
 from cpuft.provision.base import Say, reconcile
 from cpuft.provision.cluster_files import check_prefix, plan_file
 from cpuft.provision.options import RECIPE
-from cpuft.provision.wheels import EXTRAS, INSTALL, Supply, gather_supply, list_pins, make_stamp, plan_own_wheel
+from cpuft.provision.wheels import INSTALL, Supply, gather_supply, list_pins, make_stamp, plan_own_wheel
 from cpuft.serialization import find_control, load, parse_json, parse_yaml
 
 STAMP = "etc/cpuft-image.json"
@@ -36,15 +34,10 @@ CHECK = "check the environment in the image: imports, mpirun, two ranks over eve
 _HERE = Path(__file__)
 PROVE = _HERE.with_name("image_prove.sh").read_text(encoding="utf-8")
 """Shell script that checks an environment by training with it. Its argument is the path of the environment's Python."""
-_BEGIN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_begin.sh").read_text(encoding="utf-8")
 _CLEAN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_clean.sh").read_text(encoding="utf-8")
-_CONTAINER = _HERE.with_name("Containerfile.in").read_text(encoding="utf-8")
 _OWN_RECIPE = _HERE.with_name("recipe.yaml")
 """The recipe of the golden image. It lies in the package so that wheels contain it; `ami/recipe.yaml` links to it."""
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
-_VOLATILE = {STAMP, "etc/ld.so.cache", "etc/shadow", "etc/shadow-", "tmp", "run", "proc", "sys", "dev"}
-_VOLATILE |= {"var/log", "var/cache", "var/lib/apt", "var/lib/dpkg", "var/lib/systemd"}
-"""Files and folders of an image that differ between two builds of the same contents, because they hold times."""
 
 
 @dataclass(frozen=True)
@@ -108,15 +101,9 @@ class Recipe:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a recipe from a YAML file.
+    """Read a recipe from a YAML file; the one in the package if `path` is the default and does not exist.
 
-    If `path` is the default (`ami/recipe.yaml`) and does not exist, read the recipe in the installed package.
-
-    Raises
-    ------
-    CpuftError
-        The file cannot be read; is not YAML; lacks a key, has an unknown one or one of a wrong type; its prefix is not
-        a plain absolute path; or a value has a control character (only the text of a file may have tabs and newlines).
+    Raises CpuftError: the file cannot be read, or is not a recipe.
     """
     use_own = path == RECIPE and not Path(path).exists()
     try:
@@ -170,14 +157,6 @@ def format_install(recipe: Recipe) -> str:
     return "\n".join(parts) + "\n"
 
 
-def format_container(recipe: Recipe) -> str:
-    """Format a Containerfile that applies the recipe to Debian's own image, with sshd and without host keys."""
-    environment = recipe.environment
-    return _CONTAINER.format(
-        suite=recipe.base.suite, prefix=environment.prefix, reason=environment.reason, extras=",".join(EXTRAS)
-    )
-
-
 def environment_python(recipe: Recipe) -> str:
     """Return the path of the environment's Python in the image, such as "/opt/cpuft/env/bin/python"."""
     return f"{recipe.environment.prefix}/env/bin/python"
@@ -195,8 +174,8 @@ def read_stamp(root: Path) -> dict[str, Any]:
     """Return the stamp of an image; {} if `root` is not a finished image, or its stamp is damaged. Raises nothing.
 
     Its keys are `format` (1), `recipe` (digest), `environment` (stamp of the environment), `python` (path of the
-    environment's Python), `wheels` (list of name==version), `contents` (hash of the files) and `packages` (list of
-    name=version).
+    environment's Python), `wheels` (list of name==version), `packages` (list of name=version) and `contents` (hash of
+    all these).
     """
     with suppress(OSError, ValueError):
         return load(dict[str, Any], parse_json((root / STAMP).read_text(encoding="utf-8")))
@@ -206,14 +185,14 @@ def read_stamp(root: Path) -> dict[str, Any]:
 def write_stamp(path: Path, values: dict[str, object]) -> None:
     """Write the stamp of the image that was built as PATH.new, and rename that to `path`.
 
-    The stamp has `values`, a hash of the contents (`contents`), and the Debian packages with their versions
-    (`packages`).
+    The stamp has `values`, the Debian packages with their versions (`packages`), and a hash of both (`contents`).
 
     Raises CpuftError if the packages cannot be listed, and OSError if PATH.new is missing or `path` is not empty.
     """
     built = Path(f"{path}.new")
-    found = {"contents": hash_contents(built), "packages": list_packages(built)}
-    (built / STAMP).write_text(json.dumps(values | found, indent=2) + "\n", encoding="utf-8")
+    values = values | {"packages": list_packages(built)}
+    values |= {"contents": hash_text(json.dumps(values), 16)}
+    (built / STAMP).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     built.rename(path)
 
 
@@ -231,31 +210,6 @@ def list_packages(root: Path) -> list[str]:
     return sorted(answer.output.split())
 
 
-def hash_contents(root: Path) -> str:
-    """Return 16 hexadecimal digits of a hash of the names, modes, owners and contents of all files below `root`.
-
-    For a link, its target counts. Files that differ in every build (logs, caches, the stamp, `__pycache__`), folders
-    themselves and links to folders do not count.
-
-    Raises OSError if a file cannot be read.
-    """
-    digest = hashlib.sha256()
-    for folder, names, files in os.walk(root):
-        inside = os.path.relpath(folder, root)
-        names[:] = sorted(n for n in names if os.path.normpath(f"{inside}/{n}") not in _VOLATILE and n != "__pycache__")
-        for name in sorted(files):
-            if f"{inside}/{name}" in _VOLATILE:
-                continue
-            path = os.path.join(folder, name)
-            state = os.lstat(path)
-            digest.update(f"{inside}/{name} {state.st_mode:o} {state.st_uid} {state.st_gid}\0".encode())
-            if stat.S_ISLNK(state.st_mode):
-                digest.update(os.readlink(path).encode())
-            elif stat.S_ISREG(state.st_mode):
-                digest.update(hash_file(Path(path)).encode())
-    return digest.hexdigest()[:16]
-
-
 @dataclass(frozen=True)
 class ImageFacts:
     """What planning an image needs to know of this machine."""
@@ -269,22 +223,14 @@ class ImageFacts:
 
 
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
-    """Look at what exists of the image and its wheels. Changes nothing.
+    """Look at what exists of the image at `target` and of its wheels (`gather_supply`). Changes nothing.
 
-    Parameters
-    ----------
-    target
-        Path of the image.
-    wheels
-        Folder of wheels. Empty for those that cpuft downloads.
-
-    Raises
-    ------
-    CpuftError
-        The folder of wheels does not exist or holds no wheels; other users may write to it or to cpuft's cache folder;
-        a wheel differs from the recorded file; this cpuft is not installed; or XDG_CACHE_HOME is relative.
+    Raises CpuftError: TARGET.new is not an unfinished image, or the wheels cannot be used.
     """
-    own = Path(f"{target}.new{recipe.environment.prefix}/wheels")
+    built = Path(f"{target}.new")
+    if built.exists() and not (built / STAMP).is_file():
+        raise CpuftError(f"{built} is not cpuft's: move it away, or give another --output")
+    own = Path(f"{built}{recipe.environment.prefix}/wheels")
     supply = gather_supply(own, wheels, recipe.environment.python, environ)
     stamp = read_stamp(Path(target)) if os.path.exists(target) else None
     return ImageFacts(execute.find_program("debootstrap") or "debootstrap", supply, stamp)
@@ -296,11 +242,7 @@ def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
     The image is built and checked as TARGET.new, and renamed at the end; each of these steps is a stage of its own.
     While wheels are not downloaded yet, the plan has only the step that downloads them, and a note.
 
-    Raises
-    ------
-    CpuftError
-        At `target` there is an image of another recipe, of other wheels or of another cpuft version, or something that
-        is not a finished image.
+    Raises CpuftError: at `target` is an image of another recipe or version, or something else.
     """
     pins = list_pins(facts.supply.wheels)
     values: dict[str, object] = {"format": 1, "recipe": recipe.digest}
@@ -335,7 +277,8 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
     check = ("unshare", *namespaces, "sh", str(_HERE.with_name("image_check.sh")), root, python, PROVE)
     stamp = (*module_command(sys.executable, "cpuft.provision.image"), target, json.dumps(values))
     return (
-        Step("create an empty directory for the image", ("sh", "-c", _BEGIN, "begin", root, STAMP)),
+        Step("remove what an earlier build has left", remove_command(os.path.dirname(root), root)),
+        plan_file(f"{root}/{STAMP}", "{}\n", "create the folder of the image, and mark it as cpuft's"),
         Step(f"install Debian {recipe.base.suite} and the packages of the recipe", debootstrap),
         plan_own_wheel(Path(f"{root}{prefix}/wheels")),
         Step(f"copy {len(wheels)} wheels into the image", copy),
@@ -348,25 +291,10 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
 
 
 def make_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str], as_root: bool, say: Say) -> str:
-    """Build the image at `target` unless it is there; return a sentence for the user.
+    """Build the image at `target` unless it is there, and download its wheels; return a sentence for the user.
 
-    Wheels are downloaded first if necessary. The sentence is "image TARGET exists already and matches the recipe", or
-    "built image TARGET (contents HASH)" with the command to use it.
-
-    Parameters
-    ----------
-    target
-        Path of the image. It is built as TARGET.new, which is removed at the start of a build and stays after an error.
-    wheels
-        Folder of wheels. Empty for those that cpuft downloads.
-    as_root
-        Whether the user is root.
-
-    Raises
-    ------
-    CpuftError
-        The user is not root, debootstrap is missing, the wheels cannot be used, a step failed, or at `target` there is
-        an image of another recipe or version, or something else.
+    Raises CpuftError: the user is not root, debootstrap is missing, the wheels cannot be used, a step failed, or at
+    `target` is an image of another recipe or version, or something else.
     """
     if not as_root or not execute.find_program("debootstrap"):
         raise CpuftError("building an image needs root and debootstrap: install debootstrap with apt-get, and use sudo")

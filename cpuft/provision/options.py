@@ -32,9 +32,6 @@ class LocalConfig:
         takes="FOLDER",
     )
     name: str = option("local", "Name of the cluster: at most 7 lower-case letters and digits", takes="NAME")
-    without_root: bool = option(
-        False, "Make no network namespaces, only a hostfile that lists this machine with --nodes slots"
-    )
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ The shell scripts beside this file whose names begin with `servers_` run on the 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from cpuft.config import is_count
 from cpuft.errors import CpuftError, counted
@@ -23,7 +21,6 @@ from cpuft.hosts.cluster import WORK_ROOT
 from cpuft.hosts.hostfile import NAME, NEEDS_IPV4, Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.hosts.ssh_config import (
-    KEYGEN,
     Bastions,
     Login,
     Member,
@@ -41,26 +38,27 @@ from cpuft.provision.cluster_files import (
     is_ours,
     plan_file,
     plan_files,
+    plan_key,
     plan_removal,
     read_files,
     read_raw,
 )
 from cpuft.provision.options import HostsConfig
 from cpuft.provision.wheels import INSTALL, Supply, add_own, gather_supply, list_pins, make_stamp, parse_pins
-from cpuft.serialization import load, parse_json
 
 _MIN_PYTHON = (3, 10)
 _PARALLEL_PUSHES = 4
 """Wheels that are sent to a host at the same time. From ten new connections on, sshd drops some (MaxStartups)."""
+_PARALLEL_LOGINS = 8
+"""Sessions with the head host at the same time, for the same reason."""
 _SURVEY_SECONDS = 120.0
 """Enough for the hashes of a gigabyte of wheels on a slow disk."""
 _HERE = Path(__file__)
 _SURVEY = _HERE.with_name("servers_survey.sh").read_text(encoding="utf-8")
 _RECEIVE = "set -eu\n" + _HERE.with_name("servers_receive.sh").read_text(encoding="utf-8")
 _KEYS = _HERE.with_name("servers_keys.sh").read_text(encoding="utf-8")
-_LOGIN = _HERE.with_name("servers_login.sh").read_text(encoding="utf-8")
 _DOWN = f"set -eu\n{REMOVE}{_KEYS}" + _HERE.with_name("servers_down.sh").read_text(encoding="utf-8")
-_AUTHORIZE = f"set -eu\n{_KEYS}" + _HERE.with_name("servers_authorize.sh").read_text(encoding="utf-8")
+_AUTHORIZE = f"set -eu\n{_KEYS}authorize"
 _KEY_LINE = re.compile(r"(?!.* AAAA.* AAAA)(?:[^#].*\s)?(ssh-ed25519 [^ ]* (cpuft-[a-z0-9]+))")
 """Line of a cluster's key in authorized_keys, perhaps with options of the user's. Its groups are the key and its
 comment."""
@@ -74,8 +72,6 @@ class ServerFacts:
     """Name and version of the distribution, such as "debian 12"."""
     kernel: str = ""
     """Version of the kernel, as `uname -r` prints it."""
-    cpu: str = ""
-    """Model name of the CPU, or the machine's architecture if it has none."""
     python: str = ""
     """Version of python3, such as "3.11.2"; empty if it is missing."""
     stamp: str = ""
@@ -84,8 +80,6 @@ class ServerFacts:
     """Why the prefix cannot be used, such as a folder that cpuft did not make. Empty if it can."""
     key: str = ""
     """The cluster's public key as in a .pub file, on a head host. Empty if there is none."""
-    cores: int = 0
-    """Physical cores that the login may use; 0 if unknown."""
     free_kb: int = 0
     """Free disk space at the prefix, in KiB."""
     ensurepip: bool = False
@@ -115,10 +109,9 @@ def parse_survey(text: str, host: str) -> ServerFacts:
         raise CpuftError(
             f"host {host} could not be examined (its answer: {text.strip()[-200:]!r}): is it a Linux host with sh?"
         )
-    texts = {name: found.get(name, "") for name in ("os", "kernel", "cpu", "python", "stamp", "foreign", "key")}
+    texts = {name: found.get(name, "") for name in ("os", "kernel", "python", "stamp", "foreign", "key")}
     return ServerFacts(
         **texts,
-        cores=int(found["cores"]) if is_count(found.get("cores", "")) else 0,
         free_kb=int(found["free_kb"]),
         ensurepip="ensurepip" in found,
         writable="writable" in found,
@@ -130,18 +123,9 @@ def parse_survey(text: str, host: str) -> ServerFacts:
 
 
 def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bool, need_kb: int) -> str:
-    """Return why this server cannot be provisioned and what to do; "" if it can. The text begins with `host`.
+    """Return the first reason why this server cannot be provisioned and what to do; "" if it can.
 
-    Only the first of these reasons is returned: python3 is missing or older than 3.10; the prefix cannot be written;
-    the prefix belongs to another user, can be written by other users, or has a folder `env` or `wheels` that cpuft did
-    not make; neither the server nor the wheels have pip; no environment is installed and less than `need_kb` is free.
-
-    Parameters
-    ----------
-    has_pip
-        Whether the wheels that will be sent include pip.
-    need_kb
-        Disk space that the environment needs, in KiB.
+    `has_pip` says whether the wheels that will be sent include pip, and `need_kb` how much space the environment needs.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", facts.python)[:2])
     if version < _MIN_PYTHON:
@@ -172,15 +156,8 @@ def describe_server(facts: ServerFacts) -> str:
 def find_python(pythons: dict[str, str]) -> str:
     """Return the minor version of Python that all servers have, such as "3.11"; "" if none of them has Python.
 
-    Parameters
-    ----------
-    pythons
-        Version of Python ("3.11.2", "" without Python) by name of the server; at least one server.
-
-    Raises
-    ------
-    CpuftError
-        The minor versions differ. One environment for all servers needs the same version on all of them.
+    `pythons` has the version by name of the server. Raises CpuftError: the minor versions differ, and one environment
+    for all servers needs the same.
     """
     versions = {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}
     if len(set(versions.values())) > 1:
@@ -198,7 +175,7 @@ class ClusterFacts:
     files: Mapping[str, str]
     """Texts of the cluster's files on this machine, by path."""
     directory: str
-    """Directory of these files. Only the hostfile and its lock file are elsewhere."""
+    """Directory of these files. Only the hostfile is elsewhere."""
     hostfile: str
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The ssh command for each server, by address: argv to which a shell line is appended."""
@@ -240,13 +217,7 @@ class ClusterFacts:
 
 
 def check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
-    """Raise CpuftError if any server cannot be provisioned. The message has the first reason for each such server.
-
-    The reasons are: python3 is missing or older than 3.10; the prefix cannot be written; the prefix belongs to another
-    user, can be written by other users, or has a folder `env` or `wheels` that cpuft did not make; neither python3 (its
-    ensurepip) nor the wheels that will be sent have pip; or no environment is installed and less disk space is free
-    than four times the size of the wheels and 100 MiB.
-    """
+    """Raise CpuftError if any server cannot be provisioned. The message has the first reason for each such server."""
     wheels = facts.supply.wheels
     # Each wheel takes its own size and about three times that when unpacked; 100 MB are for work files.
     need_kb = sum(wheel.size for wheel in wheels) * 4 // 1024 + (100 << 10)
@@ -280,17 +251,11 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
 
     The stages are, as far as they are needed: the registry entry, the ssh configuration and the host keys on this
     machine; the missing wheels on this machine; then on the servers the head host's key, the wheels, the environment,
-    the key's authorization and the head host's ssh files; last the hostfile and its lock file here. While wheels are
-    not downloaded yet (`facts.supply.complete` is False), the plan ends with their download, and a note says so. The
-    notes also name each server whose host key is not in the cluster's known_hosts file yet.
+    the key's authorization and the head host's ssh files; last the hostfile here. While wheels are not downloaded yet,
+    the plan ends with their download.
 
-    Raises
-    ------
-    CpuftError
-        A server cannot be provisioned: python3 is missing or older than 3.10, the prefix is not writable or not
-        cpuft's, there is no pip, or too little disk space is free (the message names each such server). Or the lock
-        file is damaged, or a value contains a control character or quotation mark that ssh's configuration cannot hold.
-        Or the head host cannot log in to other servers although nothing is missing there.
+    Raises CpuftError: a server cannot be provisioned, the head host cannot log in to others although nothing is missing
+    there, or a value cannot stand in ssh's configuration.
     """
     check_servers(config, facts)
     _check_logins(config, facts)
@@ -326,46 +291,9 @@ def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
 
 
 def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
-    """Plan the hostfile, and the lock file beside it, which says what was installed on which hardware."""
-    now: dict[str, dict[str, object]] = {
-        member.address: {"cpu": own.cpu, "cores": own.cores, "kernel": own.kernel, "python": own.python}
-        for member, own in facts.servers
-    }
-    lock = json.dumps({"format": 1, "pins": sorted(facts.pins), "hosts": now}, indent=2) + "\n"
-    path = f"{facts.hostfile}.lock"
-    before = parse_lock(facts.files.get(path, ""), path)
-    changes = [
-        f"{name}'s {key} was {before[name].get(key)} and is {value}"
-        for name in before.keys() & now.keys()
-        for key, value in now[name].items()
-        if before[name].get(key) != value
-    ]
     hosts = format_hostfile(tuple(Host(member.address) for member in facts.members))
     hostfile = {facts.hostfile: f"# Cluster {config.name}, made by cpuft provision.\n{hosts}"}
-    steps = plan_files(hostfile, facts.files, "write the hostfile")
-    return steps + plan_files({path: lock}, facts.files, "; ".join(["write the lock file", *sorted(changes)]))
-
-
-def parse_lock(text: str, path: str) -> dict[str, dict[str, Any]]:
-    """Return what the text of a lock file says of each host, by its address; {} for an empty text.
-
-    The values of a host are `cpu`, `cores`, `kernel` and `python`, as they were when the file was written.
-
-    Parameters
-    ----------
-    path
-        Path of the file, for the error message; it is not read.
-
-    Raises
-    ------
-    CpuftError
-        The text is not JSON, or has no object `hosts` whose values are objects.
-    """
-    try:
-        values = load(dict[str, Any], parse_json(text)) if text else {"hosts": {}}
-        return load(dict[str, dict[str, Any]], values.get("hosts"), "hosts")
-    except ValueError as error:
-        raise CpuftError(f"{path} is damaged ({error}): remove it, and run cpuft provision hosts again") from None
+    return plan_files(hostfile, facts.files, "write the hostfile")
 
 
 def cluster_dir(config: HostsConfig) -> str:
@@ -386,7 +314,6 @@ def plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     this plan makes can log in only after the next plan, because its public half is not known yet.
     """
     keys = [own.key for _, own in facts.head_hosts if own.key]
-    keygen = ("sh", "-c", KEYGEN, "keygen", f"{cluster_dir(config)}/id_ed25519", _key_comment(config))
     command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, facts.stamp, *facts.pins)
     install = [
         Step(f"install the environment at {config.prefix}/env", command, host=member.address)
@@ -398,8 +325,9 @@ def plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
         for member, found in facts.servers
         if (new := [f"{key}\n" for key in keys if key not in _list_keys(found)])
     ]
-    why = "generate the cluster's own key"
-    make_keys = [Step(why, keygen, host=member.address) for member, own in facts.head_hosts if not own.key]
+    key, why = f"{cluster_dir(config)}/id_ed25519", "generate the cluster's own key"
+    heads = [member.address for member, own in facts.head_hosts if not own.key]
+    make_keys = [plan_key(key, why, _key_comment(config), host=address) for address in heads]
     return [make_keys, *_plan_wheels(config, facts), install, login, _plan_ssh_files(config, facts)]
 
 
@@ -459,6 +387,7 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
         for member, own in facts.servers
         if own.marked or own.stamp or own.key or comment in _list_keys(own).values()
     )
+    # Earlier versions wrote a file beside the hostfile.
     removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
     return Plan(tuple(stage for stage in stages if stage), command_prefixes=facts.command_prefixes)
@@ -600,12 +529,16 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return facts
 
     def _try_logins(self, transport: Transport) -> dict[str, str]:
-        """Return what ssh says where the head host cannot log in, by address."""
+        """Return the last line of ssh where the head host cannot log in as mpirun does, by address."""
         head, *others = [member.address for member in self.members]
-        argv = ("sh", "-s", f"{cluster_dir(self.config)}/ssh_config", *others)
-        answer = transport.run(Host(head), argv, _LOGIN, _SURVEY_SECONDS)
-        said = dict(line.split(" ", 1) for line in answer.output.splitlines() if " " in line)
-        return {address: said[address] for address in others if address in said}
+        ssh = ("ssh", "-F", f"{cluster_dir(self.config)}/ssh_config")
+
+        def log_in(address: str) -> str:
+            answer = transport.run(Host(head), (*ssh, address, "true"), seconds=_SURVEY_SECONDS)
+            return (answer.text.strip().splitlines() or ["ssh said nothing"])[-1] if answer.exit_code else ""
+
+        said = zip(others, map_hosts(log_in, others, _PARALLEL_LOGINS))
+        return {address: message for address, message in said if message}
 
     def gather_remains(self) -> ClusterFacts:
         """Examine the servers with the ssh configuration in the cluster's directory; without that directory, no server.
@@ -619,8 +552,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     def _examine(self, transport: Transport) -> ClusterFacts:
         """Examine the servers, and read the cluster's files on this machine."""
         surveys = map_hosts(partial(self._survey, transport), self.members)
-        lock = Path(f"{self.hostfile}.lock")
-        files = read_files(self.directory, Path(self.hostfile)) | ({str(lock): read_raw(lock)} if lock.exists() else {})
+        files = read_files(self.directory, Path(self.hostfile))
         # The plan must use the configuration that will be in the cluster's directory, not one in memory.
         permanent = {transport.config: str(self.directory / "ssh_config")}
         command_prefixes = {
@@ -655,7 +587,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
 
         While wheels are not downloaded yet, the plan ends with their download, and a note says so.
 
-        Raises CpuftError if a server cannot be provisioned (the message says why), or if the lock file is damaged.
+        Raises CpuftError if a server cannot be provisioned (the message says why).
         """
         return plan_servers(self.config, facts)
 

@@ -7,12 +7,6 @@ cluster=$1/clusters/$2
 . /etc/os-release 2>/dev/null
 echo "os $ID $VERSION_ID"
 echo "kernel $(uname -r)"
-cpu=$(sed -n '/^model name/{s/[^:]*: *//p;q}' /proc/cpuinfo)
-echo "cpu ${cpu:-$(uname -m)}"
-# Physical cores that this process may use: the hardware threads of a core list the same siblings.
-echo "cores $(python3 -c 'import os
-path = "/sys/devices/system/cpu/cpu%d/topology/thread_siblings_list"
-print(len({os.path.exists(path % n) and open(path % n).read() or n for n in os.sched_getaffinity(0)}))' 2>/dev/null)"
 echo "python $(python3 -c 'import platform; print(platform.python_version())' 2>/dev/null)"
 python3 -c 'import ensurepip' 2>/dev/null && echo "ensurepip yes"
 folder=$prefix

@@ -1,4 +1,4 @@
-"""Simulated clusters: hosts that are network namespaces of this machine, or only a hostfile that lists this machine.
+"""Simulated clusters, whose hosts are network namespaces of this machine.
 
 simulated_node.sh beside this file starts, limits, disturbs and removes one simulated host.
 """
@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from ipaddress import IPv4Network
 from pathlib import Path
@@ -28,7 +28,6 @@ from cpuft.files import cache_path, hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import FILE_NAME, Entry, check_name, format_entry
 from cpuft.hosts.ssh_config import (
-    KEYGEN,
     Member,
     format_hosts,
     format_inside,
@@ -40,10 +39,10 @@ from cpuft.hosts.topology import parse_lscpu
 from cpuft.plan import Plan, Setting, Step
 from cpuft.provision.base import Provider
 from cpuft.provision.cluster_files import (
-    KEY_MARK,
     check_hostfile,
     is_ours,
     plan_files,
+    plan_key,
     plan_removal,
     read_files,
     read_raw,
@@ -51,7 +50,7 @@ from cpuft.provision.cluster_files import (
 from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
 
-PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
+_PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
 """Programs that a simulated cluster needs, and the Debian package of each."""
 SCRIPT = str(Path(__file__).with_name("simulated_node.sh"))
 """Path of the shell script that starts, limits, disturbs and removes one simulated host."""
@@ -75,11 +74,6 @@ class NodeFacts:
     """Whether its processes are frozen."""
     cut: bool = False
     """Whether its network link is down."""
-    quota: str = ""
-    """CPU time limit as in cpu.max: microseconds per period, and the period, such as "20000 10000". Empty for no
-    limit."""
-    rate_bits: int = 0
-    """Rate of its network link in bits per second. 0 for no limit."""
     booted: str = ""
     """Hash of the settings with which it was started."""
     processes: int = 0
@@ -107,61 +101,11 @@ class MachineFacts:
     """The first hardware thread of each core."""
 
 
-def check_machine(as_root: bool) -> None:
-    """Raise CpuftError if this user may not make network namespaces, or a program of `PROGRAMS` is missing.
-
-    Parameters
-    ----------
-    as_root
-        Whether the user is root.
-    """
-    if not as_root:
-        raise CpuftError("network namespaces need root: run the command with sudo, or use --without-root")
-    missing = sorted({f"{name} (package {PROGRAMS[name]})" for name in PROGRAMS if not execute.find_program(name)})
-    if missing:
-        raise CpuftError(f"programs are missing on this machine, install them: {', '.join(missing)}")
-
-
-def gather_machine(name: str, directory: Path, hostfile: Path) -> MachineFacts:
-    """Return the facts of the simulated cluster `name`, whose files are in `directory`. Changes nothing.
-
-    Waits up to 10 s for the ssh server of each running host that does not answer.
-
-    Raises CpuftError: `ip` is missing or fails, or no private network is free for a cluster without a bridge.
-    """
-    bridge = f"cpuft-{name}"
-    addresses = parse_networks(_run_ip("address"))
-    network = addresses.get(bridge) or choose_network(
-        [*addresses.values(), *parse_routes(_run_ip("route", "show", "table", "all"))]
-    )
-    links = {link["ifname"]: link for link in json.loads(_run_ip("link"))}
-    groups = find_groups()
-    nodes = {
-        index: _gather_node(directory / f"nodes/{index}", name, network, links, groups)
-        for index in find_nodes(directory, bridge, set(links), groups)
-    }
-    lscpu = execute.run_command(("lscpu", "-p=CPU,CORE,SOCKET,NODE"), seconds=10).output
-    threads = [core.threads for core in parse_lscpu(lscpu, tuple(sorted(os.sched_getaffinity(0))))]
-    cpus, cores = tuple(cpu for core in threads for cpu in core), tuple(core[0] for core in threads)
-    return MachineFacts(groups, network, bridge in links, nodes, read_files(directory, hostfile), cpus, cores)
-
-
 def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
-    """Return the numbers of all hosts of a cluster of which anything is left, in ascending order; [] if nothing is.
+    """Return the numbers of all hosts of a cluster of which anything is left, in ascending order.
 
     A host N is found by its file `DIRECTORY/nodes/N/booted`, its network link `BRIDGE-N` or its control group, a folder
-    `GROUP/BRIDGE/N`. Names that do not end in a number are ignored. Missing folders raise nothing.
-
-    Parameters
-    ----------
-    directory
-        Directory of the cluster's files.
-    bridge
-        Name of the cluster's bridge: `cpuft-NAME`.
-    links
-        Names of all network interfaces of this machine.
-    groups
-        Directories of control groups in which the hosts' ones are, such as ("/sys/fs/cgroup",).
+    `GROUP/BRIDGE/N`.
     """
     names = [path.parent.name for path in directory.glob("nodes/*/booted")]
     names += [link.removeprefix(f"{bridge}-") for link in links if link.startswith(f"{bridge}-")]
@@ -178,15 +122,7 @@ def _run_ip(*argv: str) -> str:
 
 
 def parse_networks(text: str) -> dict[str, str]:
-    """Return the first IPv4 network of each interface: {"eth0": "10.0.0.0/24"}.
-
-    Interfaces without one are left out.
-
-    Parameters
-    ----------
-    text
-        Output of `ip -json -4 address`. Raises ValueError for a text that is not JSON.
-    """
+    """Return the first IPv4 network of each interface, {"eth0": "10.0.0.0/24"}, from `ip -json -4 address`."""
     networks = {}
     for link in json.loads(text):
         for info in link.get("addr_info", [])[:1]:
@@ -196,13 +132,7 @@ def parse_networks(text: str) -> dict[str, str]:
 
 
 def parse_routes(text: str) -> list[str]:
-    """Return the IPv4 networks and addresses that have a route, such as ["10.0.0.0/24"], without the default route.
-
-    Parameters
-    ----------
-    text
-        Output of `ip -json -4 route`. Raises ValueError for a text that is not JSON.
-    """
+    """Return the IPv4 networks and addresses that have a route, without the default route, from `ip -json -4 route`."""
     targets = (str(route["dst"]) for route in json.loads(text))
     return [target for target in targets if target[0].isdecimal()]
 
@@ -224,13 +154,7 @@ def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
     """Return the control group directories in which hosts can be limited and frozen.
 
     That is the root of cgroup v2 if that has the cpu controller, else those of `ROOT/cpu` and `ROOT/freezer` (cgroup
-    v1) that exist and can be written. On a hybrid machine, v2 is mounted too, but v1 has the cpu controller. () if
-    there are none. Whether the root of v2 can be written is not checked.
-
-    Parameters
-    ----------
-    root
-        Where control groups are mounted.
+    v1) that exist and can be written. On a hybrid machine, v2 is mounted too, but v1 has the cpu controller.
     """
     if "cpu" in _read(Path(root, "cgroup.controllers")).split():
         return (root,)
@@ -250,14 +174,11 @@ def _gather_node(
     paused |= running and any(_read(Path(group) / "freezer.state").startswith("FR") for group in own)
     cut = link in links and "UP" not in links[link]["flags"]
     address = str(IPv4Network(network)[index])
-    shaping = execute.run_command((execute.find_program("tc"), "-json", "qdisc", "show", "dev", link), seconds=10)
     return NodeFacts(
         running=running and link in links,
         answers=running and link in links and (paused or cut or wait_for_ssh(address, _BOOT_SECONDS)),
         paused=paused,
         cut=cut,
-        quota=_read_quota(own),
-        rate_bits=0 if shaping.exit_code else parse_rate(shaping.output),
         booted=_read(path / "booted"),
         processes=max((len(_read(Path(group) / "cgroup.procs").split()) for group in own), default=0),
     )
@@ -271,26 +192,6 @@ def _is_first_process(pid: str) -> bool:
     """Return whether the process of this number is the first of a simulated host: numbers are reused after a reboot."""
     argv = _read(Path("/proc") / (pid or "none") / "cmdline").split("\0")
     return argv[0] == "unshare" and "boot" in argv
-
-
-def _read_quota(groups: list[str]) -> str:
-    """Return the CPU time limit of the first group that has one, in the form of cpu.max."""
-    for group in map(Path, groups):
-        text = _read(group / "cpu.max") or f"{_read(group / 'cpu.cfs_quota_us')} {_read(group / 'cpu.cfs_period_us')}"
-        if text[0].isdecimal():
-            return text
-    return ""
-
-
-def parse_rate(text: str) -> int:
-    """Return the rate of the first token bucket filter in bits per second, from `tc -json qdisc`; 0 if there is none.
-
-    Raises ValueError for a text that is neither empty nor JSON.
-    """
-    for discipline in json.loads(text or "[]"):
-        if discipline.get("kind") == "tbf":
-            return int(discipline["options"]["rate"]) * 8
-    return 0
 
 
 def wait_for_ssh(address: str, seconds: float) -> bool:
@@ -330,13 +231,7 @@ class Layout:
 
 
 def check_config(config: LocalConfig) -> None:
-    """Raise CpuftError for options that are not possible. Nothing on this machine is changed.
-
-    The conditions are: --name is not a valid cluster name, or too long for the network links (`cpuft-NAME-NODES` has 15
-    characters at most); --nodes is above 99; --net is not a bit rate such as 1gbit; the absolute path of --image
-    (without an image, of the working directory) has a space, comma, colon or backslash; --shm is not a number of bytes
-    with an optional k, m or g. Whether the image exists is not checked.
-    """
+    """Raise CpuftError for options that are not possible. Whether the image exists is not checked."""
     link = f"cpuft-{check_name(config.name)}-{config.nodes}"
     _check_nodes(config.nodes)
     if len(link) > _MAX_LINK_NAME:
@@ -360,17 +255,7 @@ def _check_nodes(nodes: int) -> None:
 
 
 def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
-    """Return the hosts, the head host first. Host N, from 1, has the name `NAME-N` and the Nth address of `network`.
-
-    Their host keys are left empty.
-
-    Parameters
-    ----------
-    network
-        Network of the cluster, such as "10.77.0.0/24".
-
-    Raises CpuftError if there are more than 99 hosts.
-    """
+    """Return the hosts, the head host first, without their keys. Host N is `NAME-N` at the Nth address of `network`."""
     _check_nodes(config.nodes)
     addresses = IPv4Network(network)
     return tuple(Member(f"{config.name}-{index}", str(addresses[index])) for index in range(1, config.nodes + 1))
@@ -383,11 +268,8 @@ def plan_cluster(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Pl
     of hosts beyond --nodes, and the start or repair of hosts. If keys are missing, only the registry entry of the files
     is planned, and no host: the rest is made from the keys and needs another plan.
 
-    Raises
-    ------
-    CpuftError
-        --cores-per-node is given and no control group can be used, the hostfile was not written by cpuft, or --nodes is
-        above 99.
+    Raises CpuftError: CPU time cannot be limited here although --cores-per-node is given, or the hostfile is not
+    cpuft's.
     """
     if config.cores_per_node and not facts.groups:
         raise CpuftError("control groups cannot be written here, so CPU time cannot be limited: omit --cores-per-node")
@@ -408,7 +290,7 @@ def _plan_keys(config: LocalConfig, facts: MachineFacts, layout: Layout) -> list
     for index in range(1, config.nodes + 1):
         wanted[f"{layout.directory}/nodes/{index}/host_key"] = "generate the host keys of the cluster"
     return [
-        Step(why, ("sh", "-c", KEYGEN, "keygen", path, KEY_MARK))
+        plan_key(path, why)
         for path, why in wanted.items()
         if not (facts.files.get(path) and facts.files.get(f"{path}.pub"))
     ]
@@ -426,14 +308,7 @@ def make_entry(config: LocalConfig, layout: Layout) -> Entry:
 
 
 def plan_texts(config: LocalConfig, facts: MachineFacts, layout: Layout) -> dict[str, str]:
-    """Return the texts of all files of the cluster except keys, by path.
-
-    These are the registry entry, authorized_keys, hosts, known_hosts, ssh_config, the hostfile, an sshd_config for each
-    host, and, if `layout.there` is set, the files for the hosts' own disks.
-
-    Raises KeyError if `facts.files` has no public key of the cluster or of a host, and CpuftError for more than 99
-    hosts.
-    """
+    """Return the texts of all files of the cluster except keys, by path; the keys must be in `facts.files`."""
     base = layout.directory
     members = tuple(
         replace(member, key=facts.files[f"{base}/nodes/{index}/host_key.pub"])
@@ -467,8 +342,8 @@ def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
     if facts.bridge:
         return []
     bridge, gateway = f"cpuft-{config.name}", f"{IPv4Network(facts.network)[254]}/24"
-    script = 'ip link add dev "$1" type bridge && ip address add "$2" dev "$1" && ip link set dev "$1" up'
-    steps = [Step(f"connect the hosts by a bridge at {gateway}", ("sh", "-c", script, "bridge", bridge, gateway))]
+    commands = f"link add {bridge} type bridge\naddress add {gateway} dev {bridge}\nlink set {bridge} up\n"
+    steps = [Step(f"connect the hosts by a bridge at {gateway}", ("ip", "-batch", "-"), stdin=commands)]
     for group in facts.groups:
         # In cgroup v2, each level must enable a controller for the level below.
         script = (
@@ -483,13 +358,13 @@ def _plan_nodes(config: LocalConfig, facts: MachineFacts, layout: Layout) -> lis
     steps = []
     for index in range(1, config.nodes + 1):
         node = facts.nodes.get(index, NodeFacts())
-        action, why = _choose_action(config, node, _hash_boot_settings(config, facts, layout, index))
+        action, why = _choose_action(node, _hash_boot_settings(config, facts, layout, index))
         if action:
             steps.append(plan_node_step(config, facts, layout, index, action, why))
     return steps
 
 
-def _choose_action(config: LocalConfig, node: NodeFacts, boot_hash: str) -> tuple[str, str]:
+def _choose_action(node: NodeFacts, boot_hash: str) -> tuple[str, str]:
     """Return the action of simulated_node.sh that repairs a host, and its reason; both empty if the host is right.
 
     `boot_hash` is the hash of the settings with which the host should have been started.
@@ -500,8 +375,6 @@ def _choose_action(config: LocalConfig, node: NodeFacts, boot_hash: str) -> tupl
         return "join", "connect hosts that were disconnected from the network"
     if not node.running or not node.answers or node.booted != boot_hash:
         return "up", "start hosts: namespaces, address, control group, link rate, sshd"
-    if node.quota != _format_quota(config) or node.rate_bits != parse_bit_rate(config.net):
-        return "limit", "set CPU and link limits"
     return "", ""
 
 
@@ -534,7 +407,7 @@ def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, layout: Layout
     texts = plan_texts(config, facts, layout)
     base = layout.directory
     parts = [texts[f"{base}/hosts"], texts[f"{base}/nodes/{index}/sshd_config"], texts[f"{base}/authorized_keys"]]
-    parts += [str(plan_cpus(config, facts, index))]
+    parts += [str(plan_cpus(config, facts, index)), _format_quota(config), config.net]
     parts += [facts.network, config.shm, config.image, layout.image, facts.files[f"{base}/nodes/{index}/host_key.pub"]]
     parts += [text for path, text in texts.items() if path.startswith(f"{base}/there/")]
     return hash_text("\0".join(parts), 16)
@@ -552,18 +425,6 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, ind
     """Return the step on this machine that runs an action of simulated_node.sh for one host.
 
     Its settings, the environment variables NODE_*, describe the host; the first one is the host's name.
-
-    Parameters
-    ----------
-    index
-        Number of the host, from 1.
-    action
-        "up" (start, after removing what is left), "limit" (set CPU and link limits), "down" (remove), "pause",
-        "resume", "crash", "cut" (disconnect from the network) or "join" (connect again). Not checked.
-    why
-        Reason of the step, for the user.
-
-    Raises KeyError for the action "up" if keys of the cluster are missing in `facts.files`.
     """
     groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
     booted = _hash_boot_settings(config, facts, layout, index) if action == "up" else ""
@@ -592,19 +453,9 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, ind
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: str, node: str) -> Plan:
-    """Plan a fault of a host, or its end: one step. Whether the host runs is not checked.
+    """Plan a fault of a host, a key of `FAULTS`: one step. `node` is its number (from 1), name or address.
 
-    Parameters
-    ----------
-    fault
-        A key of `FAULTS`; KeyError for another text.
-    node
-        Number (from 1), name ("local-1") or address of the host.
-
-    Raises
-    ------
-    CpuftError
-        There is no such host; the message lists the names.
+    Raises CpuftError: there is no such host.
     """
     members = plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
@@ -686,7 +537,11 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         """
         check_config(self.config)
         check_image(self.config.image)
-        check_machine(os.geteuid() == 0)
+        if os.geteuid() != 0:
+            raise CpuftError("network namespaces need root: use sudo, or start ranks by cpuft launch without a cluster")
+        missing = [f"{name} (package {of})" for name, of in _PROGRAMS.items() if not execute.find_program(name)]
+        if missing:
+            raise CpuftError(f"programs are missing on this machine, install them: {', '.join(missing)}")
         super().check()
 
     def gather(self) -> MachineFacts:
@@ -694,7 +549,21 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
 
         Raises CpuftError: `ip` is missing or fails, or no private network is free.
         """
-        return gather_machine(self.name, self.directory, Path(self.hostfile))
+        bridge = f"cpuft-{self.name}"
+        addresses = parse_networks(_run_ip("address"))
+        used = [*addresses.values(), *parse_routes(_run_ip("route", "show", "table", "all"))]
+        network = addresses.get(bridge) or choose_network(used)
+        links = {link["ifname"]: link for link in json.loads(_run_ip("link"))}
+        groups = find_groups()
+        nodes = {
+            index: _gather_node(self.directory / f"nodes/{index}", self.name, network, links, groups)
+            for index in find_nodes(self.directory, bridge, set(links), groups)
+        }
+        lscpu = execute.run_command(("lscpu", "-p=CPU,CORE,SOCKET,NODE"), seconds=10).output
+        threads = [core.threads for core in parse_lscpu(lscpu, tuple(sorted(os.sched_getaffinity(0))))]
+        cpus, cores = tuple(cpu for core in threads for cpu in core), tuple(core[0] for core in threads)
+        files = read_files(self.directory, Path(self.hostfile))
+        return MachineFacts(groups, network, bridge in links, nodes, files, cpus, cores)
 
     def plan(self, facts: MachineFacts) -> Plan:
         """Plan what is missing; an empty plan when nothing is. If keys are missing, the hosts come with the next plan.
@@ -709,17 +578,9 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         return plan_cluster_down(self.config, facts, self.layout)
 
     def plan_fault(self, fault: str, node: str) -> Plan:
-        """Plan a fault of a host, or its end: one step. It is not executed.
+        """Plan a fault of a host, a key of `FAULTS`: one step. `node` is its number (from 1), name or address.
 
-        Parameters
-        ----------
-        fault
-            "kill", "pause", "resume", "cut" (disconnect from the network) or "join" (connect again); KeyError for
-            another text.
-        node
-            Number (from 1), name ("local-1") or address of the host.
-
-        Raises CpuftError: there is no such host, or `ip` is missing or fails.
+        Raises CpuftError: there is no such host.
         """
         return plan_fault(self.config, self.gather(), self.layout, fault, node)
 
@@ -741,51 +602,3 @@ def _describe_node(node: NodeFacts | None) -> str:
         return "down"
     faults = ["paused"] * node.paused + ["cut off"] * node.cut
     return ", ".join(faults or ["up" if node.answers else "sshd does not answer"]) + f", {node.processes} processes"
-
-
-Files = dict[str, str]
-"""Texts by path."""
-
-
-class HostfileOnly(Provider[LocalConfig, Files]):
-    """A hostfile that lists this machine with a slot for each host (`cpuft provision local --without-root`)."""
-
-    kind = "plain"
-    options = LocalConfig
-
-    def __init__(self, config: LocalConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
-        super().__init__(config, environ, entry)
-        self.summary = f"this machine with {config.nodes} slots"
-
-    def check(self) -> None:
-        """Check the options, and what the cluster's name and files are. Changes nothing.
-
-        Raises CpuftError: an option is not possible (such as --nodes above 99), the name belongs to a cluster of
-        another kind, or the cluster's folder or hostfile was not written by cpuft or can be written by other users.
-        """
-        check_config(self.config)
-        super().check()
-
-    def gather(self) -> Files:
-        """Return the texts of the cluster's files, by path; {} if there are none."""
-        return read_files(self.directory, Path(self.hostfile))
-
-    def plan(self, facts: Files) -> Plan:
-        """Plan the record and the hostfile, as far as they differ; an empty plan if both are right."""
-        options = {key: str(value) for key, value in asdict(self.config).items()}
-        hosts = (Host("localhost", self.config.nodes),)
-        texts = {
-            f"{self.directory}/{FILE_NAME}": format_entry(Entry(self.name, self.kind, self.hostfile, options=options)),
-            self.hostfile: f"# Cluster {self.name}, made by cpuft provision.\n{format_hostfile(hosts)}",
-        }
-        steps = plan_files(texts, facts, "write the hostfile, and register the cluster")
-        return Plan(tuple((step,) for step in steps))
-
-    def plan_down(self, facts: Files) -> Plan:
-        """Plan the removal of the files; an empty plan if there are none, or if cpuft did not write them."""
-        directory = str(self.directory)
-        return Plan((plan_removal(facts, directory, self.hostfile),) if is_ours(facts, directory) else ())
-
-    def describe_hosts(self) -> list[str]:
-        """Return []: this machine is the only host."""
-        return []

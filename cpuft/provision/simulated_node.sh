@@ -1,7 +1,7 @@
 #!/bin/sh
 # One simulated host: a process with its own namespaces, connected to the cluster's bridge by a veth pair.
 #
-#   simulated_node.sh up|limit|down|pause|resume|crash|cut|join
+#   simulated_node.sh up|down|pause|resume|crash|cut|join
 #
 # Its parameters come from the environment:
 #   NODE NODE_DIR NODE_HOSTS NODE_KEYS   hostname, directory of its own files, its /etc/hosts, its authorized_keys

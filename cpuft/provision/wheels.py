@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
 
 import cpuft
 from cpuft import execute
@@ -104,17 +103,7 @@ class Supply:
 
 
 def parse_hashes(text: str) -> tuple[HashedPin, ...]:
-    """Parse a requirements file of exact versions with hashes, as `pip --require-hashes` reads it.
-
-    Returns
-    -------
-    tuple of HashedPin
-        One for each requirement, in the order of the file: name==version, its marker ("" without one) and its SHA-256
-        digests (empty without `--hash=sha256:`). A backslash at the end of a line joins it with the next one. Empty
-        lines and lines that begin with `#` are skipped; an empty text gives ().
-
-    The text is not checked: every other line counts as a requirement, and nothing is raised.
-    """
+    """Parse a requirements file of exact versions with hashes, as `pip --require-hashes` reads it, unchecked."""
     lines = re.sub(r"\\\n", " ", text).splitlines()
     found = [line.split("--hash=sha256:") for line in lines if line.strip() and not line.startswith("#")]
     parts = [(requirement.partition(";"), hashes) for requirement, *hashes in found]
@@ -125,24 +114,9 @@ def parse_hashes(text: str) -> tuple[HashedPin, ...]:
 
 
 def parse_pins(text: str, path: str) -> tuple[str, ...]:
-    """Parse the text of the --pins file: one name==version per line, optionally with `--hash=sha256:DIGEST`.
+    """Return the requirements in the --pins file, each with its `--hash=` options.
 
-    Parameters
-    ----------
-    path
-        Name of the file for error messages; it is not read.
-
-    Returns
-    -------
-    tuple of str
-        One requirement per line with its `--hash=` options, in the order of the file, without comments and with single
-        spaces. A backslash at the end of a line joins it with the next one. () if no line has a requirement.
-
-    Raises
-    ------
-    CpuftError
-        A line has no `==` or does not begin with a letter or digit, or some requirements have hashes and others have
-        none.
+    `path` is for messages. Raises CpuftError: a version is not exact, or some requirements have hashes and others none.
     """
     lines = re.sub(r"\\\n", " ", text).split("\n")
     pins = tuple(" ".join(line.split("#")[0].split()) for line in lines if line.split("#")[0].strip())
@@ -174,33 +148,14 @@ def make_stamp(pins: tuple[str, ...], wheels: tuple[Wheel, ...]) -> str:
 
 
 def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str]) -> Supply:
-    """Find out which wheels are on this machine, and return them with the steps that make the missing ones.
+    """Find out which wheels are on this machine, and which steps make the missing ones. Changes nothing.
 
-    Nothing is written, downloaded or built on disk. The wheels are those of one of three cases:
+    The first one is this cpuft's own, in the folder `own`. The others are those in `folder`, which the user gave;
+    without it those that are downloaded for hosts with this version of Python ("3.11"); without both there are no
+    others.
 
-    - `folder` is given: this cpuft's wheel and the wheels in `folder`.
-    - Only `python` is given: this cpuft's wheel and those of `downloads_folder`. If that folder does not exist, only
-      this cpuft's wheel, a last missing step that downloads the others, and `complete` is False.
-    - Both are empty: this cpuft's wheel only.
-
-    Wheels in a folder are sorted by path; files named `cpuft-*` there are ignored. A step that writes this cpuft's
-    wheel is missing unless the file in `own` is the same.
-
-    Parameters
-    ----------
-    own
-        Folder for the wheel of this cpuft.
-    folder
-        Folder of all other wheels, given by the user. Empty for the wheels that cpuft downloads.
-    python
-        Version of Python on the hosts ("3.11").
-
-    Raises
-    ------
-    CpuftError
-        The folder does not exist or holds no wheels; other users may write to `folder`, its wheels or cpuft's cache
-        folder; a wheel in `folder` has a version of `HASHES` but another hash; this cpuft is not installed; or
-        XDG_CACHE_HOME is relative.
+    Raises CpuftError: there are no wheels in `folder`, others could have written them or cpuft's cache folder, or a
+    wheel has a version of `HASHES` but another hash; or this cpuft is not installed.
     """
     name, content = make_own_wheel()
     digest = hashlib.sha256(content).hexdigest()
@@ -237,11 +192,6 @@ def refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[
     """Raise CpuftError if a wheel has a name and version of `hashed`, but is none of the files recorded there.
 
     Wheels of other names or versions, and those in `BUILT_HERE`, are accepted. Names are compared as in PEP 503.
-
-    Parameters
-    ----------
-    folder
-        Folder of the wheels, for the error message.
     """
 
     def normalise(pin: str) -> str:
@@ -261,24 +211,10 @@ def refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[
 
 
 def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder of downloaded wheels for a version of Python: `CACHE/cpuft/wheels/3.11-0123456789ab`.
+    """Return the folder of downloaded wheels for hosts with a version of Python:
+    `CACHE/cpuft/wheels/3.11-0123456789ab`.
 
-    CACHE is XDG_CACHE_HOME or HOME/.cache in `environ`. The folder is not made and need not exist. The 12 hexadecimal
-    digits are a hash of the version of Python, this machine's architecture, the texts of `PINS` and `HASHES`, cpuft's
-    requirements, `EXTRAS`, and, if the kernels have to be compiled and there is a C++ compiler, their sources and the
-    compiler flags.
-
-    Parameters
-    ----------
-    python
-        Version of Python on the hosts, such as "3.11"; it is not checked.
-
-    Raises
-    ------
-    CpuftError
-        XDG_CACHE_HOME, or HOME without it, is a relative path.
-    importlib.metadata.PackageNotFoundError
-        This cpuft is a checkout that is not installed.
+    Its name contains a hash of everything that decides which wheels belong into it. The folder need not exist.
     """
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
@@ -289,24 +225,10 @@ def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
 
 
 def download_wheels(python: str, environ: Mapping[str, str]) -> None:
-    """Download all wheels for hosts with this version of Python into `downloads_folder`.
+    """Download all wheels for hosts with this version of Python into `downloads_folder`, unless it exists.
 
-    If that folder exists, nothing is downloaded, and its contents are not checked. Otherwise a folder beside it is
-    filled and renamed, so the folder is always complete; what a failed download has fetched is removed. Another process
-    that downloads the same wheels is waited for. Packages in `BUILT_HERE` are built from source. Unless this
-    cpuft contains compiled kernels, they are compiled and added; if they cannot be, the reason is printed on standard
-    error and their wheel is left out. cpuft's cache folder is made. Each run of pip may take an hour.
-
-    Parameters
-    ----------
-    python
-        Version of Python on the hosts, such as "3.11".
-
-    Raises
-    ------
-    CpuftError
-        pip failed (the message has its last lines), XDG_CACHE_HOME is relative, or cpuft's cache folder cannot be made
-        or is writable by other users.
+    The folder is always complete: another one is filled beside it and renamed. Another process that downloads the same
+    wheels is waited for. Raises CpuftError: pip failed, or others can write to cpuft's cache folder.
     """
     cache_folder(environ)
     folder = downloads_folder(python, environ)
@@ -401,27 +323,9 @@ def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] = TARGETS) -> Path:
-    """Compile the kernels for several kinds of CPU, and write them as one wheel.
+    """Compile the kernels for several kinds of CPU at once (300 s at most), and write them as one wheel.
 
-    The targets are compiled at the same time, for 300 s at most. A target that the compiler cannot compile is left out.
-    A wheel of the same name is replaced.
-
-    Parameters
-    ----------
-    compiler
-        Path of a C++ compiler on this machine.
-    folder
-        Where the wheel is written; it is made if it does not exist.
-
-    Returns
-    -------
-    Path
-        The wheel: `FOLDER/cpuft_kernels-VERSION-py3-none-linux_x86_64.whl`.
-
-    Raises
-    ------
-    CpuftError
-        This machine is not x86-64, or the compiler could compile the kernels for none of the targets.
+    A target that the compiler cannot compile is left out. Raises CpuftError: none is left, or this is not x86-64.
     """
     if platform.machine() != "x86_64":
         raise CpuftError(f"kernels are compiled in advance for x86-64 only, and this machine is {platform.machine()}")
@@ -438,54 +342,19 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
 
 @cache
 def make_own_wheel() -> tuple[str, bytes]:
-    """Return (file name, contents) of a wheel of this cpuft, so that hosts get the version that provisions them.
+    """Return (file name, contents) of a wheel with the files and requirements of this cpuft, for hosts.
 
-    If this cpuft was installed from the file of a wheel, and the file is still there and has the same package in it,
-    this is the wheel. Otherwise a wheel with the same files and requirements is made. Its name is
-    `cpuft-VERSION-py3-none-any.whl`, or `...-linux_x86_64.whl` if this cpuft contains a compiled library, and its
-    contents do not depend on when or where it is made. Nothing is written; the result is computed once per process.
-
-    Raises
-    ------
-    CpuftError
-        This cpuft is a checkout that is not installed, so its requirements are not known.
+    The contents do not depend on when or where the wheel is made. Raises CpuftError: this cpuft is not installed.
     """
     root = Path(cpuft.__file__).parent
     paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
     requirements = _read_requirements()
-    if installed_from := _read_original_wheel(files):
-        return installed_from
     # Compiled files are called by C names: any Python 3 of this architecture loads them.
     has_library = any(name.endswith(".so") for name in files)
     tag = f"py3-none-{'linux_' + platform.machine() if has_library else 'any'}"
     entry_points = {"entry_points.txt": "[console_scripts]\ncpuft = cpuft.cli:main\n"}
     return _make_wheel("cpuft", tag, files, requirements, entry_points)
-
-
-def _read_original_wheel(files: Mapping[str, bytes]) -> tuple[str, bytes] | None:
-    """Return name and contents of the wheel from which pip has installed this cpuft, if its file has exactly `files`.
-
-    pip records the file's address and SHA-256 (PEP 610), unless the wheel came from a package index. Any other file is
-    not used, because this machine's cpuft and that of the hosts would differ.
-    """
-    try:
-        origin = json.loads(importlib.metadata.distribution("cpuft").read_text("direct_url.json") or "{}")
-        address, archive = urlsplit(origin["url"]), origin["archive_info"]
-        # pip before 23.1 writes only the older key `hash`.
-        digest = archive["hashes"]["sha256"] if "hashes" in archive else archive["hash"].removeprefix("sha256=")
-        path = Path(unquote(address.path))
-        if address.scheme != "file" or not re.fullmatch(r"cpuft-[\w.!+-]+\.whl", path.name):
-            return None
-        content = path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != digest:
-            return None
-        with zipfile.ZipFile(io.BytesIO(content)) as wheel:
-            names = [name for name in wheel.namelist() if name.startswith("cpuft/") and not name.endswith("/")]
-            packed = {name: wheel.read(name) for name in names}
-    except (AttributeError, KeyError, TypeError, ValueError, OSError, zipfile.BadZipFile):
-        return None
-    return (path.name, content) if packed == files else None
 
 
 def write_own_wheel(folder: Path) -> Path:
@@ -521,12 +390,8 @@ def _make_wheel(
 ) -> tuple[str, bytes]:
     """Return the name and contents of a wheel (PEP 427) in the version of this cpuft.
 
-    Parameters
-    ----------
-    metadata
-        Lines for METADATA besides name and version.
-    more_info
-        Texts of further files in its .dist-info folder, by name.
+    `metadata` is lines for METADATA besides name and version, and `more_info` texts of further files beside it, by
+    name.
     """
     info = f"{package}-{cpuft.__version__}.dist-info"
     is_pure = "true" if tag.endswith("-any") else "false"

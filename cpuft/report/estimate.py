@@ -122,8 +122,6 @@ MESSAGE_BYTES = 350
 """Bytes that a message takes on a link besides its own: headers of its last frame, confirmations, and gloo's
 announcements of it. Measured in slow motion with adapters on 16, 32 and 64 hosts at 20 Mbit/s, whose messages have 500
 to 1,600 bytes."""
-_NUMBERS_BYTES = 48
-"""Bytes of the numbers for the record, which each rank sends to all others in an update."""
 LEAST_STEPS = 4
 """Fewest steps after the warm-up that an estimate is made from."""
 WORTH = 0.5
@@ -168,12 +166,9 @@ class Network:
         2(n-1) messages of an n-th of the bytes each are sent one after another (Patarasuk and Yuan, 2009). If hosts
         have several ranks, each host sends the messages of only one of them to another host.
         """
-        return 2 * self.gather_seconds(nbytes / members, members)
-
-    def gather_seconds(self, nbytes: float, members: int) -> float:
-        """Return the seconds in which each of so many ranks sends `nbytes` bytes to all others, one after another."""
         more = 0 if self.measured else MESSAGE_BYTES  # a measured latency contains them
-        return (members - 1) * (self.latency_seconds + (nbytes + more) / self.bytes_per_second)
+        each = self.latency_seconds + (nbytes / members + more) / self.bytes_per_second
+        return 2 * (members - 1) * each
 
 
 @dataclass(frozen=True)
@@ -570,9 +565,6 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
         end = max(end, job.when_ready(number / buckets) * backward) + each
     after = 0.0 if has_late_rows else rows
     after += network.all_reduce_seconds(job.gathered, members) / 2 if job.gathered else 0.0
-    # The numbers for the record, which are sent at the same time. After late rows, they are not waited for either.
-    direct = replace(network, latency_seconds=network.latency_seconds / max(1, members - 1))
-    after += 0.0 if has_late_rows else direct.gather_seconds(_NUMBERS_BYTES, members)
     waited = max(0.0, end - backward) + after
     # While a rank waits, communication takes nothing from computing.
     sending = buckets * each + after + rows * has_late_rows

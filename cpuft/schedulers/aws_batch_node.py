@@ -38,7 +38,7 @@ import paramiko
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.config import is_count
-from cpuft.errors import RESUMABLE, CpuftError
+from cpuft.errors import RESUMABLE, CpuftError, TransientError
 from cpuft.files import hash_text, write_text
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.cluster import JOB
@@ -59,11 +59,11 @@ _NUMBERS = ("AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_MAIN_NODE_INDEX", "AWS_BA
 _ADDRESS = "AWS_BATCH_JOB_MAIN_NODE_PRIVATE_IPV4_ADDRESS"
 _JOB = "AWS_BATCH_JOB_ID"
 _SHORTEST_SECRET = 32
-_REGISTRATION = re.compile(r"([0-9.]{7,15}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,4}) (yes|no)", re.ASCII)
+_REGISTRATION = re.compile(r"([0-9.]{7,15}) ([0-9.]{7,15}) (0|[1-9][0-9]{0,4}) ([1-9][0-9]{0,4}) (yes|no)", re.ASCII)
 _LEAVING = "leaving"
 """What a node sends to the main node when Batch has sent it SIGTERM."""
-_UNUSED_ADDRESS = "192.0.2.1"
-"""An address that no host has (RFC 5737): the route to it is the route to other networks."""
+_EVERYWHERE = "0.0.0.0"
+"""Batch does not tell the main node its own address."""
 _CONNECT_SECONDS, _RETRY_SECONDS, _POLL_SECONDS = 10.0, 0.5, 0.05
 _INTERRUPT_SECONDS, _LEAVE_SECONDS = 30.0, 5.0
 """Time limits for a launch to end after Ctrl-C, and for the other nodes to end after the launch."""
@@ -137,39 +137,18 @@ def _is_address(text: str) -> bool:
         return False
 
 
-def choose_address(interfaces: Mapping[str, str], routed: str) -> str:
-    """Return the IPv4 address on which the main node listens, of the addresses of its interfaces.
-
-    It is `routed` if an interface has that, else the only one. Loopback does not count, nor 169.254.0.0/16, by which
-    containers ask for their role.
-
-    Parameters
-    ----------
-    interfaces: IPv4 address by name of interface.
-    routed: the address by which the node reaches other networks; empty for none.
-
-    Raises CpuftError: there is none, or there are several and none of them is `routed`.
-    """
-    own = [one for one in interfaces.values() if not (IPv4Address(one).is_loopback or IPv4Address(one).is_link_local)]
-    if routed in own or len(own) == 1:
-        return routed if routed in own else own[0]
-    shown = ", ".join(f"{name} {address}" for name, address in sorted(interfaces.items()))
-    raise CpuftError(f"the main node cannot choose its address among {shown}: give the job the network mode awsvpc")
-
-
 class Keys:
     """The job's keys (ed25519): the same on all nodes of a job, different for other jobs and other secrets."""
 
     def __init__(self, node: Node) -> None:
-        self.host_file, self.login_file, mark = (_make_key(node, role) for role in ("server", "client", "mark"))
+        self.host_file, self.login_file = (_make_key(node, role) for role in ("server", "client"))
         """The private keys in OpenSSH's form: the host key of all nodes, and the key to log in with."""
-        self.host, self.login, mark_key = (
-            paramiko.Ed25519Key(file_obj=io.StringIO(text)) for text in (self.host_file, self.login_file, mark)
-        )
+        texts = (self.host_file, self.login_file)
+        self.host, self.login = (paramiko.Ed25519Key(file_obj=io.StringIO(text)) for text in texts)
         """The same keys as objects of paramiko."""
         self.host_line, self.login_line = (f"{key.get_name()} {key.get_base64()}" for key in (self.host, self.login))
         """The public keys, "ssh-ed25519 AAAA..."."""
-        self.mark = f".cpuft-{hash_text(mark_key.get_base64(), 16)}"
+        self.mark = f".cpuft-{hash_text(self.login_line, 16)}"
         """Name of a file of the main node: a node that sees it works in the same folder."""
 
 
@@ -189,15 +168,8 @@ def serve(keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str
     """Inside, an ssh server listens on one address and port. Open sessions go on after it has stopped.
 
     Whoever has the job's key may log in, but gets neither a terminal nor forwarding. Whatever the command is, `script`
-    runs. Entering the block takes up to 10 s, until the server listens.
-
-    Parameters
-    ----------
-    keys: the job's keys.
-    folder: for the server's files; a folder of this user alone.
-    place: (IPv4 address, port) on which it listens.
-    environ: variables of the server and of `script`; those whose names no shell can hold are left out of the latter.
-    script: POSIX shell; the client's command is in $SSH_ORIGINAL_COMMAND.
+    runs, POSIX shell that has the command in $SSH_ORIGINAL_COMMAND. `folder` is for the server's files, and must be
+    this user's alone.
 
     Raises CpuftError: there is no sshd, the port is in use, or sshd does not start (another attempt may succeed).
     """
@@ -221,7 +193,7 @@ def serve(keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str
         end = time.monotonic() + _CONNECT_SECONDS
         while not _listens(place):
             if server.poll() is not None or time.monotonic() > end:
-                raise _transient_error(f"sshd does not start on {place[0]} port {place[1]}: see its message above")
+                raise TransientError(f"sshd does not start on {place[0]} port {place[1]}: see its message above")
             time.sleep(_POLL_SECONDS)
         yield
     finally:
@@ -234,44 +206,31 @@ def _listens(place: tuple[str, int]) -> bool:
     return False
 
 
-def _transient_error(text: str) -> CpuftError:
-    """Return an error that no input is to blame for: another attempt may succeed."""
-    error = CpuftError(text)
-    error.is_transient = True
-    return error
+def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
+    """Return a node's (address, the main node's address as it sees that, index, port, whether it sees the main folder).
 
-
-def parse_registration(text: str) -> tuple[str, int, int, bool]:
-    """Return a node's (address, index, port of its ssh server, whether it sees the main node's folder).
-
-    `text` is "ADDRESS INDEX PORT yes" or the same with "no", as `register` sends it.
+    `text` is "ADDRESS MAIN_ADDRESS INDEX PORT yes" or the same with "no", as `register` sends it.
 
     Raises CpuftError: `text` has another form, or the address or port is not valid.
     """
     found = _REGISTRATION.fullmatch(text)
-    if not found or int(found[3]) > 65_535 or not _is_address(found[1]):
+    if not found or int(found[4]) > 65_535 or not (_is_address(found[1]) and _is_address(found[2])):
         raise CpuftError(f"{text[:80]!r} is not the registration of a node: start the same image on all nodes")
-    return found[1], int(found[2]), int(found[3]), found[4] == "yes"
+    return found[1], found[2], int(found[3]), int(found[4]), found[5] == "yes"
 
 
 def register(path: str, environ: Mapping[str, str]) -> int:
     """Register a node with the main node; runs there, for the session of that node, and ends with the session.
 
-    It sends the node's address (of SSH_CONNECTION) and what the node asked for (SSH_ORIGINAL_COMMAND) to the main
+    It sends both nodes' addresses (SSH_CONNECTION) and what the node asked for (SSH_ORIGINAL_COMMAND) to the main
     node's socket, then passes on standard input. It waits for the exit code that comes from the socket and returns it;
     255 when either end has gone.
-
-    Parameters
-    ----------
-    path: the main node's Unix socket.
-    environ: variables that sshd has set for the session.
-
-    Raises OSError: nobody listens on the socket.
     """
     with socket.socket(socket.AF_UNIX) as main:
         main.connect(path)
         asked = " ".join(environ.get("SSH_ORIGINAL_COMMAND", "").split())
-        main.sendall(f"{environ.get('SSH_CONNECTION', '').partition(' ')[0]} {asked}\n".encode(errors="replace"))
+        node, _, here, *_ = environ["SSH_CONNECTION"].split()
+        main.sendall(f"{node} {here} {asked}\n".encode(errors="replace"))
         answer = b""
         while True:
             ready, _, _ = select.select([sys.stdin, main], [], [])
@@ -329,17 +288,9 @@ class OtherNode:
 
 
 class Registry:
-    """The other nodes that have registered with the main node through the socket at `path`.
+    """The other nodes that have registered with the main node through the Unix socket at `path`, which is made at once.
 
-    The socket is made at once.
-
-    Parameters
-    ----------
-    node: the main node.
-    path: path of the Unix socket, which must not exist.
-    say: shows a line about a refused node.
-
-    Raises OSError: the socket cannot be made.
+    `say` shows a line about a refused node.
     """
 
     def __init__(self, node: Node, path: str, say: Say) -> None:
@@ -351,6 +302,8 @@ class Registry:
         self._connections: list[OtherNode] = []
         self.nodes: dict[int, OtherNode] = {}
         """By index."""
+        self.address = ""
+        """Address of the main node, by which the others reach it."""
 
     def update(self) -> None:
         """Take in what has arrived: new connections, registrations, and nodes that leave or have gone. Never waits.
@@ -375,7 +328,7 @@ class Registry:
 
     def _add(self, other: OtherNode, line: str) -> None:
         try:
-            address, index, port, shares_folder = parse_registration(line)
+            address, here, index, port, shares_folder = parse_registration(line)
             if index in self.nodes or index == self._node.main or index >= self._node.count:
                 raise CpuftError(f"node {index} has registered already, or is not one of {self._node.count} nodes")
         except CpuftError as error:
@@ -383,7 +336,7 @@ class Registry:
             other.dismiss(2)
             return
         other.index, other.address, other.port, other.shares_folder = index, address, port, shares_folder
-        self.nodes[index] = other
+        self.nodes[index], self.address = other, here
 
     def find_gone(self) -> list[int]:
         """Return the indexes of the nodes whose sessions have ended, sorted, as of the last `update`."""
@@ -406,9 +359,9 @@ class Registry:
             if not missing:
                 return
             if gone := self.find_gone():
-                raise _transient_error(f"{_name_nodes(gone)} ended before all nodes had registered: see the log there")
+                raise TransientError(f"{_name_nodes(gone)} ended before all nodes had registered: see the log there")
             if time.monotonic() > end:
-                raise _transient_error(
+                raise TransientError(
                     f"{_name_nodes(missing)} did not register within {self._node.seconds} s: see the log there, "
                     f"or set {SECONDS} in the job's definition to more"
                 )
@@ -435,18 +388,7 @@ def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappin
     While it runs, the working folder has a marker file (`Keys.mark`), by which other nodes see that they share it. The
     cluster's files are in a temporary folder, which the command gets as CPUFT_JOB. If this raises, the other nodes end
     with 75.
-
-    Parameters
-    ----------
-    port: port on which the nodes register.
-    command: argv.
-    environ: variables of the command, without the job's secret.
-    say: shows a line about nodes that were refused, have gone or are leaving.
-
-    Raises CpuftError: not all nodes have registered in time, the command does not exist, this node's address is not
-    clear, or sshd is missing or does not start.
     """
-    address = node.address or choose_address(facts.read_interfaces(), facts.read_route(_UNUSED_ADDRESS))
     keys, code = Keys(node), RESUMABLE
     mark = Path(keys.mark).absolute()
     with ExitStack() as stack:
@@ -456,25 +398,15 @@ def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappin
         mark.touch()
         stack.callback(mark.unlink, missing_ok=True)
         stack.callback(lambda: registry.dismiss(code))
-        with serve(keys, Path(folder), (address, port), environ, f"exec {registering}\n"):
+        with serve(keys, Path(folder), (_EVERYWHERE, port), environ, f"exec {registering}\n"):
             registry.wait()
-        write_cluster(keys, address, registry.nodes, f"{folder}/job")
+        write_cluster(keys, registry.address, registry.nodes, f"{folder}/job")
         code = run_command(command, {**environ, JOB: f"{folder}/job"}, say, registry)
     return code
 
 
 def write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], folder: str) -> None:
-    """Write the nodes as a cluster, with this node as its head host.
-
-    The files in `folder`, which is made, are the registry entry cluster.json, hostfile, ssh_config, known_hosts and the
-    private key id_ed25519.
-
-    Parameters
-    ----------
-    address: IPv4 address of this node.
-    nodes: the other nodes by index.
-    folder: absolute path; its last part is the cluster's name.
-    """
+    """Write the nodes as a cluster in `folder`, with this node as its head host."""
     members = [ssh_config.Member(address, address, "", key=keys.host_line)]
     for _, one in sorted(nodes.items()):
         members.append(ssh_config.Member(one.address, one.address, "", one.port, keys.host_line))
@@ -491,15 +423,6 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
     It is 75 instead where the command failed after another node had gone. SIGTERM, SIGINT and SIGUSR1 are passed on to
     the command, each once; their handlers stay. When another node has gone, the command gets SIGINT, and is killed if
     it has not ended 30 s later. When another node is leaving, the command gets SIGTERM.
-
-    Parameters
-    ----------
-    command: argv.
-    environ: all variables of the command.
-    say: shows a line about nodes that have gone or are leaving.
-    registry: the other nodes; None in a job of one node.
-
-    Raises CpuftError: the command cannot be started.
     """
     try:
         process = execute.start_process(command, environ)
@@ -538,15 +461,8 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
 def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
     """Serve the main node's commands until it ends this node; return the exit code that it gives.
 
-    SIGTERM does not end the node: the main node is told once that this node is leaving.
-
-    Parameters
-    ----------
-    environ: variables of the main node's commands here, without the job's secret.
-    port: port of the main node.
-
-    Raises CpuftError: this node cannot reach the main node in time, loses it (another attempt may succeed), has another
-    secret than the main node, or has no sshd that starts.
+    SIGTERM does not end the node: the main node is told once that this node is leaving. Raises CpuftError: this node
+    cannot reach the main node in time, loses it, has another secret than the main node, or has no sshd that starts.
     """
     keys = Keys(node)
     signals: list[int] = []
@@ -569,17 +485,14 @@ def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
                 time.sleep(_POLL_SECONDS)
             code = channel.exit_status
     if code in (-1, 255):
-        raise _transient_error(f"node {node.index} has lost the main node {node.address}: see the log there")
+        raise TransientError(f"node {node.index} has lost the main node {node.address}: see the log there")
     return code
 
 
 def dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, paramiko.Transport]:
     """Log in to the main node, which may start later than this one; return (connection, session).
 
-    `connection` is the socket and `session` paramiko's transport on it, logged in. It tries again every 0.5 s until
-    `node.seconds` have passed.
-
-    Raises CpuftError: the main node cannot be reached in time (another attempt may succeed), or has another secret.
+    Raises CpuftError: the main node cannot be reached within `node.seconds`, or has another secret.
     """
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # its threads log tracebacks of errors handled here
     end = time.monotonic() + node.seconds
@@ -599,7 +512,7 @@ def dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, pa
             raise differs from None
         except (OSError, EOFError, paramiko.SSHException) as error:
             if time.monotonic() > end:
-                raise _transient_error(
+                raise TransientError(
                     f"node {node.index} did not reach the main node {node.address} port {port} within {node.seconds} s "
                     f"({error}): see the log there, and let the job's security group reach itself"
                 ) from None
@@ -611,13 +524,7 @@ def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) 
 
     An error is reported on standard error; the exit code is then 75 if another attempt may succeed, else 2. It changes
     the working folder and the handler of SIGTERM, which exits with 143 until the command runs or the node has
-    registered.
-
-    Parameters
-    ----------
-    argv: the folder to work in, which is made, and the command that the main node runs.
-    environ: all variables of this process.
-    port: port of the main node.
+    registered. `argv` has the folder to work in, and the command that the main node runs.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -22,9 +22,12 @@ import torch
 from cpuft.comm.tensors import gather_single
 from cpuft.train.data.order import Indices, select_for_rank
 from cpuft.train.objective.base import Batch
-from cpuft.train.objective.embeddings import EmbeddingObjective
+from cpuft.train.passes import Clock
 from cpuft.train.precision import autocast
-from cpuft.train.setup import TrainingSetup
+
+if TYPE_CHECKING:
+    from cpuft.train.objective.embeddings import EmbeddingObjective
+    from cpuft.train.setup import TrainingSetup
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,9 @@ class JointBatch:
         return slice(start, start + self.counts[self.place])
 
 
-def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> list[JointBatch]:
+def make_joint_batches(
+    objective: EmbeddingObjective, setup: TrainingSetup, examples: Indices, epoch: int
+) -> list[JointBatch]:
     """Return the batches of an update: as many on every rank, each with as many examples of each rank, or one fewer.
 
     A rank's examples of a batch are in several parts if they are more than --micro-batch (gradient caching). In a run
@@ -59,7 +64,7 @@ def make_joint_batches(setup: TrainingSetup, examples: Indices, epoch: int) -> l
     ----------
     examples: all examples of the update, at least one; this rank has every n-th.
     """
-    objective, config, world, tokens = _get_objective(setup), setup.config, setup.world, setup.prepared.train
+    config, world, tokens = setup.config, setup.world, setup.prepared.train
     batches = []
     for group in _split_into_batches(setup, examples):
         most = config.micro_batch or config.batch_size
@@ -87,7 +92,7 @@ def _split_into_batches(setup: TrainingSetup, examples: Indices) -> Iterator[Ind
         yield batch[np.argsort(offsets[batch] - offsets[batch + 1], kind="stable")]
 
 
-def deal_to_ranks(setup: TrainingSetup, examples: Indices) -> list[Indices]:
+def deal_examples(setup: TrainingSetup, examples: Indices) -> list[Indices]:
     """Return for each rank the examples of an update whose texts it embeds; never empty.
 
     Parameters
@@ -114,11 +119,7 @@ def compares_ranks(setup: TrainingSetup) -> bool:
 
 
 def run_joint_batch(
-    setup: TrainingSetup,
-    batch: JointBatch,
-    factor: float,
-    enter_pass: Callable[[bool], AbstractContextManager[object]],
-    lap: Callable[[str], None],
+    objective: EmbeddingObjective, setup: TrainingSetup, batch: JointBatch, factor: float, is_last: bool, clock: Clock
 ) -> float:
     """Run the forward and backward passes of a batch; return the sum of the losses of this rank's examples. Collective.
 
@@ -127,16 +128,15 @@ def run_joint_batch(
 
     Parameters
     ----------
-    enter_pass: returns the context of a forward and a backward pass of the model; its argument is whether the pass is
-        the last one of this batch.
-    lap: called with `forward`, `communication` and `backward` when such a phase has ended.
+    is_last: whether the batch is the last one of the update, in whose last pass gradients are sent.
+    clock: gets the laps of the phases forward, communication and backward.
     """
-    objective, model, states = _get_objective(setup), setup.exchange.forward_model, list[torch.Tensor]()
+    model, states, lap = setup.exchange.forward_model, list[torch.Tensor](), clock.lap
     # A rank with one part does the same as the others: if it ran the wrapped model first, it would wait there for ranks
     # that wait for its examples, as DistributedDataParallel's forward pass may communicate.
     if batch.is_cached:
         with torch.no_grad():
-            found = [_represent(setup, setup.model, part, states) for part in batch.parts]
+            found = [_represent(objective, setup, setup.model, part, states) for part in batch.parts]
         own = torch.cat(found).requires_grad_()
         lap("forward")
         loss = _backward_to_examples(objective, batch, own, factor, lap)
@@ -144,29 +144,30 @@ def run_joint_batch(
         gradients = torch.split(own.grad, [len(one) for one in found])
         # The micro-batches are run again with the same dropout masks.
         for number, (part, state, gradient) in enumerate(zip(batch.parts, states, gradients), start=1):
-            with enter_pass(number == len(batch.parts)):
+            with setup.exchange.micro_batch(last=is_last and number == len(batch.parts)):
                 torch.set_rng_state(state)
-                represented = _represent(setup, model, part, [])
+                represented = _represent(objective, setup, model, part, [])
                 lap("forward")
                 torch.autograd.backward(represented, gradient)
                 lap("backward")
         return loss
-    with enter_pass(True):
-        own = _represent(setup, model, batch.parts[0], states)
+    with setup.exchange.micro_batch(last=is_last):
+        own = _represent(objective, setup, model, batch.parts[0], states)
         lap("forward")
         return _backward_to_examples(objective, batch, own, factor, lap)
 
 
-def _get_objective(setup: TrainingSetup) -> EmbeddingObjective:
-    assert isinstance(setup.objective, EmbeddingObjective)
-    return setup.objective
-
-
-def _represent(setup: TrainingSetup, model: torch.nn.Module, part: Batch, states: list[torch.Tensor]) -> torch.Tensor:
+def _represent(
+    objective: EmbeddingObjective,
+    setup: TrainingSetup,
+    model: torch.nn.Module,
+    part: Batch,
+    states: list[torch.Tensor],
+) -> torch.Tensor:
     """Run a forward pass; append the state of the random generator before it to `states`."""
     states.append(torch.get_rng_state())
     with autocast(setup.precision):
-        return _get_objective(setup).represent(model, part)
+        return objective.represent(model, part)
 
 
 def _backward_to_examples(

@@ -5,10 +5,7 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 
@@ -18,18 +15,15 @@ import torch.distributed as dist
 
 from cpuft.comm import take_traffic
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
-from cpuft.errors import CpuftError
 from cpuft.record import EvaluationLine, StepLine
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
+from cpuft.train.control import ControlMessages
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
 from cpuft.train.evaluate import evaluate, find_best, should_stop_early
-from cpuft.train.joint import JointBatch, deal_to_ranks, make_joint_batches, run_joint_batch
 from cpuft.train.layer_times import LayerTimes
-from cpuft.train.objective.base import Batch
-from cpuft.train.objective.embeddings import EmbeddingObjective
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
-from cpuft.train.precision import autocast
+from cpuft.train.passes import Clock
 from cpuft.train.process_group import compare_parameters, gather, gather_numbers, prove_equal_parameters
 from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, merge_steps
 from cpuft.train.setup import TrainingSetup
@@ -209,8 +203,9 @@ def train(
 ) -> Iterator[StepLine]:
     """Run the updates that follow the first `done` ones; yield the record's line of each. Collective.
 
-    Before the first update, one forward and one backward pass warm up. If the exchange has late messages, the line of
-    an update comes after the next update.
+    Before the first update, one forward and one backward pass warm up. With several ranks, lines come some updates
+    later, about once per second (`ControlMessages`), but those until an evaluation, a comparison, a checkpoint or the
+    end come before it. The caller evaluates and compares when it gets the line of such an update.
 
     Parameters
     ----------
@@ -229,19 +224,9 @@ def train(
     exchange.forward_model.train()
     _warm_up(setup, done)
     take_traffic()  # the bytes sent until now belong to no step
-    # If messages are sent in the background, a rank does not wait for the sums over ranks until its next update: they
-    # would queue behind these messages. So requests are carried out one update later, and with --sync-every two: what
-    # is due is decided before the update then.
-    late_sums = exchange.has_late_messages
-    averages = plan_averages(config, setup.updates)
-    requests, unfinished = Requests(), list[_Step]()
+    average_updates, control = plan_averages(config, setup.updates), ControlMessages(setup, checkpoints, done)
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
         is_last = update == setup.updates
-        # Requests that are carried out after this update. With --sync-every a checkpoint waits for the next average,
-        # but for at most N updates; a stop makes the ranks' parameters equal after this update.
-        is_soon = update in averages or update % config.sync_every == 0
-        due = requests if requests.stop or is_soon else Requests()
-
         if layer_times:
             layer_times.begin_update()
 
@@ -250,18 +235,18 @@ def train(
         seed_update(config.seed, update, world.rank)
         share = select_for_rank(examples, world.rank, world.size)
         weight = 1.0 if world.rank < len(examples) else 0.0
-        own_terms = objective.count_terms(tokens, share, epoch)
-        find_terms = count_terms_of_ranks(setup, examples, epoch, weight * own_terms)
-        passes = plan_passes(setup, examples, epoch)
+        own_terms = weight * objective.count_terms(tokens, share, epoch)
+        find_terms = count_terms_of_ranks(setup, examples, epoch, own_terms)
+        passes = objective.plan_passes(setup, examples, epoch)
         clock.lap("data")
-        # With class weights the sum of the weights can be below 1; without any term it is 0.
+        # With class weights the sum of the weights can be below 1, so this is no maximum with 1; without terms it is 0.
         terms = find_terms() or 1.0
         clock.lap("communication")
 
         # Forward and backward passes. Gradients already travel in the last backward pass.
-        loss_sum = 0.0
+        loss = 0.0
         for number, run_pass in enumerate(passes.functions, start=1):
-            loss_sum += weight * run_pass(weight * world.size / terms, number == len(passes.functions), clock)
+            loss += weight * run_pass(weight * world.size / terms, number == len(passes.functions), clock)
 
         # Exchange of what is left of the gradients.
         waited = exchange.average_gradients(partial(list_tokens_of_ranks, setup, examples))
@@ -273,87 +258,29 @@ def train(
         setup.optimizer.step()
         exchange.clear_gradients()
         clock.lap("update")
-        exchange.synchronize_parameters(update in averages, wait=due.any or is_last)
-
-        # Sums over ranks for the record, with the requests of all ranks.
-        own = UpdateSums(
-            requests=checkpoints.find_requests(),
-            loss=loss_sum,
-            terms=weight * own_terms,
-            examples=weight * len(share),
-            tokens=weight * passes.tokens,
-            compute_seconds=[clock.compute_seconds - waited],
+        # With --sync-every N, a checkpoint (not a stop) waits for the next average, but for at most N updates.
+        may_save = update in average_updates or update % config.sync_every == 0
+        due = Requests() if is_last else control.find_due(may_save)  # after the last update the run saves anyway
+        exchange.synchronize_parameters(is_due=update in average_updates, wait=due.any or is_last)
+        is_pause = (
+            due.any or is_last or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
         )
-        sums = own.without_seconds if setup.independent else own.add_up()
-        if late_sums:
-            for step in unfinished:
-                requests = step.sums().requests
-        else:
-            requests = sums().requests
-        if config.sync_every == 1:
-            due = requests
-        if is_last:
-            due = Requests()
-        waits = due.any or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
-        if waits or is_last:
+        if is_pause:
             exchange.finish_messages()
-            sums()
         clock.lap("communication")
-        sent, seconds = take_traffic().nbytes, time.perf_counter() - clock.start
-        if layer_times:
-            layer_times.end_update(clock.seconds, clock.last_laps, waited)
-        unfinished.append(_Step(update, rate, clock, waited, sent, seconds, sums))
 
         # Record.
-        finished = unfinished[:-1] if late_sums and not waits else unfinished
-        for step in finished:
-            requests = step.sums().requests
-            yield step.make_line()
-        unfinished = unfinished[len(finished) :]
+        if layer_times:
+            layer_times.end_update(clock.seconds, clock.last_laps, waited)
+        own = clock.make_line(update, rate, loss, int(weight) * len(share), int(weight) * passes.tokens, waited)
+        control.add(own, own_terms, is_pause)
+        yield from control.take_lines()
 
         # Checkpoint and stop, on all ranks after the same update.
         if due.stop:
             checkpoints.write_and_stop(update, setup.updates)
         elif due.checkpoint:
             checkpoints.write(update)
-        if due.any:
-            requests = Requests()
-    for step in unfinished:
-        yield step.make_line()
-
-
-@dataclass(frozen=True)
-class Passes:
-    """The forward and backward passes of one rank for one update."""
-
-    functions: list[Callable[[float, bool, Clock], float]]
-    """Functions that each run a forward and a backward pass, and return the sum of the examples' losses. They multiply
-    the gradient by the first argument, and add it to the gradients that are there: the exchange averages gradients over
-    ranks, so that ranks / terms makes it the gradient of the mean over all terms of the update. The second argument is
-    whether the pass is the last one of the update, in which gradients are sent; the clock gets the laps of the pass.
-    There are as many functions on every rank."""
-    tokens: int
-    """Number of tokens of this rank's examples, without padding."""
-
-
-def plan_passes(setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
-    """Make the batches of this rank's examples of an update, at most `--batch-size` in each.
-
-    A rank that has no example takes part with the first one; the caller gives it weight 0.
-
-    Parameters
-    ----------
-    examples: numbers of the update's examples on all ranks, at least one.
-    epoch: of the training, from which masked language modelling draws its masks.
-    """
-    if isinstance(setup.objective, EmbeddingObjective):
-        joint = make_joint_batches(setup, examples, epoch)
-        tokens = sum(part.tokens for batch in joint if batch.counts[batch.place] for part in batch.parts)
-        return Passes([partial(_run_joint_pass, setup, batch) for batch in joint], tokens)
-    share = select_for_rank(examples, setup.world.rank, setup.world.size)
-    parts = [share[start : start + setup.config.batch_size] for start in range(0, len(share), setup.config.batch_size)]
-    batches = [setup.objective.make_batch(setup.prepared.train, part, epoch) for part in parts]
-    return Passes([partial(_run_pass, setup, batch) for batch in batches], sum(batch.tokens for batch in batches))
 
 
 def count_terms_of_ranks(setup: TrainingSetup, examples: Indices, epoch: int, own: float) -> Callable[[], float]:
@@ -369,31 +296,9 @@ def count_terms_of_ranks(setup: TrainingSetup, examples: Indices, epoch: int, ow
 
 
 def list_tokens_of_ranks(setup: TrainingSetup, examples: Indices) -> list[torch.Tensor]:
-    """Return all token ids that each rank may look up in an update, in the order of ranks: int64, with repetitions.
-
-    Parameters
-    ----------
-    examples: numbers of the update's examples on all ranks, at least one.
-    """
-    if isinstance(setup.objective, EmbeddingObjective):
-        shares = deal_to_ranks(setup, examples)
-    else:
-        shares = [select_for_rank(examples, rank, setup.world.size) for rank in range(setup.world.size)]
-    return [setup.objective.list_token_ids(setup.prepared.train, share) for share in shares]
-
-
-def _run_pass(setup: TrainingSetup, batch: Batch, factor: float, is_last: bool, clock: Clock) -> float:
-    with setup.exchange.micro_batch(last=is_last):
-        with autocast(setup.precision):
-            losses = setup.objective.losses(setup.exchange.forward_model, batch)
-        clock.lap("forward")
-        torch.autograd.backward(losses.sum() * factor)
-        clock.lap("backward")
-    return float(losses.detach().sum())
-
-
-def _run_joint_pass(setup: TrainingSetup, batch: JointBatch, factor: float, is_last: bool, clock: Clock) -> float:
-    return run_joint_batch(setup, batch, factor, lambda ends: setup.exchange.micro_batch(is_last and ends), clock.lap)
+    """Return all token ids that each rank may look up in an update, in the order of ranks: int64, with repetitions."""
+    objective, tokens = setup.objective, setup.prepared.train
+    return [objective.list_token_ids(tokens, share) for share in objective.deal_to_ranks(setup, examples)]
 
 
 def seed_update(seed: int, update: int, rank: int) -> None:
@@ -433,7 +338,7 @@ def _warm_up(setup: TrainingSetup, done: int) -> None:
     for _, examples in islice(_plan_all_updates(setup), done, done + 1):
         # DeepSpeed counts every backward pass as a part of an update.
         if setup.config.engine != "deepspeed":
-            plan_passes(setup, examples, 0).functions[0](0.0, False, Clock())
+            setup.objective.plan_passes(setup, examples, 0).functions[0](0.0, False, Clock())
             setup.exchange.clear_gradients()
         if world.size > 1:
             dist.barrier()  # without it, the first step of fast ranks would include waiting for the slowest one
@@ -454,112 +359,6 @@ def settle_bucket_layout(setup: TrainingSetup) -> None:
         return
     examples = np.arange(min(world.size, len(setup.prepared.train)))
     setup.exchange.forward_model.train()
-    plan_passes(setup, examples, 0).functions[0](0.0, True, Clock())
+    setup.objective.plan_passes(setup, examples, 0).functions[0](0.0, True, Clock())
     setup.exchange.average_gradients(partial(list_tokens_of_ranks, setup, examples))
     setup.exchange.clear_gradients()
-
-
-class Clock:
-    """Measures the seconds of one step by phase: data, forward, backward, update and communication.
-
-    It starts when it is made. `seconds` has the sum of each phase so far, `start` the time.perf_counter value of the
-    start, and `last_laps` those of the start and the end of each phase's last lap.
-    """
-
-    def __init__(self) -> None:
-        self.seconds = dict.fromkeys(("data", "forward", "backward", "update", "communication"), 0.0)
-        self.last_laps: dict[str, tuple[float, float]] = {}
-        self.start = self.last = time.perf_counter()
-
-    def lap(self, phase: str) -> None:
-        """Add the time since the last lap, or the start, to `phase`. Raises KeyError: there is no such phase."""
-        now = time.perf_counter()
-        self.seconds[phase] += now - self.last
-        self.last_laps[phase] = (self.last, now)
-        self.last = now
-
-    @property
-    def compute_seconds(self) -> float:
-        """Seconds of all phases but communication."""
-        return sum(self.seconds.values()) - self.seconds["communication"]
-
-
-@dataclass(frozen=True)
-class UpdateSums:
-    """What an update adds up over all ranks: at first one rank's numbers, then all ranks'."""
-
-    requests: Requests
-    """What ranks request of all ranks after the update."""
-    loss: float
-    """Sum of the losses of all terms."""
-    terms: float
-    """Number of terms whose losses are added: examples, tagged words or masked tokens."""
-    examples: float
-    """Number of examples."""
-    tokens: float
-    """Number of tokens without padding."""
-    compute_seconds: list[float]
-    """Seconds of each rank without communication, in rank order; before the sum, of this rank only."""
-
-    def without_seconds(self) -> UpdateSums:
-        """Return the sums of a rank that trains independently: its own numbers, and no `compute_seconds` ([])."""
-        return UpdateSums(self.requests, self.loss, self.terms, self.examples, self.tokens, [])
-
-    def add_up(self) -> Callable[[], UpdateSums]:
-        """Start to send these numbers to all ranks; return a function that waits for the sums. Collective.
-
-        The messages are sent in the background. `compute_seconds` of the sums has one entry for each rank.
-
-        Raises ValueError: `compute_seconds` of this object has not exactly one entry, for example because it holds sums
-        already.
-        """
-        (own,) = self.compute_seconds
-        numbers = [self.requests.encode(), self.loss, self.terms, self.examples, self.tokens, own]
-        find_numbers = gather_numbers(numbers)
-
-        def wait() -> UpdateSums:
-            table = find_numbers()
-            requests, loss, terms, examples, tokens, _ = table.sum(0).tolist()
-            return UpdateSums(Requests.decode(requests), loss, terms, examples, tokens, table[:, -1].tolist())
-
-        return wait
-
-
-@dataclass(frozen=True)
-class _Step:
-    """An update that is done, while its sums over ranks may still be on their way."""
-
-    update: int
-    learning_rate: float
-    clock: Clock
-    waited: float
-    """Seconds of the backward pass in which this rank waited for messages."""
-    sent: int
-    seconds: float
-    sums: Callable[[], UpdateSums]
-    """Waits for the sums and returns them."""
-
-    def make_line(self) -> StepLine:
-        """Return the step's line for the record. Raises CpuftError if the loss is not finite."""
-        sums, seconds = self.sums(), self.clock.seconds
-        loss = sums.loss / (sums.terms or 1.0)
-        if not math.isfinite(loss):
-            raise CpuftError(
-                f"the loss is {loss} at update {self.update}, because the training diverged at learning rate "
-                f"{self.learning_rate:g}: lower --learning-rate, or look for huge numbers among the data's scores"
-            )
-        return StepLine(
-            step=self.update,
-            loss=loss,
-            learning_rate=self.learning_rate,
-            samples=int(sums.examples),
-            tokens=int(sums.tokens),
-            data_seconds=seconds["data"],
-            forward_seconds=seconds["forward"],
-            backward_seconds=max(0.0, seconds["backward"] - self.waited),
-            communication_seconds=seconds["communication"] + self.waited,
-            update_seconds=seconds["update"],
-            step_seconds=self.seconds,
-            bytes_sent=self.sent,
-            compute_seconds=sums.compute_seconds,
-        )

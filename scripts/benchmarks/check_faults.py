@@ -1,8 +1,9 @@
 """Run by scripts/check-faults: disturb trainings on simulated hosts at random moments, and check how they end.
 
-Each run is disturbed once and must end by itself with the metric of an undisturbed run. Without restarts the run is
-continued with `cpuft launch --resume` after the host was repaired. Needs root; everything happens in its own
-namespaces.
+Each run is disturbed once and must end by itself with the metric of an undisturbed run. Without restarts, and if the
+fault hit the launcher or the disk, the run is continued with `cpuft launch --resume` after the repair. With --detach,
+each run is started with `cpuft launch --detach` and followed with `cpuft attach`. Needs root; everything happens in its
+own namespaces.
 """
 
 from __future__ import annotations
@@ -33,8 +34,16 @@ TWO = ("kill two",)
 """Two hosts, not the head host, at the same moment. One of them may be the second host with checkpoints."""
 RANKS = ("SIGKILL rank", "SIGSTOP rank")
 PROCESSES = ("SIGKILL ssh", "SIGKILL supervisor", "SIGKILL mpirun", "SIGKILL proxy")
-KINDS = (*HOSTS, *TWO, *RANKS, *PROCESSES)
-STAGES = ("prepare", "start", "train", "checkpoint", "evaluate", "save", "fetch", "restart")
+LAUNCHER = ("SIGKILL launcher", "cut launcher")
+"""The launcher, or `cpuft attach`, is killed, or loses the network to all hosts for a minute."""
+HEAD = ("cut head from launcher",)
+"""The launcher does not reach the head host any more, which trains on. Its other hosts reach it."""
+DISK = ("fill disk",)
+"""The disk of all hosts and of the launcher, which they share here, is full."""
+NOT_DETACHED = ("SIGKILL ssh", *HEAD)
+"""Kinds that a detached run does not have: its launcher is on the head host."""
+KINDS = (*HOSTS, *TWO, *RANKS, *PROCESSES, *LAUNCHER, *HEAD, *DISK)
+STAGES = ("send", "prepare", "start", "train", "checkpoint", "evaluate", "save", "fetch", "restart")
 """Stages of a run in their order. `restart`: while the run is restarted after another fault."""
 WITH_RANKS = ("train", "checkpoint", "evaluate")
 """Stages in which all ranks and mpirun are certainly running."""
@@ -58,7 +67,7 @@ class Fault:
 
     def describe(self) -> str:
         """Return the fault and its stage for the table."""
-        number = "" if self.kind in PROCESSES or "master" in self.kind else f" {self.number}"
+        number = f" {self.number}" if self.kind in (*HOSTS, *TWO, *RANKS) and "master" not in self.kind else ""
         return f"{self.kind}{number}, {self.stage}"
 
 
@@ -88,7 +97,7 @@ def draw_faults(
     drawn: list[Fault] = []
     while len(drawn) < count:
         for stage in stages:
-            possible = [kind for kind in kinds if stage in WITH_RANKS or kind in (*HOSTS, *TWO)]
+            possible = [kind for kind in kinds if stage in WITH_RANKS or kind not in (*RANKS, *PROCESSES)]
             if not possible:
                 continue
             left[stage] = left[stage] or chance.sample(possible, len(possible))
@@ -101,12 +110,12 @@ def draw_faults(
 def _draw_number(kind: str, nodes: int, chance: random.Random) -> int:
     if kind in TWO:
         return chance.randrange(2, nodes)
-    return 0 if "master" in kind else chance.randrange(1 if "worker" in kind else 0, nodes)
+    return 0 if "master" in kind or kind in HEAD else chance.randrange(1 if "worker" in kind else 0, nodes)
 
 
 def was_named(target: Target, lines: Sequence[str]) -> bool:
     """Return whether the lines of a launch name the target, and no other host as lost."""
-    marks = ("does not answer", "did not answer", "failed", "lost", "blocks the others")
+    marks = ("does not answer", "did not answer", "failed", "lost", "blocks the others", "killed", "No space", "full")
     text = "\n".join(line for line in lines if any(mark in line for mark in marks))
     blamed = [host for host in target.others if f"host {host} does not answer" in text]
     if not target.host:
@@ -151,12 +160,17 @@ def list_ours() -> list[int]:
     return [pid for pid in list_pids() if any(mark in word for word in _words(pid) for mark in _MARKS)]
 
 
+def _is_detached_launch(words: Sequence[str]) -> bool:
+    """Whether this is the command that a detached run executes on the head host."""
+    return "launch" in words and any(word.startswith("--run-dir=/var/tmp/") for word in words)
+
+
 def find_targets(fault: Fault, launch: int) -> list[int]:
     """Return the processes of which the fault hits one."""
     pids = {pid: words for pid in list_pids() if (words := _words(pid)) and words[0]}
     found = {
         "ssh": lambda pid, words: _parent(pid) == launch and os.path.basename(words[0]) == "ssh",
-        "supervisor": lambda pid, words: "cpuft.launch.remote" in words and "python" in words[0],
+        "supervisor": lambda pid, words: "cpuft.launch.remote" in words or _is_detached_launch(words),
         "mpirun": lambda pid, words: os.path.basename(words[0]) in ("mpiexec.hydra", "mpirun", "mpiexec"),
         "proxy": lambda pid, words: "proxy" in os.path.basename(words[0]),
         "rank": lambda pid, words: "cpuft.train" in words and _variables(pid).get("RANK") == str(fault.number),
@@ -169,6 +183,15 @@ def make_fault(fault: Fault, cluster: Simulated, launch: int) -> Target:
     """Cause the fault and return its target. Waits for a process that has not started yet."""
     names = [host.name for host in cluster.hosts]
     others = tuple(name for number, name in enumerate(names) if number not in fault.numbers)
+    if fault.kind in LAUNCHER[:1]:
+        os.kill(launch, signal.SIGKILL)
+        return Target()
+    if fault.kind in (*LAUNCHER, *HEAD):
+        cut_from_here(names[:1] if fault.kind in HEAD else names)
+        return Target(names[0] if fault.kind in HEAD else "", others=others if fault.kind in HEAD else ())
+    if fault.kind in DISK:
+        _fill(cluster)
+        return Target(others=tuple(names))
     if fault.kind in (*HOSTS, *TWO):
         verb = ("provision", "local", "--name", cluster.name, fault.kind.split()[0])
         makers = [threading.Thread(target=cluster.cpuft, args=(*verb, str(number + 1))) for number in fault.numbers]
@@ -187,6 +210,19 @@ def make_fault(fault: Fault, cluster: Simulated, launch: int) -> Target:
     return Target(names[fault.number], fault.number, others=tuple(names))
 
 
+def cut_from_here(addresses: Sequence[str]) -> None:
+    """Drop all packets to these hosts, as a network that is gone does; none: end this."""
+    subprocess.run(("ip", "route", "flush", "type", "blackhole"), check=True)
+    for address in addresses:
+        subprocess.run(("ip", "route", "add", "blackhole", f"{address}/32"), check=True)
+
+
+def _fill(cluster: Simulated) -> None:
+    left = shutil.disk_usage(cluster.folder).free
+    subprocess.run(("fallocate", "-l", str(left), str(cluster.folder / _FILLS)), check=False)
+
+
+_FILLS = "fills-the-disk"
 END_SECONDS = 180.0
 _FETCHED_AGAIN = "its results are fetched again in"
 """What `cpuft launch` says of a run that has finished on a host that does not answer."""
@@ -194,15 +230,18 @@ _START_SECONDS = 300.0
 
 
 class Launch:
-    """A running `cpuft launch` on all hosts, and its lines with the time of each."""
+    """A running `cpuft launch` on all hosts or `cpuft attach`, and its lines with the time of each."""
 
-    def __init__(self, cluster: Simulated, run: str, words: Sequence[str], resume: bool = False) -> None:
-        command = [sys.executable, "-m", "cpuft", "launch", "--cluster", cluster.name]
-        command += ["--resume" if resume else "--run-dir", run, *words]
+    def __init__(self, cluster: Simulated, verb: str, *words: str) -> None:
         environ = {**os.environ, "CPUFT_STATE": str(cluster.folder / "state")}
         self.begun, self.lines, self.ended_at = time.monotonic(), list[tuple[float, str]](), 0.0
         self.process = subprocess.Popen(
-            command, cwd=cluster.folder, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            [sys.executable, "-m", "cpuft", verb, "--cluster", cluster.name, *words],
+            cwd=cluster.folder,
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         self._thread = threading.Thread(target=self._listen, daemon=True)
         self._thread.start()
@@ -262,6 +301,17 @@ class Launch:
         return next((f"{at - since:.0f}" for at, line in self.lines if at >= since and words in line), "")
 
 
+_DETACH = "--detach"
+
+
+def begin(cluster: Simulated, run: str, words: Sequence[str]) -> Launch:
+    """Start a run; return what shows it."""
+    if _DETACH not in words:
+        return Launch(cluster, "launch", "--run-dir", run, *words)
+    started = cluster.cpuft("launch", "--cluster", cluster.name, "--run-dir", run, *words)
+    return Launch(cluster, "attach", run) if not started.returncode else sys.exit(started.stderr)
+
+
 def restart_words(restarts: int) -> tuple[str, ...]:
     """Return the option of `cpuft launch` that allows restarts."""
     return ("--max-restarts", str(restarts))
@@ -278,6 +328,8 @@ def _count_steps(records: Sequence[str]) -> int:
 def has_come_to(stage: str, step: int, steps: int, cluster: Simulated, run: str) -> bool:
     """Return whether a run has reached a stage, by the files on the disks of the hosts."""
     folders = [folder for disk in _disks(cluster) for folder in disk.glob(f"*/{run}")]
+    if stage == "send":
+        return any(list(disk.glob("*/state.json")) for disk in _disks(cluster))
     if stage == "prepare":
         return any((folder / "logs").is_dir() for folder in folders)
     if stage == "start":
@@ -321,7 +373,9 @@ def read_outcome(cluster: Simulated, run: str, steps: int) -> Outcome:
     left = [f"process {pid}: {' '.join(_words(pid))[:300]}" for pid in list_ours()]
     for index in range(1, len(cluster.hosts) + 1):
         left += [f"memory {name}" for name in cluster.on(index, "ls /dev/shm").split()]
-    left += [str(path) for disk in _disks(cluster) for path in disk.iterdir() if path.name != "inputs"]
+    # The order and the events of a detached run stay, so that it can be looked at again.
+    mine = [path for disk in _disks(cluster) for path in (*disk.iterdir(), *disk.glob("detached/*/run"))]
+    left += [str(path) for path in mine if path.name not in ("inputs", "detached")]
     if not (cluster.folder / run / "record.jsonl").exists():
         return Outcome("0", "", "", left)
     record = read_record(str(cluster.folder / run))
@@ -373,6 +427,7 @@ def main() -> None:
     )
     parser.add_argument("--steps", type=int, default=30, help="updates of each run")
     parser.add_argument("--only", default="", help="only kinds whose name contains this text")
+    parser.add_argument("--detach", action="store_true", help="start each run detached, and follow it with attach")
     parser.add_argument("--stages", default=",".join(STAGES), help="stages of a run in which faults happen")
     options = parser.parse_args()
     if not os.environ.get(_INSIDE):
@@ -380,17 +435,18 @@ def main() -> None:
         os.execvpe(
             "unshare", ["unshare", *_SPACES, "sh", "-c", _ENTER, "in", *words], dict(os.environ) | {_INSIDE: "1"}
         )
-    kinds = [kind for kind in KINDS if options.only in kind]
+    kinds = [kind for kind in KINDS if options.only in kind and not (options.detach and kind in NOT_DETACHED)]
     faults = draw_faults(options.faults, options.seed, NODES, options.steps, kinds, options.stages.split(","))
     with tempfile.TemporaryDirectory() as folder:
-        sys.exit(run(Path(folder), faults[options.skip :], options.steps, options.restarts))
+        more = (_DETACH,) if options.detach else ()
+        sys.exit(run(Path(folder), faults[options.skip :], options.steps, options.restarts, more))
 
 
-def run(folder: Path, faults: Sequence[Fault], steps: int, restarts: int) -> int:
+def run(folder: Path, faults: Sequence[Fault], steps: int, restarts: int, more: tuple[str, ...] = ()) -> int:
     """Cause all faults, one after another, and print the table. Returns 1 if a bar was missed."""
     os.environ |= {"HOME": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}
     with own_root(folder) as image, simulate(image.parent, *_hosts(image)) as cluster:
-        words = (*job(steps), *restart_words(restarts))
+        words = (*job(steps), *restart_words(restarts), *more)
         whole = read_outcome(cluster, run_whole(cluster, words), steps)
         rows, bad = [["none", "", "", "0", "", "", "", whole.updates, whole.metric, str(len(whole.left))]], 0
         for number, fault in enumerate(faults):
@@ -425,7 +481,7 @@ SAME = ("--backend", "mpi", "--grad-compression", "none")
 
 def run_whole(cluster: Simulated, words: Sequence[str]) -> str:
     """Run without a fault, and return the name of the run."""
-    launch = Launch(cluster, "whole", words)
+    launch = begin(cluster, "whole", words)
     if launch.wait():
         sys.exit("\n".join(["check-faults: the undisturbed run failed:", *launch.texts()]))
     return "whole"
@@ -435,7 +491,7 @@ def disturb(
     cluster: Simulated, run: str, fault: Fault, words: Sequence[str], steps: int, restarts: int, whole: str
 ) -> tuple[list[str], bool]:
     """Start a run, cause the fault and wait for the end. Returns a row of the table, and whether all bars were met."""
-    launch = Launch(cluster, run, words)
+    launch = begin(cluster, run, words)
     reached = wait_for_stage(
         launch, cluster, run, "train" if fault.stage == "restart" else fault.stage, fault.step, steps
     )
@@ -456,16 +512,21 @@ def disturb(
     named = bool(told) and was_named(target, launch.texts(since=made_at))
     again = launch.seconds_to_go_on(made_at)
     repair(cluster)
-    if ended and not restarts:
-        _, refused = go_on(cluster, run, words)
-        told = " / ".join([told, refused]) if refused else told
+    # Nobody restarts a run without its launcher, nor one whose disk is full.
+    by_hand = not restarts or fault.kind in (*LAUNCHER, *DISK) or _DETACH in words
+    if ended and by_hand:
+        if _DETACH in words and fault.kind in LAUNCHER:
+            ended = Launch(cluster, "attach", run).wait(END_SECONDS)
+        else:
+            _, refused = go_on(cluster, run, words)
+            told = " / ".join([told, refused]) if refused else told
     outcome = read_outcome(cluster, run, steps)
     # What a host has that was still away at the end cannot be removed: the launch says so, and the doctor finds it.
     away = [line for line in launch.texts(since=made_at) if "did not answer at the end" in line]
     left = [path for path in outcome.left if not (away and any(f"/nodes/{n + 1}/" in path for n in fault.numbers))]
     bar = next((seconds for kind, seconds in BARS.items() if kind in fault.kind), OTHER_BAR)
     # A run that ends well all the same, because only its fetching or cleaning up was disturbed, need not blame anybody.
-    named = named or (not ended and not launch.seconds_to("cpuft: restart ", made_at))
+    named = named or (not ended and not launch.seconds_to("cpuft: restart ", made_at)) or fault.kind == LAUNCHER[0]
     good = named and again <= bar and not left and (outcome.updates, outcome.metric) == (str(steps), whole)
     row = [fault.describe(), told[-70:], "yes" if named else "NO", str(ended), f"{again:.0f}", str(bar)]
     row += [outcome.repeated, outcome.updates, outcome.metric, str(len(left))]
@@ -481,7 +542,9 @@ def disturb(
 
 
 def repair(cluster: Simulated) -> None:
-    """Repair all hosts of the cluster."""
+    """Repair all hosts of the cluster, the network of this machine, and its disk."""
+    cut_from_here(())
+    (cluster.folder / _FILLS).unlink(missing_ok=True)
     repaired = cluster.cpuft("provision", "local", "--name", cluster.name, *_hosts(cluster.folder / "image"))
     assert repaired.returncode == 0, repaired.stderr
 
@@ -491,10 +554,10 @@ def go_on(cluster: Simulated, run: str, words: Sequence[str]) -> tuple[str, str]
 
     Returns the seconds until it continued, and its error, if any.
     """
-    resumed = Launch(cluster, run, ("--no-check",), resume=True)
+    resumed = Launch(cluster, "launch", "--no-check", "--resume", run)
     resumed.wait()
     if "give the folder of an earlier run, for example runs/mrpc-np2" in "".join(resumed.texts()[-1:]):
-        resumed = Launch(cluster, run, words)
+        resumed = Launch(cluster, "launch", "--run-dir", run, *(word for word in words if word != _DETACH))
         resumed.wait()
     seconds, code = resumed.seconds_to("resumed after update", resumed.begun), resumed.process.returncode
     if code:

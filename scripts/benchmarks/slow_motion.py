@@ -58,8 +58,8 @@ from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
 from cpuft.train.process_group import gather_numbers
 
-SUMS = [0.0] * 6
-"""A rank's numbers for the record in an update: as many as `cpuft.train.loop.UpdateSums` sends."""
+SUMS = [0.0] * 7
+"""A rank's numbers for the record in an update: as many as a message of `cpuft.train.control` has."""
 Wait = Callable[[], torch.Tensor]
 """Waits for the numbers of all ranks and returns them."""
 WARM_UP_UPDATES = 2 + EXACT_UPDATES
@@ -406,11 +406,10 @@ def replay(
     # Whole periods are measured, after one that is not: an average of parameters is waited for one period after it has
     # been sent, and so are late embedding rows.
     count = sent_updates = -(-updates // period) * period
-    if exchange.has_late_messages:
-        for update in range(period):
-            _run_update(exchange, replayed, timer, update + 1, tokens, sums)
-        cpu = time.process_time()
-        sent_updates += period  # some of their messages are sent later, so the bytes of all updates are counted
+    for update in range(period):
+        _run_update(exchange, replayed, timer, update + 1, tokens, sums)
+    cpu = time.process_time()
+    sent_updates += period  # some of their messages are sent later, so the bytes of all updates are counted
     register.ended = []
     for update in range(count):
         begun = time.monotonic()
@@ -456,8 +455,7 @@ def _run_update(
 ) -> None:
     """Run one update as `cpuft.train.loop.train` does.
 
-    `sums`: functions that wait for the numbers of earlier updates. That of this update is added, and stays there if
-    messages are late.
+    `sums`: the function that waits for the numbers of the update before. That of this update takes its place.
     """
     timer.begin()
     timer.wait_until(replayed.before_seconds)
@@ -475,9 +473,10 @@ def _run_update(
     exchange.clear_gradients()
     exchange.synchronize_parameters(update % replayed.config.sync_every == 0, wait=False)
 
-    # The numbers for the record, which the ranks of a training exchange at the end of each update.
+    # The control message, which the ranks of a training read in the next update. With updates shorter than a second, a
+    # training sends fewer.
     sums.append(gather_numbers(SUMS))
-    while len(sums) > exchange.has_late_messages:
+    while len(sums) > 1:
         sums.pop(0)()
 
 

@@ -42,7 +42,7 @@ from cpuft.launch.state import format_state, parse_state
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
 from cpuft.provision.aws.plan import parse_ssh_from
-from cpuft.provision.servers import parse_lock, parse_survey
+from cpuft.provision.servers import parse_survey
 from cpuft.provision.wheels import parse_pins
 from cpuft.rank.process import FAILED_MARK, STEPS_MARK, parse_failure, parse_missing_ranks, parse_steps
 from cpuft.rank.progress import ProgressEvent, format_evaluation, format_event, parse_evaluation, parse_event
@@ -90,7 +90,7 @@ from cpuft.train.model import read_safetensors_header
 from cpuft.train.predict import read_finished_run
 from tests.conftest import make_facts
 from tests.fuzz import values
-from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, LOCKS, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
+from tests.fuzz.verbs import CONFIGS, ENTRIES, HOSTFILES, RECIPES, RECORDS, SSH_CONFIGS, STAMPS
 from tests.launch.test_stack_dumps import DUMP, found
 from tests.records import make_record, make_state
 from tests.schedulers.test_aws_batch_node import CHILD
@@ -442,7 +442,7 @@ PARSERS: dict[str, Parser] = {
     ),
     "parse_arguments": Parser(lambda text: parse_arguments(TrainConfig, text.split("\n")), _WORDS),
     "parse_job": Parser(parse_job, values.damaged(["slurm:12", "kubernetes:a-b/c-d", "batch:us-east-1/0a-1b"])),
-    "parse_registration": Parser(parse_registration, values.damaged(["10.0.0.9 2 4711 yes"])),
+    "parse_registration": Parser(parse_registration, values.damaged(["10.0.0.9 10.0.0.7 2 4711 yes"])),
     "parse_node": Parser(
         lambda text: parse_node(CHILD | dict([text.split("=", 1)])),
         st.tuples(st.sampled_from(sorted(CHILD)), values.damaged(["0", "2", "10.0.0.7", "7f#2", "b" * 32])).map(
@@ -504,7 +504,6 @@ PARSERS: dict[str, Parser] = {
     "parse_pins": Parser(
         partial(parse_pins, path="pins"), values.damaged(["a==1\nb==2 # c\n", "a==1 \\\n --hash=sha256:00\n"])
     ),
-    "parse_lock": Parser(partial(parse_lock, path="two.lock"), LOCKS),
     "read_prepared": Parser(_read_archive, _ARCHIVES),
     "parse_slurm_counts": Parser(argv.parse_slurm_counts, values.damaged(["2(x3),1"])),
     "parse_lscpu": Parser(lambda text: topology.parse_lscpu(text, (0, 1)), values.damaged([_LSCPU])),

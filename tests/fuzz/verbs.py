@@ -39,7 +39,7 @@ FIRST: dict[Verb, list[list[str]]] = {
     ("submit", "slurm"): [["--dry-run"]],
     ("sweep",): [["--dry-run"]],
     ("provision", "local"): [
-        *(["--dry-run"], ["--dry-run", "--without-root"]),
+        ["--dry-run"],
         *(["--name=one", word, "2"] for word in ("kill", "pause", "resume", "cut", "join")),
     ],
 }
@@ -126,14 +126,12 @@ def _record() -> list[str]:
 
 
 _ONE, _TWO = _entry("one", "local", LocalConfig), _entry("two", "hosts", HostsConfig, hosts="127.0.0.1")
-_LOCK = {"format": 1, "pins": [], "hosts": {"127.0.0.1": {"cpu": "x"}}}
 RECORDS = values.damaged(["\n".join(_record()) + "\n"]) | st.tuples(
     *(st.just(line) | values.damaged_json(json.loads(line)) for line in _record())
 ).map(lambda kept: "\n".join(kept) + "\n")
-ENTRIES = values.damaged_json(_ONE) | values.damaged_json(_ONE | {"kind": "plain"})
+ENTRIES = values.damaged_json(_ONE)
 RECIPES = values.damaged([_RECIPE, _RECIPE[:700]])
 STAMPS = values.damaged_json(_STAMP)
-LOCKS = values.damaged_json(_LOCK)
 SSH_CONFIGS = values.damaged(["Host 127.0.0.1\n  Port 22\n  User u\n", "Host two\n  ProxyJump a:22\nMatch all\n"])
 CONFIGS = st.lists(st.sampled_from(_YAML), max_size=3).map("".join).flatmap(lambda text: values.damaged([text]))
 
@@ -142,7 +140,6 @@ FILES: dict[str, tuple[str, st.SearchStrategy[str]]] = {
     "home/.ssh/config": ("", SSH_CONFIGS),
     "work/hostfiles/one": ("# made by cpuft provision\nlocalhost\n", HOSTFILES),
     "work/hostfiles/two": ("# made by cpuft provision\n127.0.0.1\n", HOSTFILES),
-    "work/hostfiles/two.lock": (json.dumps(_LOCK), LOCKS),
     "work/c.yaml": ("{}\n", CONFIGS),
     "work/r.yaml": (_RECIPE, RECIPES),
     "work/ami/recipe.yaml": (_RECIPE, RECIPES),

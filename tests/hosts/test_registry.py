@@ -1,7 +1,7 @@
 """What is remembered of clusters, and where it is looked for."""
 
-import contextlib
 import os
+import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from cpuft.cli import main
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.hosts.registry import (
+    FILE_NAME,
     Entry,
     find_by_hostfile,
     find_entry,
@@ -21,10 +22,10 @@ from cpuft.hosts.registry import (
     make_state_root,
     read_entry,
     read_entry_if_exists,
-    refuse_other_kind,
     search_roots,
     state_root,
 )
+from cpuft.provision.cluster_files import plan_file
 from tests.provision.simulated import needs_root
 
 NO_NAMES = ("", ".", "..", "/", "a/b", "../../v", "/etc", "V", "0", "a-b", "a_b", "a b", "v\n", "-v", "ä", "a" * 300)
@@ -89,14 +90,6 @@ def test_a_host_s_own_entry_keeps_its_hostfile_beside_it(tmp_path: Path) -> None
     assert read_entry(tmp_path, "lab") == entry
 
 
-def test_a_name_is_not_given_to_a_cluster_of_another_kind(tmp_path: Path) -> None:
-    refuse_other_kind(tmp_path, "lab", "local")
-    remember(tmp_path, ENTRY)
-    refuse_other_kind(tmp_path, "lab", "hosts")
-    with pytest.raises(CpuftError, match=r"lab is a cluster of kind hosts already: .* cpuft provision down lab$"):
-        refuse_other_kind(tmp_path, "lab", "local")
-
-
 def test_a_registry_that_others_could_have_written_is_refused(tmp_path: Path) -> None:
     assert state_root({"CPUFT_STATE": str(tmp_path)}) == tmp_path
     tmp_path.chmod(0o777)
@@ -147,9 +140,9 @@ def test_a_link_of_another_user_does_not_lead_to_the_registry(tmp_path: Path) ->
 def test_nothing_is_made_of_a_cluster_in_a_folder_of_another_user(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    remember(tmp_path / "state", replace(ENTRY, kind="plain"))
+    remember(tmp_path / "state", ENTRY)
     os.chown(tmp_path / "state" / "lab", 65534, 65534)
-    for words in (["local", "--without-root", "--name", "lab"], ["status", "lab"], ["down", "lab"]):
+    for words in (["hosts", "--hosts", "a", "--name", "lab"], ["status", "lab"], ["down", "lab"]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CPUFT_STATE", str(tmp_path / "state"))
             with pytest.raises(SystemExit):
@@ -159,16 +152,16 @@ def test_nothing_is_made_of_a_cluster_in_a_folder_of_another_user(
         assert "cpuft: error: others may write to" in said.err
 
 
-def test_what_is_made_is_trusted_under_a_umask_of_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_made_is_trusted_under_a_umask_of_groups(tmp_path: Path) -> None:
+    root = tmp_path / "a" / "state"
+    step = plan_file(f"{root}/lab/{FILE_NAME}", format_entry(ENTRY), "register the cluster")
     before = os.umask(0o002)
     try:
-        for words in (["local", "--without-root", "--name", "lab"], ["status", "lab"]):
-            with pytest.MonkeyPatch.context() as patch, contextlib.suppress(SystemExit):
-                patch.setenv("CPUFT_STATE", str(tmp_path / "a" / "state"))
-                main(["provision", *words])
-            assert capsys.readouterr().out.startswith("cluster lab")
+        make_state_root(root)
+        subprocess.run(step.command, input=step.stdin, text=True, check=True, timeout=20)
     finally:
         os.umask(before)
+    assert read_entry(root, "lab") == ENTRY
 
 
 @needs_root

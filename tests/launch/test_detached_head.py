@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import io
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -14,7 +16,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.launch import detached_head
-from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, STARTED, Event, Order, plan_session
+from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, PAST, STARTED, Event, Order, plan_session
 
 ORDER = Order("0123456789ab", "f", "launch", "", (), "0.1.0", claimed="0123456789ab/x")
 KEEP = """
@@ -67,7 +69,9 @@ def test_events_are_what_the_command_writes_its_begin_and_its_end(tmp_path: Path
 
 def test_a_request_to_stop_reaches_the_command_and_is_consumed(tmp_path: Path) -> None:
     program = "import time\ntry: print('on', flush=True); time.sleep(60)\nexcept KeyboardInterrupt: print('stopped')"
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # as in the background of a script
     keeper = keep(tmp_path / "a", program)
+    signal.signal(signal.SIGINT, before)
     while "on" not in (tmp_path / "a" / "events.jsonl").read_text():
         time.sleep(0.05)
     detached_head._stop(tmp_path / "a")
@@ -94,6 +98,29 @@ def test_a_viewer_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
     )
     first, _ = next(detached_head._follow(tmp_path, 0, False))
     assert [event.text for event in events_of(tmp_path, first)] == ["b", ""]
+
+
+def test_a_full_disk_does_not_stop_the_command() -> None:
+    detached_head._EventLog(Path("/dev/full")).copy(OUTPUT, io.BytesIO(b"a\nb\n"))
+
+
+def test_what_was_printed_until_now_has_an_end(tmp_path: Path) -> None:
+    """Else a viewer could not tell it from a connection that broke."""
+    (tmp_path / "events.jsonl").write_text(json.dumps(asdict(Event(OUTPUT, 0.0, "a"))) + "\n" + '{"kind": "outp')
+    found = [json.loads(line)["kind"] for _, line in detached_head._follow(tmp_path, 0, True)]
+    assert found == [OUTPUT, PAST]
+
+
+def test_old_runs_are_removed_unless_they_have_results_that_nobody_has_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("fetched", "waiting"):
+        (tmp_path / name / "run").mkdir(parents=True)
+        (tmp_path / name / "events.jsonl").touch()
+    (tmp_path / "waiting" / "run" / "x").mkdir()
+    monkeypatch.setattr(detached_head, "_KEPT_SECONDS", -1.0)
+    detached_head._remove_old(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["waiting"]
 
 
 def test_one_viewer_at_a_time_fetches_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

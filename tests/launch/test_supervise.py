@@ -82,6 +82,19 @@ def test_the_second_of_two_launches_into_one_folder_is_refused(tmp_path: Path, m
     assert (tmp_path / "run" / "logs").is_dir()
 
 
+@pytest.mark.parametrize("has_record, left", [(True, ["model.mine.tmp"]), (False, ["model.12.tmp", "model.mine.tmp"])])
+def test_a_half_written_model_of_a_killed_start_goes_and_no_file_of_a_script(
+    has_record: bool, left: list[str], tmp_path: Path
+) -> None:
+    for name in ("logs", "model.12.tmp", "model.mine.tmp"):
+        (tmp_path / name).mkdir()
+    if has_record:
+        (tmp_path / "record.jsonl").touch()
+    plan = RunPlan(ranks=((Step("train", ("true",)),),), resumed=True)
+    assert run_on_this_machine(plan, str(tmp_path), make_state(), os.environ, 0.0, SshTransport()) == 0
+    assert sorted(path.name for path in tmp_path.glob("model.*")) == left
+
+
 def test_marks_and_known_warnings_are_not_shown(tmp_path: Path) -> None:
     log, shown = tmp_path / "rank-0.err", io.StringIO()
     warning = "2026:11:21-11:00:00:(123) |CCL_WARN| value of CCL_LOG_LEVEL changed to be error (default:warn)\n"

@@ -6,7 +6,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import click
@@ -17,6 +17,7 @@ from cpuft import execute
 from cpuft.cli.provision import make_verb, provision
 from cpuft.config import option
 from cpuft.errors import CpuftError
+from cpuft.files import write_text
 from cpuft.hosts.registry import Entry, format_entry
 from cpuft.plan import Plan, Step
 from cpuft.provision.base import PROVIDERS, Kind, Provider, lock, reconcile, run_stages
@@ -161,6 +162,17 @@ class Toys(Provider[ToyConfig, bool]):
         return ["a toy"] * self.config.toys
 
 
+def test_a_name_is_not_given_to_a_cluster_of_another_kind(tmp_path: Path) -> None:
+    cluster = Toys(ToyConfig(), {"CPUFT_STATE": str(tmp_path)})
+    entry = Entry("toys", "toy", cluster.hostfile)
+    for known in ("", format_entry(entry)):
+        write_text(cluster.directory / "cluster.json", known)
+        cluster.check()
+    write_text(cluster.directory / "cluster.json", format_entry(replace(entry, kind="hosts")))
+    with pytest.raises(CpuftError, match=r"^toys is a cluster of kind hosts already: .* cpuft provision down toys$"):
+        cluster.check()
+
+
 def test_a_new_kind_of_cluster_needs_its_module_and_one_line_of_the_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,7 +183,7 @@ def test_a_new_kind_of_cluster_needs_its_module_and_one_line_of_the_table(
         assert done.exit_code == 0, done.output
         return done.stdout
 
-    monkeypatch.setitem(PROVIDERS, "toy", Kind(f"{__name__}:Toys", f"{__name__}:ToyConfig"))
+    monkeypatch.setitem(PROVIDERS, "toy", Kind(f"{__name__}:Toys", ToyConfig))
     monkeypatch.chdir(tmp_path)
     group.add_command(make_verb("toy"))
     assert "Make a cluster of toys." in run("toy", "--help")

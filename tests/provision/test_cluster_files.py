@@ -20,7 +20,7 @@ from cpuft.hosts.registry import Entry, format_entry
 from cpuft.hosts.ssh_config import Member
 from cpuft.provision.cluster_files import check_prefix, plan_removal
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.servers import ClusterFacts, ServerFacts, parse_lock, plan_servers_down
+from cpuft.provision.servers import ClusterFacts, ServerFacts, plan_servers_down
 from cpuft.provision.wheels import INSTALL
 from tests.provision.simulated import needs_root
 
@@ -30,14 +30,13 @@ VERBS = (
     ("provision", "status"),
     ("provision", "diff"),
     ("provision", "local", "kill", "1", "--name"),
-    ("provision", "local", "--without-root", "--name"),
     ("provision", "hosts", "--dry-run", "--hosts", "node1", "--name"),
     ("launch", "--dry-run", "--cluster"),
     ("compare", "--dry-run", "--cluster"),
     ("env", "--cluster"),
     ("doctor", "--cluster"),
 )
-PLAIN = Entry("v", "plain", "/h/hostfiles/v", options={"name": "v", "nodes": "2"})
+SIMULATED = Entry("v", "local", "/h/hostfiles/v", options={"name": "v", "nodes": "2"})
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ PLANTED: list[dict[str, Any]] = [
 def test_down_does_nothing_by_an_entry_that_was_planted(
     root: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], change: dict[str, Any]
 ) -> None:
-    text = json.dumps(json.loads(format_entry(PLAIN)) | change)
+    text = json.dumps(json.loads(format_entry(SIMULATED)) | change)
     text = text.replace("STATE", str(root)).replace("HOME", str(root.parent / "v"))
     write_text(root / "v" / "cluster.json", text)
     before = listing(root.parent)
@@ -115,7 +114,7 @@ def test_down_does_nothing_by_an_entry_that_was_planted(
 
 
 def test_one_that_asks_for_too_many_hosts_is_not_described(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    entry = replace(PLAIN, kind="local", options={"name": "v", "nodes": "5000"})
+    entry = replace(SIMULATED, options={"name": "v", "nodes": "5000"})
     write_text(root / "v" / "cluster.json", format_entry(entry))
     assert "one machine holds 99 hosts at most" in refused(capsys, "provision", "status", "v")
 
@@ -123,19 +122,17 @@ def test_one_that_asks_for_too_many_hosts_is_not_described(root: Path, capsys: p
 @needs_root
 def test_down_takes_what_is_the_clusters_and_leaves_the_rest(root: Path) -> None:
     words = (sys.executable, "-m", "cpuft", "provision")
-    subprocess.run((*words, "local", "--without-root", "--name", "w"), check=True, timeout=60)
+    entry = replace(SIMULATED, name="w", hostfile=str(Path("hostfiles/w").absolute()), options={"name": "w"})
+    write_text(root / "w" / "cluster.json", format_entry(entry))
+    write_text(Path("hostfiles/w"), "# Cluster w, made by cpuft provision.\n10.77.0.1\n")
     write_text(Path("hostfiles/mine"), "node1\n")
-    assert (root / "w" / "cluster.json").exists()
     subprocess.run((*words, "down", "w"), check=True, timeout=60)
     assert (listing(root), listing(Path("hostfiles"))) == (["v", "v/file"], ["mine"])
 
 
-@pytest.mark.parametrize("words", [("local", "--without-root"), ("hosts", "--hosts", "node1")], ids=" ".join)
-def test_a_folder_of_the_users_does_not_become_a_clusters(
-    root: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...]
-) -> None:
+def test_a_folder_of_the_users_does_not_become_a_clusters(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = listing(root.parent)
-    line = refused(capsys, "provision", *words, "--name", "v")
+    line = refused(capsys, "provision", "hosts", "--hosts", "node1", "--name", "v")
     assert line.endswith(f"{root}/v was not made by cpuft provision: move it away, or choose another --name")
     assert listing(root.parent) == before
 
@@ -143,9 +140,8 @@ def test_a_folder_of_the_users_does_not_become_a_clusters(
 def test_a_hostfile_of_the_users_is_not_written_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("hostfiles").mkdir()
     Path("hostfiles/w").write_bytes(b"node1\n\xff")
-    for words in (("local", "--without-root"), ("hosts", "--hosts", "node1")):
-        line = refused(capsys, "provision", *words, "--name", "w")
-        assert line.endswith("hostfiles/w was not made by cpuft provision: move it away, or choose another --name")
+    line = refused(capsys, "provision", "hosts", "--hosts", "node1", "--name", "w")
+    assert line.endswith("hostfiles/w was not made by cpuft provision: move it away, or choose another --name")
     assert Path("hostfiles/w").read_bytes() == b"node1\n\xff"
     assert listing(root) == ["v", "v/file"]
 
@@ -257,12 +253,3 @@ def test_what_another_user_keeps_on_a_server_stays(server: Path) -> None:
         os.chown(server / folder, 65534, 65534)
     assert take_down(server).returncode == 0
     assert files_of(server) == {*OURS[:2], *INPUTS, *MINE, "home/.ssh/authorized_keys"}
-
-
-@pytest.mark.parametrize("text", ["\0", "[]", "{}", '{"hosts": []}', '{"hosts": {"a": 1}}', "[" * 100_000])
-def test_a_damaged_lock_file_is_said(text: str) -> None:
-    assert parse_lock("", "lab.lock") == {}
-    with pytest.raises(
-        CpuftError, match=r"lab.lock is damaged \(.*\): remove it, and run cpuft provision hosts again$"
-    ):
-        parse_lock(text, "lab.lock")

@@ -29,11 +29,10 @@ def places(tmp_path: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "words, said",
     [
-        (("local", "--without-root", "--nodes", "2"), "localhost slots=2"),
         (("image", "--recipe", "recipe.yaml", "--output", "golden"), "cpuft: download wheels for Python 3.11 into"),
         (("image", "--recipe", "recipe.yaml", "--output", "golden", "--wheels", "wheels"), "debootstrap"),
     ],
-    ids=("plain", "image", "image from wheels"),
+    ids=("image", "image from wheels"),
 )
 def test_a_dry_run_leaves_every_file_as_it_was(
     tmp_path: Path, places: dict[str, str], words: tuple[str, ...], said: str

@@ -35,7 +35,7 @@ CONFIG = HostsConfig(hosts="a,b", name="lab")
 MEMBERS = (Member("a", "a", key="ssh-ed25519 AAAA"), Member("b", "b", key="ssh-ed25519 BBBB"))
 WHEELS = (Wheel("/w/pip-26-py3-none-any.whl", "pip-26-py3-none-any.whl", "11"),)
 PINS = ("click==8.1.0",)
-BARE = ServerFacts("debian 12", "6.1", "Xeon", "3.11.2", cores=8, free_kb=9 << 20, writable=True)
+BARE = ServerFacts("debian 12", "6.1", "3.11.2", free_kb=9 << 20, writable=True)
 KEY = "ssh-ed25519 KEY cpuft-lab"
 FOLDER = "/opt/cpuft/clusters/lab"
 TEXTS = format_inside(MEMBERS, FOLDER, "/opt/cpuft/env/bin/python")
@@ -50,8 +50,6 @@ DONE = replace(
 )
 SURVEY = """os debian 12
 kernel 6.1
-cpu Xeon
-cores 8
 python 3.11.2
 writable yes
 free_kb 9437184

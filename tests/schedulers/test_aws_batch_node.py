@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.facts import find_free_port
-from cpuft.schedulers.aws_batch_node import Keys, Node, choose_address, parse_node, parse_registration
+from cpuft.schedulers.aws_batch_node import Keys, Node, parse_node, parse_registration
 from cpuft.schedulers.base import JobLaunch
 from tests.schedulers.batch_job import SECRET, Job, command_of, open_job, shell, wait_until_said
 
@@ -86,36 +85,17 @@ def test_keys_depend_on_the_job_and_its_secret_only() -> None:
     assert main.host != main.login
 
 
-@pytest.mark.parametrize(
-    "interfaces, routed, address",
-    [
-        ({"lo": "127.0.0.1", "eth0": "10.0.0.7", "ecs-eth0": "169.254.172.2"}, "", "10.0.0.7"),
-        ({"lo": "127.0.0.1", "eth0": "10.0.0.7", "eth1": "10.1.0.7"}, "10.1.0.7", "10.1.0.7"),
-    ],
-)
-def test_the_main_node_finds_its_address(interfaces: dict[str, str], routed: str, address: str) -> None:
-    assert choose_address(interfaces, routed) == address
-
-
-@pytest.mark.parametrize("interfaces", [{"lo": "127.0.0.1"}, {"eth0": "10.0.0.7", "eth1": "10.1.0.7"}])
-def test_an_unclear_address_is_an_error_that_names_all(interfaces: dict[str, str]) -> None:
-    (name, address), *_ = interfaces.items()
-    said = f"the main node cannot choose its address among {name} {address}"
-    with pytest.raises(CpuftError, match=re.escape(said)):
-        choose_address(interfaces, "127.0.0.1")
-
-
 def test_a_registration_is_read() -> None:
-    assert parse_registration("10.0.0.9 2 4711 yes") == ("10.0.0.9", 2, 4711, True)
+    assert parse_registration("10.0.0.9 10.0.0.7 2 4711 yes") == ("10.0.0.9", "10.0.0.7", 2, 4711, True)
 
 
 @pytest.mark.parametrize(
     "line",
-    ["", "10.0.0.9 2 4711", "2 4711 yes", "a 1 1 no", "10.0.0.9 -1 1 no", "10.0.0.9 1 65536 no", "10.0.0.9 ٣ 1 no"],
+    ["", "A B 2 4711", "2 4711 yes", "A 2 4711 yes", "A b 1 1 no", "A B -1 1 no", "A B 1 65536 no", "A B ٣ 1 no"],
 )
 def test_what_is_no_registration_is_refused(line: str) -> None:
     with pytest.raises(CpuftError, match="is not the registration of a node: start the same image on all nodes"):
-        parse_registration(line)
+        parse_registration(line.replace("A", "10.0.0.9").replace("B", "10.0.0.7"))
 
 
 PROGRAM = """#!/bin/sh

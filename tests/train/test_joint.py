@@ -31,8 +31,10 @@ from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import prepare
 from cpuft.train.embedding import Embedder
 from cpuft.train.joint import deal, make_joint_batches
-from cpuft.train.loop import Clock, list_tokens_of_ranks, plan_passes, train
+from cpuft.train.loop import list_tokens_of_ranks, train
+from cpuft.train.objective.embeddings import EmbeddingObjective
 from cpuft.train.objective.table import make_objective
+from cpuft.train.passes import Clock
 from cpuft.train.setup import TrainingSetup
 from tests.conftest import run_cpuft
 from tests.train.pairs import make_config, write_pairs
@@ -58,6 +60,11 @@ def make_setup(
     return TrainingSetup(model, objective, config, prepared, "fp32", world, independent, global_batch)
 
 
+def objective_of(setup: TrainingSetup) -> EmbeddingObjective:
+    assert isinstance(setup.objective, EmbeddingObjective)
+    return setup.objective
+
+
 def learn(config: TrainConfig) -> tuple[list[float], dict[str, torch.Tensor]]:
     setup = make_setup(config)
     lines = list(train(setup))
@@ -79,7 +86,7 @@ def test_the_tokens_of_a_rank_are_those_of_its_own_texts(task: str, ranks: int, 
         hook = model.get_input_embeddings().register_forward_pre_hook(
             lambda _, given, found=looked_up: found.append(given[0].reshape(-1))
         )
-        for run_pass in plan_passes(setup, examples, 0).functions:
+        for run_pass in setup.objective.plan_passes(setup, examples, 0).functions:
             run_pass(1.0, True, Clock())
         hook.remove()
         listed = set(list_tokens_of_ranks(setup, examples)[rank].tolist())
@@ -201,7 +208,7 @@ def test_every_rank_has_as_many_batches_and_a_rank_without_examples_takes_part(t
     found = []
     for rank in range(3):
         setup.world, setup.independent = World(rank, 3, rank, 3), False
-        found.append(make_joint_batches(setup, examples, 0))
+        found.append(make_joint_batches(objective_of(setup), setup, examples, 0))
     assert [[batch.counts for batch in batches] for batches in found] == [[[2, 2, 2], [1, 0, 0]]] * 3
     assert [len(batches[1].parts) for batches in found] == [1, 1, 1]
     for first, second in zip(found[0], found[1]):
@@ -227,7 +234,7 @@ def test_a_resumed_run_keeps_its_batches_in_parts_that_fit_into_memory(ranks: in
     setup = make_setup(make_config(tmp_path, batch_size=2), independent=False, global_batch=6)
     setup.world = World(0, ranks, 0, ranks)
     for updates, sizes in ((7, [6, 1]), (6, [6])):
-        batches = make_joint_batches(setup, np.arange(updates), 0)
+        batches = make_joint_batches(objective_of(setup), setup, np.arange(updates), 0)
         assert [sum(batch.counts) for batch in batches] == sizes
         assert (len(batches[0].parts), batches[0].is_cached) == (parts, parts > 1)
         assert max(len(part.labels) for part in batches[0].parts) <= 2
@@ -249,7 +256,7 @@ def test_micro_batches_are_few_and_equally_mixed(count: int, most: int) -> None:
 @pytest.mark.usefixtures("alone")
 def test_labels_are_in_the_order_of_the_micro_batches(tmp_path: Path) -> None:
     setup = make_setup(make_config(tmp_path, batch_size=8, micro_batch=3))
-    batch, *_ = make_joint_batches(setup, np.arange(8), 0)
+    batch, *_ = make_joint_batches(objective_of(setup), setup, np.arange(8), 0)
     assert [len(part.labels) for part in batch.parts] == [3, 3, 2]
     assert torch.equal(torch.cat([part.labels for part in batch.parts]), batch.labels)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,11 +20,13 @@ from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import StepLine
 from cpuft.train.checkpoint.policy import Checkpoints, Requests
+from cpuft.train.control import ControlMessages
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.data.order import Indices, plan_updates
 from cpuft.train.evaluate import evaluate
-from cpuft.train.loop import UpdateSums, train, train_and_evaluate
+from cpuft.train.loop import train, train_and_evaluate
 from cpuft.train.objective.base import Batch, Objective, Predictions
+from cpuft.train.passes import Clock
 from cpuft.train.process_group import checksum_parameters
 from cpuft.train.reporter import Progress, RunReporter
 from cpuft.train.setup import TrainingSetup
@@ -266,55 +269,22 @@ def test_the_checksum_is_that_of_the_weights_of_the_best_evaluation() -> None:
 
 
 @pytest.mark.parametrize(
-    "sync_every, is_late, requests, done",
+    "requests, done",
     [
-        (1, False, {2: Requests(checkpoint=True), 4: Requests(stop=True)}, ["write 2", "stop 4 of 6"]),
-        (1, False, {6: Requests(stop=True)}, []),
-        # If messages are late, requests are carried out an update later.
-        (1, True, {2: Requests(checkpoint=True)}, ["write 3"]),
-        (1, True, {3: Requests(stop=True)}, ["stop 4 of 6"]),
-        # With averages of parameters two updates later. A checkpoint waits for an average, a stop does not.
-        (2, True, {2: Requests(checkpoint=True)}, ["write 4"]),
-        (2, True, {3: Requests(stop=True)}, ["stop 5 of 6"]),
-        (2, True, {5: Requests(stop=True)}, []),
+        ({2: Requests(checkpoint=True), 4: Requests(stop=True)}, ["write 2", "stop 4 of 6"]),
+        ({6: Requests(stop=True)}, []),
     ],
 )
 def test_the_loop_carries_out_requests_between_updates_and_not_after_the_last(
-    sync_every: int, is_late: bool, requests: dict[int, Requests], done: list[str], monkeypatch: pytest.MonkeyPatch
+    requests: dict[int, Requests], done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = make_loop(replace(CONFIG, sync_every=sync_every))
-    loop.exchange.has_late_messages = is_late
+    loop = make_loop(CONFIG)
     checkpoints, waited = ScriptedCheckpoints(loop, requests), list[int]()
     monkeypatch.setattr(loop.exchange, "finish_messages", lambda: waited.append(checkpoints.update))
     assert [line.step for line in train(loop, checkpoints)] == [1, 2, 3, 4, 5, 6]
     assert checkpoints.done == done
     # No message is under way then, nor when the ranks' parameters are compared after update 2, nor at the end.
-    compared = [2] if sync_every == 1 else []
-    assert waited == sorted({*(int(one.split()[1]) for one in done), *compared, 6})
-
-
-def test_late_sums_are_waited_for_within_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time of waiting belongs to a step of the record, and at most one update is ahead of its line."""
-    loop, begun, waited = make_loop(CONFIG), list[float](), list[float]()
-    loop.exchange.has_late_messages = True
-    own = UpdateSums.add_up
-
-    def add_up(sums: UpdateSums) -> Callable[[], UpdateSums]:
-        find, number = own(sums), len(begun)
-        begun.append(number)
-
-        def wait() -> UpdateSums:
-            if number not in waited:
-                waited.append(number)
-                assert len(begun) - 1 - number == (number not in (1, 5))
-            return find()
-
-        return wait
-
-    monkeypatch.setattr(UpdateSums, "add_up", add_up)
-    # The lines of update 2, after which parameters are compared, and of the last one come at once.
-    assert [(line.step, len(begun)) for line in train(loop)] == [(1, 2), (2, 2), (3, 4), (4, 5), (5, 6), (6, 6)]
-    assert waited == [0, 1, 2, 3, 4, 5]
+    assert waited == sorted({*(int(one.split()[1]) for one in done), 2, 5})
 
 
 def test_no_message_is_under_way_before_an_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,7 +292,72 @@ def test_no_message_is_under_way_before_an_evaluation(monkeypatch: pytest.Monkey
     checkpoints = ScriptedCheckpoints(loop, {})
     monkeypatch.setattr(loop.exchange, "finish_messages", lambda: waited.append(checkpoints.update))
     assert len(list(train(loop, checkpoints))) == 6
-    assert waited == [2, 4, 6]
+    assert waited == [2, 4, 5]  # at the last update, the sixth, nobody is asked for requests
+
+
+def make_update(update: int, loss: float = 1.0, seconds: float = 0.0) -> StepLine:
+    return replace(Clock().make_line(update, 0.1, loss, 1, 3, 0.0), step_seconds=seconds)
+
+
+class OtherRank:
+    """A second rank, whose numbers are those of this one: it reads messages when this rank waits for them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, checkpoints: Checkpoints, done: int = 0) -> None:
+        monkeypatch.setattr("cpuft.train.control.gather_numbers", self.gather)
+        loop = make_loop(CONFIG)
+        loop.world = World(0, 2, 0, 2)
+        self.control, self.requests = ControlMessages(loop, checkpoints, done), Requests()
+        self.sent = list[int]()
+        """Number of updates of each message."""
+
+    def gather(self, numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
+        self.sent.append(len(numbers) // 6)
+        other = [self.requests.encode(), *numbers[1:]]
+        return lambda: torch.tensor([numbers, other], dtype=torch.float64)
+
+    def update(self, own: StepLine, is_pause: bool = False, may_save: bool = True) -> tuple[Requests, list[int]]:
+        due = self.control.find_due(may_save)
+        self.control.add(own, 1.0, is_pause or due.any)
+        return due, [line.step for line in self.control.take_lines()]
+
+
+def test_messages_are_sent_about_once_per_second_and_read_in_the_next_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = OtherRank(monkeypatch, Checkpoints(make_loop(CONFIG).exchange), done=4)
+    lines = [pair.update(make_update(update, seconds=0.4))[1] for update in range(5, 12)]
+    # After update 5, two updates later, and so on.
+    assert (lines, pair.sent) == ([[], [5], [], [6, 7], [], [8, 9], []], [1, 2, 2, 2])
+    assert pair.update(make_update(12, seconds=5.0), is_pause=True)[1] == [10, 11, 12]
+    assert [pair.update(make_update(update, seconds=5.0))[1] for update in (13, 14)] == [[], [13]]
+
+
+def test_all_ranks_carry_out_a_request_after_the_update_in_which_they_have_read_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nothing, checkpoint, stop = Requests(), Requests(checkpoint=True), Requests(stop=True)
+    loop = make_loop(CONFIG)
+    pair = OtherRank(monkeypatch, ScriptedCheckpoints(loop, {1: checkpoint}))
+    found = [pair.update(make_update(update, seconds=1.0)) for update in (1, 2, 3)]
+    # A request that is carried out is not sent again, and all lines are complete before that.
+    assert found == [(nothing, []), (checkpoint, [1, 2]), (nothing, [])]
+    # A checkpoint waits for an average of parameters, and a stop does not.
+    pair = OtherRank(monkeypatch, ScriptedCheckpoints(loop, {1: checkpoint, 2: checkpoint}))
+    found = [pair.update(make_update(update, seconds=1.0), may_save=update == 3) for update in (1, 2, 3)]
+    assert [due for due, _ in found] == [nothing, nothing, checkpoint]
+    pair = OtherRank(monkeypatch, ScriptedCheckpoints(loop, {}))
+    pair.requests = stop
+    assert [pair.update(make_update(update, seconds=1.0), may_save=False)[0] for update in (1, 2)] == [nothing, stop]
+
+
+def test_the_lines_before_a_loss_that_is_no_number_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    pair = OtherRank(monkeypatch, Checkpoints(make_loop(CONFIG).exchange))
+    pair.update(make_update(1, seconds=0.1))
+    pair.update(make_update(2, seconds=0.1))
+    for update in (3, 4):
+        pair.control.add(make_update(update, math.inf if update == 4 else 1.0, 0.1), 1.0, is_pause=update == 4)
+    lines = pair.control.take_lines()
+    assert [next(lines).step, next(lines).step] == [2, 3]
+    with pytest.raises(CpuftError, match="the loss is inf at update 4"):
+        next(lines)
 
 
 def test_requests_of_several_ranks_are_told_apart_in_their_sum() -> None:

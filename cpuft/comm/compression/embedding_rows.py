@@ -313,11 +313,6 @@ class RowExchange:
         """Bits of a code in this update."""
         return P_BITS if self._compression == "powersgd" and self._updates > EXACT_UPDATES else 8
 
-    @property
-    def is_late(self) -> bool:
-        """Whether rows are averaged while the next update computes."""
-        return self._late is not None
-
     @torch.no_grad()
     def average(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """Average the gradient in place. All ranks call this after the backward pass, before anything reads it.

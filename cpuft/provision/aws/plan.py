@@ -16,7 +16,6 @@ from typing import Any
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
-from cpuft.hosts.ssh_config import KEYGEN
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws.client import (
     GENERATION,
@@ -50,7 +49,7 @@ from cpuft.provision.aws.lease import (
     parse_limit,
 )
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.cluster_files import KEY_MARK, is_ours, plan_files, plan_removal
+from cpuft.provision.cluster_files import is_ours, plan_files, plan_key, plan_removal
 
 NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
 """URL of EC2's metadata service that exists on a spot instance when AWS is about to reclaim it."""
@@ -253,8 +252,7 @@ def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
         return [steps]
     if facts.resources.live:
         raise _make_key_error(config.name, facts)
-    command = ("sh", "-c", KEYGEN, "keygen", f"{base}/id_ed25519", KEY_MARK)
-    return [steps, [Step("make the key to log in with", command)]]
+    return [steps, [plan_key(f"{base}/id_ed25519", "make the key to log in with")]]
 
 
 def list_options(config: AwsConfig) -> dict[str, str]:

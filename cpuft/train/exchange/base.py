@@ -31,8 +31,6 @@ class Exchange:
 
     sends_gradients: ClassVar[bool] = False
     """Whether gradients are sent in every update, so that `--grad-compression auto` has something to choose."""
-    has_late_messages: bool = False
-    """Whether messages of an update are sent while the next update computes."""
     allows_warm_up: ClassVar[bool] = True
     """Whether a backward pass outside of an update is harmless, as the loop makes one before the first update."""
 

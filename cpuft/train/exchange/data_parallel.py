@@ -69,7 +69,6 @@ class DataParallelExchange(Exchange):
         assert group is not None
         hosts = make_host_groups(compression, group)
         self._rows = make_row_exchange(model, compression, group, hosts)
-        self.has_late_messages = self._rows is not None and self._rows.is_late
         self._reduce = make_reduce(compression, group, hosts)
         self._last_ready = 0.0
         """When the last gradient of the backward pass was ready."""

@@ -25,8 +25,6 @@ class LocalSGDExchange(Exchange):
     can).
     """
 
-    has_late_messages = True
-
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
         super().__init__(model, optimizer, config, precision)
         embedding = find_embedding(model)

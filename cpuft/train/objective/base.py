@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
@@ -13,9 +14,14 @@ from numpy.typing import NDArray
 
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import Tokens
-from cpuft.train.data.order import Indices
+from cpuft.train.data.order import Indices, select_for_rank
 from cpuft.train.lora import has_adapters
 from cpuft.train.model import load_model
+from cpuft.train.passes import Clock, Passes
+from cpuft.train.precision import autocast
+
+if TYPE_CHECKING:
+    from cpuft.train.setup import TrainingSetup
 
 Predictions = NDArray[np.float32]
 """What `Objective.predict` returns for each example, fp32; shape (examples, any, ...)."""
@@ -53,8 +59,9 @@ class Objective:
     """What a run learns from its examples. The training loop knows this class only; the table OBJECTIVES has the rest.
 
     A subclass sets `model_class` and `label_type`, and implements `head_settings`, `losses` and `compute_metrics`. It
-    overrides the other methods where a head has another form. All methods are pure: they may be called in any order, on
-    any rank, and return the same for the same arguments. So an update is the same on any number of ranks.
+    overrides the other methods where a head has another form. All methods but the passes are pure: they may be called
+    in any order, on any rank, and return the same for the same arguments. So an update is the same on any number of
+    ranks.
     """
 
     labels: tuple[str, ...]
@@ -80,6 +87,39 @@ class Objective:
     def head_settings(self) -> dict[str, Any]:
         """Return the settings of the head, by their names in a model's configuration."""
         raise NotImplementedError
+
+    def plan_passes(self, setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
+        """Make the batches of this rank's examples of an update, at most `--batch-size` in each.
+
+        A rank that has no example takes part with the first one; the loop gives it weight 0.
+
+        Parameters
+        ----------
+        examples: numbers of the update's examples on all ranks, at least one.
+        epoch: of the training, from which masked language modelling draws its masks.
+        """
+        share, size = select_for_rank(examples, setup.world.rank, setup.world.size), setup.config.batch_size
+        parts = [share[start : start + size] for start in range(0, len(share), size)]
+        batches = [self.make_batch(setup.prepared.train, part, epoch) for part in parts]
+        return Passes([partial(self._run_pass, setup, batch) for batch in batches], sum(one.tokens for one in batches))
+
+    def _run_pass(self, setup: TrainingSetup, batch: Batch, factor: float, is_last: bool, clock: Clock) -> float:
+        with setup.exchange.micro_batch(last=is_last):
+            with autocast(setup.precision):
+                losses = self.losses(setup.exchange.forward_model, batch)
+            clock.lap("forward")
+            torch.autograd.backward(losses.sum() * factor)
+            clock.lap("backward")
+        return float(losses.detach().sum())
+
+    def deal_to_ranks(self, setup: TrainingSetup, examples: Indices) -> list[Indices]:
+        """Return for each rank the examples of an update whose tokens it looks up; never empty.
+
+        Parameters
+        ----------
+        examples: numbers of the update's examples on all ranks, at least one.
+        """
+        return [select_for_rank(examples, rank, setup.world.size) for rank in range(setup.world.size)]
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Run a forward pass; return the loss of each example, fp32, shape (examples,).

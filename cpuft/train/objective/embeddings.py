@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,10 +17,15 @@ from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
 from cpuft.train.embedding import normalize, pool
 from cpuft.train.embedding_form import EmbeddingForm, write_form
+from cpuft.train.joint import deal_examples, make_joint_batches, run_joint_batch
 from cpuft.train.model import load_model
 from cpuft.train.objective.base import Batch, Objective, Predictions, run_without_cache
 from cpuft.train.objective.labels import compute_label_metrics
+from cpuft.train.passes import Passes
 from cpuft.train.retrieval_metrics import compute_retrieval_metrics
+
+if TYPE_CHECKING:
+    from cpuft.train.setup import TrainingSetup
 
 COSENT_SCALE = 20.0
 """By which CoSENT multiplies cosines (Su 2022, https://kexue.fm/archives/8847; sentence-transformers' default)."""
@@ -45,6 +51,16 @@ class EmbeddingObjective(Objective):
 
     model_class = "AutoModel"
     label_type = torch.float32
+
+    def plan_passes(self, setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
+        """Make the batches of an update, whose losses compare the examples of all ranks."""
+        joint = make_joint_batches(self, setup, examples, epoch)
+        tokens = sum(part.tokens for batch in joint if batch.counts[batch.place] for part in batch.parts)
+        return Passes([partial(run_joint_batch, self, setup, batch) for batch in joint], tokens)
+
+    def deal_to_ranks(self, setup: TrainingSetup, examples: Indices) -> list[Indices]:
+        """Return for each rank the examples of an update whose texts it embeds; never empty."""
+        return deal_examples(setup, examples)
 
     def represent(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Run a forward pass; return what the loss needs of each example, fp32, shape (examples, numbers)."""

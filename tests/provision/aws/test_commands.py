@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from cpuft.cli import main
+from cpuft.files import write_text
+from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
 from cpuft.provision.aws.client import POLICY, AwsClient
 from cpuft.provision.aws.facts import find_host_key, parse_instances
@@ -285,8 +287,8 @@ def test_status_continues_after_an_account_that_cannot_be_queried(
     region: Region, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make_aws(region, tmp_path, nodes=1).make(say, refuse)
-    code, _, _ = run(capsys, "provision", "local", "--without-root", "--name", "mine", "--nodes", "2")
-    assert code == 0
+    mine = Entry("mine", "local", str(tmp_path / "hostfiles" / "mine"), options={"name": "mine", "nodes": "2"})
+    write_text(tmp_path / "state" / "mine" / FILE_NAME, format_entry(mine))
     with monkeypatch.context() as patch:
         for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_SECURITY_TOKEN"):
             patch.delenv(name, raising=False)
@@ -294,5 +296,5 @@ def test_status_continues_after_an_account_that_cannot_be_queried(
         assert (code, errors) == (0, "")
         first, second, *_ = output.splitlines()
         assert first.startswith("cluster lab cannot be queried: there are no AWS credentials")
-        assert second.startswith("cluster mine (plain)")
+        assert second.startswith("cluster mine (local)")
         assert run(capsys, "provision", "status", "lab")[0] == 2

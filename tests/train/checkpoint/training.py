@@ -94,7 +94,7 @@ def make_loop(world: World, dropout: float) -> TrainingSetup:
 
 def go(loop: TrainingSetup, writer: CheckpointWriter | None = None, done: int = 0) -> dict[str, Any]:
     """Train to the end; losses, this rank's rows of each forward pass, and the final checksum."""
-    losses = []
+    losses, loop.evaluation_interval = [], 5  # the lines until then are complete, as before an evaluation
     for line in train(loop, done=done):
         losses.append(line.loss)
         if writer and line.step == 5:

@@ -89,6 +89,7 @@ def keep(loop: TrainingSetup, root: Path) -> None:
 def go(loop: TrainingSetup, root: Path | None = None, done: int = 0) -> dict[str, Any]:
     """Train to the end: losses, the checksum of what all ranks have, its weights, and bytes of optimizer and step."""
     found: dict[str, Any] = {"losses": [], "sent": []}
+    loop.evaluation_interval = KEPT_AFTER  # the lines until then are complete, as before an evaluation
     for line in train(loop, done=done):
         found["losses"].append(line.loss)
         found["sent"].append(line.bytes_sent)

@@ -1,0 +1,126 @@
+"""Control messages: what ranks tell each other about their updates, about once per second.
+
+A message has a rank's numbers of all updates since the last one, for the record, and what the rank requests: a
+checkpoint or the end. It is sent in the background after an update that all ranks compute alike from the last message,
+and read within the next update, so that nothing waits behind larger messages on the same link. All ranks carry out
+requests after the update in which they have read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+
+from cpuft.errors import CpuftError
+from cpuft.record import StepLine
+from cpuft.train.checkpoint.policy import Checkpoints, Requests
+from cpuft.train.process_group import gather_numbers
+from cpuft.train.setup import TrainingSetup
+
+_SECONDS = 1.0
+"""Time between two messages, as far as updates allow it."""
+
+
+class ControlMessages:
+    """The updates of this rank whose lines are not complete yet, and what ranks request of each other.
+
+    A rank that trains alone sends nothing: its lines are complete and its requests are known at once.
+
+    Parameters
+    ----------
+    checkpoints: knows what this rank requests.
+    done: updates before this start of the run.
+    """
+
+    def __init__(self, setup: TrainingSetup, checkpoints: Checkpoints, done: int) -> None:
+        self._is_alone, self._independent = setup.independent or setup.world.size == 1, setup.independent
+        self._checkpoints = checkpoints
+        self._requests = Requests()
+        """What ranks have requested and not carried out. Each message replaces it: a request is repeated until it is
+        carried out."""
+        self._is_acting = False
+        """Whether requests are carried out after the update that is being made, so that they are not sent again."""
+        self._unsent, self._numbers = list[StepLine](), list[float]()
+        """This rank's lines of updates since the last message, and its numbers for the other ranks: of each update the
+        sum of losses, the number of their terms, examples, tokens, seconds without communication, and all seconds."""
+        self._sent = list[StepLine]()
+        """Updates of the message that is under way; none if there is none."""
+        self._read: Callable[[], torch.Tensor] = torch.Tensor
+        """Waits for the messages of all ranks: (ranks, 1 + 6 for each of `_sent`)."""
+        self._next_message = done + 1
+        """Update after which the next message is sent."""
+        self._complete = deque[tuple[StepLine, torch.Tensor]]()
+        """Updates and the numbers of all ranks, (ranks, 6)."""
+
+    def find_due(self, may_save: bool) -> Requests:
+        """Return what all ranks carry out after the update that is being made. Reads the message under way.
+
+        Parameters
+        ----------
+        may_save: whether a checkpoint can be written after this update; it is kept for a later one otherwise. A stop is
+            carried out after any update.
+        """
+        self._receive()
+        if self._is_alone:
+            self._requests = self._checkpoints.find_requests()
+        due = self._requests if self._requests.stop or may_save else Requests()
+        self._is_acting = due.any
+        if due.any:
+            self._requests = Requests()
+        return due
+
+    def add(self, own: StepLine, terms: float, is_pause: bool) -> None:
+        """Add an update that this rank has made, and send a message if it is time.
+
+        Parameters
+        ----------
+        own: the line with this rank's examples, tokens and sum of losses, and its seconds without communication.
+        terms: number of terms of the sum: examples, tagged words or masked tokens.
+        is_pause: an evaluation, a comparison, a checkpoint or the end follows, so that all lines must be complete now,
+            and no message under way.
+        """
+        self._unsent.append(own)
+        self._numbers += [own.loss, terms, own.samples, own.tokens, *own.compute_seconds, own.step_seconds]
+        if self._is_alone:
+            self._complete.append((own, torch.tensor([self._numbers], dtype=torch.float64)))
+            self._unsent, self._numbers = [], []
+        elif is_pause or own.step >= self._next_message:
+            self._receive()  # nothing was due after the last update, so that nobody has asked
+            requests = Requests() if self._is_acting else self._checkpoints.find_requests()
+            self._read = gather_numbers([requests.encode(), *self._numbers])
+            self._sent, self._unsent, self._numbers = self._unsent, [], []
+        if is_pause:
+            self._receive()
+
+    def _receive(self) -> None:
+        """Wait for the message under way, if there is one, and choose the update of the next one."""
+        if not self._sent:
+            return
+        table = self._read()
+        self._requests = Requests.decode(float(table[:, 0].sum()))
+        by_update = table[:, 1:].view(len(table), len(self._sent), -1).unbind(1)
+        self._complete.extend(zip(self._sent, by_update, strict=True))
+        slowest = max(float(numbers[:, -1].max()) for numbers in by_update)
+        self._next_message = self._sent[-1].step + max(1, int(_SECONDS / slowest))
+        self._sent = []
+
+    def take_lines(self) -> Iterator[StepLine]:
+        """Yield the record's line of each update whose numbers of all ranks are known, once.
+
+        Raises CpuftError: the loss of the next one is not finite.
+        """
+        while self._complete:
+            own, numbers = self._complete.popleft()
+            total, terms, examples, tokens, _, _ = numbers.sum(0).tolist()
+            loss = total / (terms or 1.0)
+            if not math.isfinite(loss):
+                raise CpuftError(
+                    f"the loss is {loss} at update {own.step}, because the training diverged at learning rate "
+                    f"{own.learning_rate:g}: lower --learning-rate, or look for huge numbers among the data's scores"
+                )
+            seconds = [] if self._independent else numbers[:, 4].tolist()
+            yield replace(own, loss=loss, samples=int(examples), tokens=int(tokens), compute_seconds=seconds)

@@ -1,0 +1,71 @@
+"""The forward and backward passes of an update, and the clock that measures its phases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cpuft.comm import take_traffic
+from cpuft.record import StepLine
+
+
+class Clock:
+    """Measures the seconds of one step by phase: data, forward, backward, update and communication.
+
+    It starts when it is made. `seconds` has the sum of each phase so far, `start` the time.perf_counter value of the
+    start, and `last_laps` (start, end) of each phase's last lap, likewise.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = dict.fromkeys(("data", "forward", "backward", "update", "communication"), 0.0)
+        self.last_laps: dict[str, tuple[float, float]] = {}
+        self.start = self.last = time.perf_counter()
+
+    def lap(self, phase: str) -> None:
+        """Add the time since the last lap, or the start, to `phase`. Raises KeyError: there is no such phase."""
+        now = time.perf_counter()
+        self.seconds[phase] += now - self.last
+        self.last_laps[phase] = (self.last, now)
+        self.last = now
+
+    def make_line(self, update: int, rate: float, loss: float, examples: int, tokens: int, waited: float) -> StepLine:
+        """Return the line of an update that ends now, with the numbers of this rank alone.
+
+        Its bytes are those that the rank has sent since `take_traffic` was called last.
+
+        Parameters
+        ----------
+        loss: the sum of the losses of this rank's examples.
+        waited: seconds of the backward pass in which the rank waited for messages.
+        """
+        seconds = self.seconds
+        return StepLine(
+            step=update,
+            loss=loss,
+            learning_rate=rate,
+            samples=examples,
+            tokens=tokens,
+            data_seconds=seconds["data"],
+            forward_seconds=seconds["forward"],
+            backward_seconds=max(0.0, seconds["backward"] - waited),
+            communication_seconds=seconds["communication"] + waited,
+            update_seconds=seconds["update"],
+            step_seconds=time.perf_counter() - self.start,
+            bytes_sent=take_traffic().nbytes,
+            compute_seconds=[sum(seconds.values()) - seconds["communication"] - waited],
+        )
+
+
+@dataclass(frozen=True)
+class Passes:
+    """The forward and backward passes of one rank for one update."""
+
+    functions: list[Callable[[float, bool, Clock], float]]
+    """Functions that each run a forward and a backward pass, and return the sum of the examples' losses. They multiply
+    the gradient by the first argument, and add it to the gradients that are there: the exchange averages gradients over
+    ranks, so that ranks / terms makes it the gradient of the mean over all terms of the update. The second argument is
+    whether the pass is the last one of the update, in which gradients are sent; the clock gets the laps of the pass.
+    Every rank has equally many functions."""
+    tokens: int
+    """Number of tokens of this rank's examples, without padding."""
