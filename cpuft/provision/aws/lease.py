@@ -169,7 +169,7 @@ def format_span(seconds: float) -> str:
 
 
 def format_user_data(until: int, limit: int, public_key: str) -> str:
-    """Return the user data of an instance for cloud-init: the lease, and the key that lets root log in.
+    """Return the user data of an instance for cloud-init: its lease, its host key and the key that lets root log in.
 
     Values are written as JSON, which is valid YAML, so that no value can end its line.
 
@@ -184,6 +184,8 @@ def format_user_data(until: int, limit: int, public_key: str) -> str:
         "#cloud-config\n"
         "disable_root: false\n"
         "ssh_deletekeys: true\n"
+        "ssh_genkeytypes: [ed25519]\n"
+        "ssh: {emit_keys_to_console: true}\n"
         f"ssh_authorized_keys: {json.dumps([public_key])}\n"
         f"runcmd: {json.dumps([make_schedule_command(until, limit)])}\n"
     )

@@ -69,6 +69,9 @@ def test_user_data_is_read_back() -> None:
     told = yaml.safe_load(text)
     assert told["ssh_authorized_keys"] == ["ssh-ed25519 AAAA cpuft"]
     assert told["disable_root"] is False
+    # Whatever the image is configured to, the host key that is looked for is on the console.
+    assert told["ssh_genkeytypes"] == ["ed25519"]
+    assert told["ssh"] == {"emit_keys_to_console": True}
     assert told["runcmd"] == [list(make_schedule_command(NOW, NOW + 9))]
 
 

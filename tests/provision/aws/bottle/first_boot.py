@@ -2,9 +2,10 @@
 
 Debian's images contain cloud-init, but the machines that run these tests may not, and instances have no network to
 download it. This program does the same with the parts of a cloud-config that we use: `ssh_deletekeys`,
-`ssh_authorized_keys`, `disable_root`, `bootcmd` and `runcmd`, in cloud-init's order. `bootcmd` runs at
-every boot, the others at the first boot, recognized by the instance-id of the metadata service. Anything else is an
-error. The final stage ends with the public host keys on the console, as the module keys-to-console writes them.
+`ssh_genkeytypes`, `ssh`, `ssh_authorized_keys`, `disable_root`, `bootcmd` and `runcmd`, in cloud-init's order.
+`bootcmd` runs at every boot, the others at the first boot, recognized by the instance-id of the metadata service.
+Anything else is an error. The final stage ends with the public host keys on the console, as the module keys-to-console
+writes them, if user data asks for that: images may be configured not to.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import yaml
 
 _SERVICE = "http://169.254.169.254/latest"
 _TTL = "X-aws-ec2-metadata-token-ttl-seconds"
-_KNOWN = {"ssh_deletekeys", "ssh_authorized_keys", "disable_root", "bootcmd", "runcmd"}
+_KNOWN = {"ssh_deletekeys", "ssh_genkeytypes", "ssh", "ssh_authorized_keys", "disable_root", "bootcmd", "runcmd"}
 _NO_ROOT = (
     'no-port-forwarding,no-agent-forwarding,no-X11-forwarding,command="echo \'Please login as the user \\"debian\\" '
     'rather than the user \\"root\\".\';echo;sleep 10;exit 142" '
@@ -67,7 +68,9 @@ def make_host_keys(config: dict[str, Any]) -> None:
     if config.get("ssh_deletekeys", True):
         for path in Path("/etc/ssh").glob("ssh_host_*key*"):
             path.unlink()
-    subprocess.run(["ssh-keygen", "-q", "-A"], check=True)
+    for kind in config.get("ssh_genkeytypes", ["rsa"]):
+        if not (path := Path(f"/etc/ssh/ssh_host_{kind}_key")).exists():
+            subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", str(path)], check=True)
 
 
 def show_host_keys() -> None:
@@ -117,7 +120,8 @@ def main(stage: str) -> None:
     if stage == "final" and is_first:
         if os.environ["BROKEN"] != "final":
             run(config.get("runcmd", []))
-        show_host_keys()
+        if config.get("ssh", {}).get("emit_keys_to_console"):
+            show_host_keys()
     (instance / stage).touch()
 
 
