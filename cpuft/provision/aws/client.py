@@ -126,6 +126,7 @@ _TRANSIENT_CODES = (
 )
 """Error codes, beside all of HTTP 5xx, after which a call is repeated: a fault in AWS, too many requests, a resource
 that was created a moment ago and is not visible everywhere yet, or one that another resource still uses."""
+_QUOTA_CODES = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded")
 _FORBIDDEN_CODES = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 _CREDENTIAL_CODES = (
     "AuthFailure",
@@ -169,6 +170,11 @@ class CallError(CpuftError):
             )
         elif code in _CREDENTIAL_CODES:
             text = f"AWS does not accept your credentials ({code}): {_GIVE_CREDENTIALS}"
+        elif code in _QUOTA_CODES:
+            text = (
+                f"your quota does not allow this beside what runs already ({code}: {message}): rent fewer or smaller "
+                "instances, terminate others, or request a higher quota in the Service Quotas console"
+            )
         elif not status:
             text = f"AWS does not answer ({permission}: {message}): check --region and the network of this machine"
         elif self.is_transient:
@@ -264,16 +270,18 @@ class AwsClient:
         return self._request(method, parameters)
 
     def dry_run(self, call: CallStep) -> None:
-        """Check that AWS would allow a call, without making it. A call that has taken effect before passes, too.
+        """Check that AWS would allow a call, without making it.
 
-        Only EC2 can check calls; those of other services pass.
+        A call that has taken effect before passes, too, and one about an instance that does not exist. Only EC2 can
+        check calls; those of other services pass.
         """
         if call.method in _SERVICES:
             return
         try:
             self._request(call.method, {**call.parameters, "DryRun": True})
         except CallError as error:
-            if error.code != "DryRunOperation" and not _is_done(call.method, error.code):
+            is_allowed = error.code == "DryRunOperation" or error.code.startswith("InvalidInstanceID")
+            if not is_allowed and not _is_done(call.method, error.code):
                 raise
 
     def execute(self, call: CallStep) -> dict[str, Any]:

@@ -109,54 +109,57 @@ class Nodes(Servers):
             errors = " ".join(answer.errors.split())[-300:] or "without a message"
             raise LeaseError(f"the shutdown of {address} at the end of its lease could not be scheduled ({errors})")
 
-    def find_keys(self, find_key: Callable[[str], str]) -> None:
-        """Look for the host keys that the cluster's known_hosts file does not have.
-
-        `find_key` returns the host key of the instance with an id, and "" while it is unknown.
-        """
-        for one in self.members:
-            if one.known_name not in self.keys and (key := find_key(one.mark)):
-                self.keys[one.known_name] = key
-
-    def wait(
+    def connect(
         self,
         find_key: Callable[[str], str],
         seconds: float,
         now: Callable[[], float],
         sleep: Callable[[float], None],
     ) -> None:
-        """Wait until all instances have a known host key and accept ssh connections. They are asked every 2 s.
+        """Find the host keys that the cluster's known_hosts file does not have, and log in to all instances.
+
+        Both are tried every 2 s until they succeed.
 
         Parameters
         ----------
         find_key
-            As in `find_keys`.
+            Returns the host key of the instance with an id, and "" while it is unknown.
         seconds
-            Time limit.
+            Time limit; 0 for a single attempt.
         now, sleep
             Return the present time in seconds, and pause for a number of seconds.
 
-        Raises CpuftError when some do not within `seconds`, or at once when one shows an unexpected host key.
+        Raises CpuftError when that fails for `seconds`, or at once when an instance shows an unexpected host key.
         """
         end = now() + seconds
-        while True:
-            self.find_keys(find_key)
-            if missing := [one for one in self.members if one.known_name not in self.keys]:
-                errors = [
-                    CpuftError(f"host {one.address} ({one.mark}) shows no host key on its console") for one in missing
-                ]
-            else:
-                with self._temporary_transport(()) as transport:
-                    answers = try_hosts(lambda one: transport.run(Host(one.address), ("true",)), self.members)
-                errors = [one for one in answers if isinstance(one, CpuftError)]
-            if not errors:
-                return
+        while errors := self._try_connections(find_key):
             key_errors = [
                 one for one in errors if isinstance(one, HostError) and one.kind in (KEY_CHANGED, KEY_UNKNOWN)
             ]
-            if key_errors or now() > end:
+            if key_errors or now() >= end:
                 reasons = "; ".join(str(one) for one in key_errors or errors)
                 raise CpuftError(
                     f"{reasons}. The instances cost money: remove them with `cpuft provision down {self.name}`"
                 )
             sleep(_POLL_SECONDS)
+
+    def _try_connections(self, find_key: Callable[[str], str]) -> list[CpuftError]:
+        """Return why instances cannot be logged in to. No connection is made before all host keys are known."""
+        if missing := self._find_keys(find_key):
+            return [
+                CpuftError(
+                    f"no ed25519 host key is on the console of {', '.join(missing)}: run the same command again to "
+                    "wait longer, because types older than the Nitro system show their console up to 20 minutes after "
+                    "their start; an AMI without cloud-init shows none"
+                )
+            ]
+        with self._temporary_transport(()) as transport:
+            answers = try_hosts(lambda one: transport.run(Host(one.address), ("true",)), self.members)
+        return [one for one in answers if isinstance(one, CpuftError)]
+
+    def _find_keys(self, find_key: Callable[[str], str]) -> list[str]:
+        """Look for the host keys that are unknown. Returns the instances whose keys still are: "10.0.0.1 (i-1)"."""
+        for one in self.members:
+            if one.known_name not in self.keys and (key := find_key(one.mark)):
+                self.keys[one.known_name] = key
+        return [f"{one.address} ({one.mark})" for one in self.members if one.known_name not in self.keys]

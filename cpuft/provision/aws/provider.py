@@ -61,6 +61,8 @@ _BOOT_SECONDS = 300.0
 _END_SECONDS = 600.0
 """Time limit for instances that shut down to be terminated."""
 _POLL_SECONDS = 2.0
+_NO_INSTANCE = f"i-{'0' * 17}"
+"""Id for checks of permissions when there is no instance yet."""
 _YOUNG_SECONDS = 120.0
 """How long after a request its instances may still be missing in AWS's lists."""
 
@@ -76,7 +78,7 @@ class Services:
     """Returns seconds since the epoch."""
     find_address: Callable[[], str] = find_own_address
     appear_seconds: float = 30.0
-    """How long `down` waits for instances that were requested a moment ago to appear in AWS's lists."""
+    """How long to wait for instances that were requested a moment ago to appear in AWS's lists."""
     uses_ssh: bool = True
     """Whether to log in to the instances. Otherwise they are rented only."""
 
@@ -126,7 +128,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         self._waits = False
         """Whether to wait until instances start or end. Commands that change nothing do not wait."""
         self._ended: frozenset[str] | None = None
-        """Ids of the instances that had ended already when `make` began; None while it is not at work."""
+        """Ids of the instances that had ended when `make` looked first; None before."""
         self._say: Say = lambda text: None
         self._last_instances: tuple[Instance, ...] = ()
         """The instances when `down` last looked, for the bill."""
@@ -210,10 +212,11 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         Without this, `make` would start others in its place again and again if AWS ends each of them at its start, for
         example because its disk is encrypted with a key that may not be used.
         """
-        if self._ended is None:
-            return
-        for one in resources.instances:
-            if one not in resources.live and one.id not in self._ended:
+        ended = [one for one in resources.instances if one not in resources.live]
+        if self._ended is None or not self._waits:
+            self._ended = frozenset(one.id for one in ended)
+        for one in ended:
+            if one.id not in self._ended:
                 raise CpuftError(
                     f"AWS has ended instance {one.id} of {self.name} ({one.reason or 'it does not say why'}): correct "
                     "the cause and run the same command again, or remove the cluster with `cpuft provision down "
@@ -240,10 +243,9 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         )
 
     def _gather_servers(self, resources: Resources) -> ClusterFacts:
-        nodes, find_key = self._make_nodes(resources), partial(find_host_key, self.client)
-        nodes.find_keys(find_key)
+        nodes, seconds = self._make_nodes(resources), _BOOT_SECONDS if self._waits else 0.0
+        nodes.connect(partial(find_host_key, self.client), seconds, self.services.now, self.services.sleep)
         if self._waits:
-            nodes.wait(find_key, _BOOT_SECONDS, self.services.now, self.services.sleep)
             nodes.secure_lease(self._say)
         return nodes.gather()
 
@@ -296,12 +298,16 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return describe_price(price, self.config, missing, now, until, limit)
 
     def _check_permissions(self, facts: RentalFacts, offer: Offer) -> None:
-        """Ask AWS in dry runs whether it would allow the planned calls. Raises CpuftError when it would not."""
+        """Ask AWS in dry runs whether it would allow the planned calls, and reading the consoles of the instances.
+
+        Raises CpuftError when it would not.
+        """
         zone, _ = choose_zone(self.config, facts.resources, offer, {})
         missing = self.config.nodes - len(facts.resources.live)
         request = make_request(self.config, facts.resources, offer, zone, missing)
         start = plan_call("run_instances", "start instances", self.client.region, request)
-        for step in (start, *(step for stage in plan_rental(self.config, facts).stages for step in stage)):
+        look = plan_call("get_console_output", "read host keys", self.client.region, {"InstanceId": _NO_INSTANCE})
+        for step in (start, look, *(step for stage in plan_rental(self.config, facts).stages for step in stage)):
             if isinstance(step, CallStep):
                 self.client.dry_run(step)
 
@@ -333,15 +339,25 @@ class Aws(Provider[AwsConfig, AwsFacts]):
     def _make_call(self, call: CallStep, say: Say) -> None:
         say(call.why)
         try:
-            self.client.execute(call)
+            answer = self.client.execute(call)
         except CallError as error:
             if call.method != "run_instances" or error.code not in CAPACITY_CODES:
                 raise
             zone, spot = call.parameters["Placement"]["AvailabilityZone"], "InstanceMarketOptions" in call.parameters
             self._refused[zone, spot] = f"{error.code}: {error.message}"
             say(f"{zone} has no {'spot capacity' if spot else 'capacity'}: {self._refused[zone, spot]}")
+        else:
+            self._wait_until_listed({one["InstanceId"] for one in answer.get("Instances", ())})
         if call.method == "create_service_linked_role" and self._offer:
             self._offer = replace(self._offer, has_spot_role=True)
+
+    def _wait_until_listed(self, started: set[str]) -> None:
+        """Wait, 30 s at most, until AWS lists all instances of a call. Others would be started in place of the rest."""
+        end = self.services.now() + self.services.appear_seconds
+        while started and self.services.now() < end:
+            started -= {one.id for one in self._gather_resources().resources.instances}
+            if started:
+                self.services.sleep(_POLL_SECONDS)
 
     def make(self, say: Say, ask: Ask) -> str:
         """Make or repair the cluster, and wait until it is ready.
@@ -358,9 +374,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         their lease, the user refuses, a check or a step fails, AWS refuses a call, or another process works on the same
         cluster.
         """
-        self._waits, self._say = True, say
-        resources = self._gather_resources().resources
-        self._ended = frozenset(one.id for one in resources.instances if one not in resources.live)
+        self._waits, self._ended, self._say = True, None, say
         try:
             sentence = super().make(say, ask)
         except LeaseError as error:
@@ -379,7 +393,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 self.down(say)
             raise
         finally:
-            self._ended = None
+            self._waits = False
         return f"{sentence}; {self._describe_end()}"
 
     def _describe_end(self) -> str:

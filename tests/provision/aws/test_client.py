@@ -25,6 +25,7 @@ def test_a_call_is_a_step_that_prints_as_a_command_of_aws(value: str) -> None:
         ("InternalError", 500, True, "AWS cannot do ec2:RunInstances now (InternalError: no): run the command again"),
         ("InvalidGroup.NotFound", 400, True, "AWS cannot do ec2:RunInstances now (InvalidGroup.NotFound: no)"),
         ("", 0, True, "AWS does not answer (ec2:RunInstances: no): check --region"),
+        ("VcpuLimitExceeded", 400, False, "your quota does not allow this beside what runs already (VcpuLimitExceeded"),
         ("UnauthorizedOperation", 403, False, "your AWS credentials lack the permission ec2:RunInstances"),
         ("ExpiredToken", 400, False, "AWS does not accept your credentials (ExpiredToken): put an access key"),
     ],

@@ -213,6 +213,7 @@ def test_the_printed_policy_suffices(region: Region, tmp_path: Path, monkeypatch
         ((), "ec2:RunInstances"),
         ((), "ec2:DescribeInstances"),
         ((), "ec2:CreatePlacementGroup"),
+        ((), "ec2:GetConsoleOutput"),
         (("--spot",), "iam:GetRole"),
         (("--spot",), "iam:CreateServiceLinkedRole"),
     ],

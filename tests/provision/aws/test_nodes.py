@@ -104,16 +104,20 @@ def test_the_known_key_of_an_instance_is_not_accepted_from_another_one_at_its_ad
     (tmp_path / "lab").mkdir()
     (tmp_path / "lab" / "known_hosts").write_text(f"10.0.0.1 ssh-ed25519 AAAA {mark}".rstrip() + "\n")
     found = make_nodes(tmp_path, "10.0.0.1")
-    found.find_keys(lambda instance: {"i-1": "ssh-ed25519 BBBB"}[instance])
+    assert found._find_keys(lambda instance: {"i-1": "ssh-ed25519 BBBB"}[instance]) == []
     assert found.keys == {"10.0.0.1": key}
     assert format_known_hosts(found._list_members()) == f"10.0.0.1 {' '.join(key.split()[:2])} i-1\n"
 
 
-def test_an_instance_without_a_host_key_on_its_console_is_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seconds", "waited"), [(5.0, 6.0), (0.0, 0.0)])
+def test_an_instance_without_a_host_key_on_its_console_is_waited_for(
+    seconds: float, waited: float, tmp_path: Path
+) -> None:
     slept: list[float] = []
-    with pytest.raises(CpuftError, match=r"host 10.0.0.1 \(i-1\) shows no host key on its console.*: remove them"):
-        make_nodes(tmp_path, "10.0.0.1").wait(lambda instance: "", 5.0, lambda: sum(slept), slept.append)
-    assert sum(slept) == 6.0
+    said = r"no ed25519 host key is on the console of 10\.0\.0\.1 \(i-1\): run the same command again.*: remove them"
+    with pytest.raises(CpuftError, match=said):
+        make_nodes(tmp_path, "10.0.0.1").connect(lambda instance: "", seconds, lambda: sum(slept), slept.append)
+    assert sum(slept) == waited
 
 
 def check_again(region: Region, lab: Aws) -> None:

@@ -58,9 +58,19 @@ def test_a_dry_run_changes_nothing(region: Region, tmp_path: Path) -> None:
     assert "4 x m7i.8xlarge on demand" in plan.notes[0]
     assert "$6.45 per hour, $25.80" in plan.notes[0]
     tried = {name: parameters for name, parameters in region.calls if parameters.get("DryRun")}
-    assert {*tried} == {"create_placement_group", "create_security_group", "run_instances"}
+    calls = {"create_placement_group", "create_security_group", "get_console_output", "run_instances"}
+    assert {*tried} == calls
     # The printed policy allows creating only what gets the cluster's tag at once.
-    assert [name for name, one in tried.items() for kind in one["TagSpecifications"] if TAG not in str(kind)] == []
+    kinds = [kind for one in tried.values() for kind in one.get("TagSpecifications", ())]
+    assert [kind for kind in kinds if TAG not in str(kind)] == []
+
+
+def test_instances_are_not_connected_to_before_their_consoles_show_host_keys(region: Region, tmp_path: Path) -> None:
+    make(region, tmp_path)
+    with pytest.raises(CpuftError, match="no ed25519 host key is on the console of") as error:
+        make_aws(region, tmp_path, uses_ssh=True).drift()
+    assert "accept-host-keys" not in str(error.value)
+    assert region.seconds == 0
 
 
 def test_a_cluster_is_what_was_asked_for_and_making_it_again_does_nothing(region: Region, tmp_path: Path) -> None:
@@ -160,7 +170,8 @@ def test_instances_that_aws_does_not_list_yet_are_not_started_again(region: Regi
         make(region, tmp_path)
     region.calls.clear()
     region.kill = (-1, "")
-    region.hidden = 3
+    # Twice before the request is repeated, and four times after its answer.
+    region.hidden = 6
     make(region, tmp_path)
     assert region.mutating == ["run_instances"]
     assert len(live()) == 4
@@ -278,8 +289,10 @@ def test_down_leaves_the_record_of_another_cluster_of_this_name(
     files = read_files(lab.directory, Path(lab.hostfile))
     with pytest.raises(CpuftError, match="the key of lab is not on this machine"):
         make_aws(region, tmp_path, uses_ssh=True).plan_extension("5h")
+    before = len(region.calls)
     with pytest.raises(CpuftError, match=f"lab is a cluster {other} already: choose another --name, or "):
         lab.make(say, refuse)
+    assert len(region.calls) == before
     assert lab.down(say).startswith(
         f"cluster lab was removed from us-east-1, and cluster lab {other} was left as it is"
     )
