@@ -7,14 +7,15 @@ from dataclasses import replace
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.registry import Entry
 from cpuft.hosts.ssh_config import Member
 from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, map_hosts, try_hosts
 from cpuft.provision.aws.facts import Instance, SecurityGroup
-from cpuft.provision.aws.lease import CHECK_TIMER, RENEW_COMMAND, Timer, make_schedule_command, parse_timer
+from cpuft.provision.aws.lease import CHECK_TIMER, Timer, make_schedule_command, parse_timer
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.plan import find_notice_url, list_options
+from cpuft.provision.aws.plan import make_entry
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.servers import ClusterFacts, Servers
+from cpuft.provision.servers import Servers
 
 _POLL_SECONDS = 2.0
 
@@ -37,6 +38,7 @@ class Nodes(Servers):
     """
 
     kind = "aws"
+    can_lose_head = True
     here = ""  # an instance in another network may have the address of this machine
 
     def __init__(
@@ -61,11 +63,8 @@ class Nodes(Servers):
         self._aws_config = config
         self._until, self._limit = group.until, max(group.until, group.limit)
 
-    def _examine(self, transport: Transport) -> ClusterFacts:
-        facts = super()._examine(transport)
-        facts = replace(facts, kind=self.kind, options=list_options(self._aws_config))
-        facts = replace(facts, until=self._until, renewal=RENEW_COMMAND, can_lose_head=True)
-        return replace(facts, notice=find_notice_url(self._aws_config))
+    def _make_entry(self) -> Entry:
+        return make_entry(self._aws_config, str(self.directory), self.hostfile, self._until)
 
     def _read_timers(self, transport: Transport) -> dict[str, Timer]:
         """Return what each instance says about its lease, by private address."""

@@ -51,7 +51,7 @@ from cpuft.provision.aws.lease import (
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import is_ours, plan_files, plan_key, plan_removal
 
-NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
+_NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
 """URL of EC2's metadata service that exists on a spot instance when AWS is about to reclaim it."""
 STALE_SECONDS = 1800
 """Age after which a request for instances is not repeated but made anew. By then nobody waits for the response to the
@@ -233,21 +233,9 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
 
 def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
     """Plan the cluster's record, then the key to log in with."""
-    base = facts.directory
-    python, ssh_config = f"{config.prefix}/env/bin/python", f"{config.prefix}/clusters/{config.name}/ssh_config"
-    entry = Entry(
-        config.name,
-        "aws",
-        facts.hostfile,
-        f"{base}/ssh_config",
-        python,
-        options=list_options(config),
-        ssh_config_there=ssh_config,
-        notice=find_notice_url(config),
-        renewal=RENEW_COMMAND,
-        until=facts.resources.group.until if facts.resources.group else 0,
-    )
-    steps = plan_files({f"{base}/{FILE_NAME}": format_entry(entry)}, facts.files, "register the cluster")
+    base, until = facts.directory, facts.resources.group.until if facts.resources.group else 0
+    record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until))}
+    steps = plan_files(record, facts.files, "register the cluster")
     if facts.public_key:
         return [steps]
     if facts.resources.live:
@@ -255,20 +243,29 @@ def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
     return [steps, [plan_key(f"{base}/id_ed25519", "make the key to log in with")]]
 
 
-def list_options(config: AwsConfig) -> dict[str, str]:
-    """Return the options for the cluster's record, by name and as texts.
+def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int) -> Entry:
+    """Return the record of a cluster on this machine. Its options `yes` and `recipe`, of one run only, are empty.
 
-    `yes` and `recipe`, of one run only, are "False" and "".
+    Parameters
+    ----------
+    directory
+        Directory of the cluster's files.
+    until
+        End of the lease in seconds since the epoch; 0 if it is not fixed yet.
     """
-    return {key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()}
-
-
-def find_notice_url(config: AwsConfig) -> str:
-    """Return the URL where the hosts find interruption notices.
-
-    It is "" for on-demand instances, which are never reclaimed.
-    """
-    return NOTICE_URL if config.spot else ""
+    return Entry(
+        config.name,
+        "aws",
+        hostfile,
+        f"{directory}/ssh_config",
+        f"{config.prefix}/env/bin/python",
+        options={key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()},
+        ssh_config_there=f"{config.prefix}/clusters/{config.name}/ssh_config",
+        # On-demand instances are never reclaimed.
+        notice=_NOTICE_URL if config.spot else "",
+        renewal=RENEW_COMMAND,
+        until=until,
+    )
 
 
 def _make_key_error(name: str, facts: RentalFacts) -> CpuftError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,7 +17,18 @@ from cpuft.provision.aws import nodes
 from cpuft.provision.aws.nodes import Nodes
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws
-from tests.provision.aws.region import NAME, NOTHING, Region, format_console, left, make_aws, open_region, refuse, say
+from tests.provision.aws.region import (
+    NAME,
+    NOTHING,
+    Region,
+    client,
+    format_console,
+    left,
+    make_aws,
+    open_region,
+    refuse,
+    say,
+)
 from tests.provision.aws.test_plan import GROUP, make_instance
 from tests.provision.simulated import Simulated, needs_root, simulate, write_wheels
 
@@ -29,26 +39,30 @@ ARMED = "echo 'until 1'; echo 'usec 1000000'; echo 'mode poweroff'; echo 'enable
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
-    """Two hosts that have the same host key, as instances of one call have."""
+    """Two hosts that stand for instances. Each has a host key of its own."""
     folder = tmp_path_factory.mktemp("rented")
     write_wheels(folder / "wheels")
     with simulate(folder, "--nodes", "2") as made:
         for index in (1, 2):
             made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs -o mode=700 tmpfs "$HOME"')
             made.accept_own_keys(index)
-        key = (folder / "state" / made.name / "nodes/1/host_key").read_text(encoding="utf-8")
-        made.on(2, f"printf %s {shlex.quote(key)} >/run/cpuft/host_key")  # sshd reads it for each connection
         yield made
 
 
-def plant(cluster: Simulated, lab: Aws, region: Region, host_key: Path) -> None:
-    """Write the key that provisioning would have made, and show a host key on the consoles of the hosts."""
+def plant(cluster: Simulated, lab: Aws, region: Region, *host_keys: Path) -> None:
+    """Write the key that provisioning would have made, and show the host key of each host on its console."""
     source = cluster.folder / "state" / cluster.name / "id_ed25519"
     lab.directory.mkdir(parents=True, exist_ok=True)
     shutil.copy(source, lab.directory)
     shutil.copy(source.with_suffix(".pub"), lab.directory)
-    console = format_console(host_key.with_suffix(".pub").read_text().strip())
-    region.read_console = lambda instance: console
+    keys = [path.with_suffix(".pub").read_text().strip() for path in host_keys]
+    consoles = {host.name: format_console(key) for host, key in zip(cluster.hosts, keys)}
+
+    def read_console(instance: str) -> str:
+        (place,) = client().describe_instances(InstanceIds=[instance])["Reservations"]
+        return consoles[place["Instances"][0]["PrivateIpAddress"]]
+
+    region.read_console = read_console
 
 
 def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
@@ -63,14 +77,14 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
         options = {"nodes": 2, "prefix": "/mnt/cpuft", "wheels": str(cluster.folder / "wheels"), "uses_ssh": True}
         # Other machines answer at these addresses.
         lab = make_aws(region, tmp_path, **options)
-        plant(cluster, lab, region, state / "id_ed25519")
+        plant(cluster, lab, region, state / "id_ed25519", state / "id_ed25519")
         with pytest.raises(
             CpuftError,
             match=r"its key has changed.*The instances cost money: remove them",
         ):
             lab.make(say, refuse)
         assert SshTransport(cluster.ssh_config).run(Host(addresses[0]), ("ls", "/mnt")).output == ""
-        plant(cluster, lab, region, state / "nodes/1/host_key")
+        plant(cluster, lab, region, *(state / f"nodes/{index}/host_key" for index in (1, 2)))
         lab.make(say, refuse)
         assert [host.name for host in read_hostfile(lab.hostfile)] == addresses
         assert read_entry(lab.root, NAME).kind == "aws"
@@ -140,7 +154,8 @@ def test_instances_that_would_never_terminate_themselves_are_terminated(
     with open_region() as region:
         region.addresses = [host.name for host in cluster.hosts]
         lab = make_aws(region, tmp_path, nodes=2, wheels=str(cluster.folder / "wheels"), uses_ssh=True)
-        plant(cluster, lab, region, cluster.folder / "state" / cluster.name / "nodes/1/host_key")
+        state = cluster.folder / "state" / cluster.name
+        plant(cluster, lab, region, *(state / f"nodes/{index}/host_key" for index in (1, 2)))
         told: list[str] = []
         with pytest.raises(CpuftError, match=r"(end of its lease|their lease ends)") as caught:
             lab.make(told.append, refuse)
