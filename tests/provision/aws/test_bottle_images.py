@@ -100,7 +100,7 @@ def test_a_running_job_extends_the_lease_of_its_hosts(bottle: Bottle) -> None:
     check(bottle.cpuft(*LAB, "1", "--lease", "10m", "--lease-limit", "1h"))
     done = bottle.cpuft(*LAUNCH, "--np", "1", "--max-steps", "2", *JOB, *QUIET, "--run-dir", "moved")
     check(done)
-    assert "cpuft: the lease of the hosts goes on while the run does, to " in done.stderr
+    assert "cpuft: the lease of the hosts is renewed while the run lasts, until " in done.stderr
     (one,) = bottle.live()
     said = re.findall("shutdown in (.*) min", bottle.ask("console", one["id"]))
     assert said == ["9", "15"]
