@@ -92,13 +92,14 @@ def aws(dry_run: bool, policy: bool, **values: Any) -> None:
     Run the same command with the same options again to repair a cluster: it adds what is missing, and does nothing if
     the cluster is complete.
     """
-    from cpuft.provision.aws.policy import format_policy
+    from cpuft.provision.aws.client import POLICY
 
+    text = POLICY.read_text(encoding="utf-8")
     if policy and dry_run:
-        step = Step("print the IAM policy that renting needs", ("printf", "%s", format_policy()))
+        step = Step("print the IAM policy that renting needs", ("printf", "%s", text))
         click.echo(format_plan(Plan(((step,),))), nl=False)
     elif policy:
-        click.echo(format_policy(), nl=False)
+        click.echo(text, nl=False)
     else:
         _make(load_provider("aws")(pick(AwsConfig, values), os.environ), dry_run)
 

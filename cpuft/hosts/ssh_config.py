@@ -261,7 +261,7 @@ class Member:
     """User to log in as; empty for ssh's own default."""
     port: int = 22
     key: str = ""
-    """Its public host key as in a .pub file, one line for each key; empty while it is not known."""
+    """Its public host key as in a .pub file; empty while it is not known."""
     reached: str = ""
     """Its address from this machine, where that differs from the address among the hosts."""
     mark: str = ""
@@ -360,9 +360,9 @@ def _quote(option: str, value: str) -> str:
 def format_known_hosts(members: Sequence[Member]) -> str:
     """Return the known_hosts lines `NAME TYPE KEY [MARK]` of the members whose host keys are known; "" if none is.
 
-    NAME is `Member.known_name`; each key of a member has a line.
+    NAME is `Member.known_name`.
     """
-    lines = [(one.known_name, *key.split()[:2], one.mark) for one in members for key in one.key.splitlines()]
+    lines = [(one.known_name, *one.key.split()[:2], one.mark) for one in members if one.key]
     return "".join(f"{' '.join(words).rstrip()}\n" for words in lines)
 
 

@@ -20,10 +20,10 @@ _REMOVAL = REMOVE + Path(__file__).with_name("cluster_removal.sh").read_text(enc
 """Removes the directory last, because the record in it is how a second attempt finds the rest."""
 _KEYGEN = """set -eu
 umask 077
-mkdir -p "$(dirname "$2")"
+mkdir -p "$(dirname "$1")"
 # ssh-keygen asks before it replaces a half-written key.
-rm -f "$2" "$2.pub"
-ssh-keygen -q -t "$1" -N "" -C "$3" -f "$2"
+rm -f "$1" "$1.pub"
+ssh-keygen -q -t ed25519 -N "" -C "$2" -f "$1"
 """
 _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
@@ -107,9 +107,9 @@ def plan_removal(files: Mapping[str, str], directory: str, hostfile: str, *other
     return (Step("remove its keys, files and hostfile", ("sh", "-c", _REMOVAL, "remove", directory, *mine)),)
 
 
-def plan_key(path: str, why: str, comment: str = KEY_MARK, kind: str = "ed25519", host: str = "") -> Step:
+def plan_key(path: str, why: str, comment: str = KEY_MARK, host: str = "") -> Step:
     """Return the step that makes a key pair and its folder, over an earlier pair; the private key is at `path`."""
-    return Step(why, ("sh", "-c", _KEYGEN, "keygen", kind, path, comment), host=host)
+    return Step(why, ("sh", "-c", _KEYGEN, "keygen", path, comment), host=host)
 
 
 def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:

@@ -94,8 +94,6 @@ class ServerFacts:
     """SHA-256 of each of the cluster's ssh files on the server, by file name; "" for a file that is missing."""
     authorized: tuple[str, ...] = ()
     """Lines of the user's authorized_keys."""
-    host_keys: tuple[str, ...] = ()
-    """Public keys in /etc/ssh, with their comments."""
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
@@ -121,7 +119,6 @@ def parse_survey(text: str, host: str) -> ServerFacts:
         wheels={value.partition(" ")[0]: value.partition(" ")[2] for key, value in lines if key == "wheel"},
         sums={key.removeprefix("sum_"): value for key, value in lines if key.startswith("sum_")},
         authorized=tuple(value for key, value in lines if key == "authorized"),
-        host_keys=tuple(value for key, value in lines if key == "hostkey"),
     )
 
 
@@ -177,9 +174,8 @@ class ClusterFacts:
     """(ssh data, survey) of each server; the head host comes first."""
     files: Mapping[str, str]
     """Texts of the cluster's files on this machine, by path."""
-    directory: str
-    """Directory of these files. Only the hostfile is elsewhere."""
-    hostfile: str
+    entry: Entry
+    """The record that the cluster should have on this machine."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The ssh command for each server, by address: argv to which a shell line is appended."""
     bastions: Bastions = ()
@@ -188,20 +184,15 @@ class ClusterFacts:
     """The wheels that the servers install."""
     pins: tuple[str, ...] = ()
     """name==version of each package that the servers install, perhaps with `--hash=` options."""
-    kind: str = "hosts"
-    """Kind of cluster in the registry entry."""
-    options: Mapping[str, str] | None = None
-    """Options for the registry entry, if it has others than those of `HostsConfig`."""
-    notice: str = ""
-    """URL or file that announces a host's interruption; empty for none."""
-    renewal: str = ""
-    """Command that extends a host's lease while a run is active; empty for none."""
-    until: int = 0
-    """End of the lease in seconds since the epoch; 0 for no lease."""
     can_lose_head: bool = False
     """Whether every server must be able to replace the head host."""
     refused: Mapping[str, str] = field(default_factory=dict)
     """What ssh said where the head host could not log in although nothing is missing, by address of the server."""
+
+    @property
+    def directory(self) -> str:
+        """Directory of the cluster's files on this machine. Only the hostfile is elsewhere."""
+        return str(Path(self.entry.ssh_config).parent)
 
     @property
     def head_hosts(self) -> tuple[tuple[Member, ServerFacts], ...]:
@@ -266,7 +257,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     notes = [
         f"{one.address} shows the host key {one.key.split()[0]} {fingerprint(one.key)}: cpuft asks if that is right"
         for one in facts.members
-        if facts.kind == "hosts"
+        if facts.entry.kind == "hosts"
         and format_known_hosts([one]) not in facts.files.get(f"{facts.directory}/known_hosts", "")
     ]
     if facts.supply.complete:
@@ -279,14 +270,8 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
 def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     """Plan the registry entry and ssh files. They come first, so that `down` finds what a killed run left behind."""
     base, members = facts.directory, facts.members
-    python, there = f"{config.prefix}/env/bin/python", f"{cluster_dir(config)}/ssh_config"
-    # --accept-host-keys applies to one run only.
-    options = {key: str(value) for key, value in asdict(replace(config, accept_host_keys=False)).items()}
-    options = dict(facts.options) if facts.options else options
-    entry = Entry(config.name, facts.kind, facts.hostfile, f"{base}/ssh_config", python, {}, options, there)
-    entry = replace(entry, notice=facts.notice, renewal=facts.renewal, until=facts.until)
     texts = {
-        f"{base}/{FILE_NAME}": format_entry(entry),
+        f"{base}/{FILE_NAME}": format_entry(facts.entry),
         f"{base}/ssh_config": format_ssh_config(members, config.key, f"{base}/known_hosts", facts.bastions),
         f"{base}/known_hosts": format_known_hosts(members),
     }
@@ -295,7 +280,7 @@ def _plan_entry(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
 
 def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
     hosts = format_hostfile(tuple(Host(member.address) for member in facts.members))
-    hostfile = {facts.hostfile: f"# Cluster {config.name}, made by cpuft provision.\n{hosts}"}
+    hostfile = {facts.entry.hostfile: f"# Cluster {config.name}, made by cpuft provision.\n{hosts}"}
     return plan_files(hostfile, facts.files, "write the hostfile")
 
 
@@ -362,8 +347,7 @@ def _plan_wheels(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
 def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
     """Plan the files by which the head host reaches all hosts."""
     folder = cluster_dir(config)
-    python = f"{config.prefix}/env/bin/python"
-    texts = format_inside(facts.members, folder, python, facts.notice, facts.renewal)
+    texts = format_inside(facts.members, folder, facts.entry.python, facts.entry.notice, facts.entry.renewal)
     return [
         plan_file(f"{folder}/{name}", text, "configure how the head host reaches the hosts", host=member.address)
         for member, own in facts.head_hosts
@@ -391,7 +375,8 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
         if own.marked or own.stamp or own.key or comment in _list_keys(own).values()
     )
     # Earlier versions wrote a file beside the hostfile.
-    removal = plan_removal(facts.files, facts.directory, facts.hostfile, f"{facts.hostfile}.lock")
+    hostfile = facts.entry.hostfile
+    removal = plan_removal(facts.files, facts.directory, hostfile, f"{hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
     return Plan(tuple(stage for stage in stages if stage), command_prefixes=facts.command_prefixes)
 
@@ -417,6 +402,8 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     options = HostsConfig
     here: str | None = None
     """Of the transports to the servers (`Transport.here`)."""
+    can_lose_head = False
+    """Whether every server must be able to replace the head host."""
 
     def __init__(self, config: HostsConfig, environ: Mapping[str, str], entry: Entry | None = None) -> None:
         # The registry stores the options, and later commands may run in another working directory.
@@ -550,7 +537,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         """
         if self.directory.exists():
             return self._examine(self._make_transport())
-        return ClusterFacts((), {}, str(self.directory), self.hostfile)
+        return ClusterFacts((), {}, self._make_entry())
 
     def _examine(self, transport: Transport) -> ClusterFacts:
         """Examine the servers, and read the cluster's files on this machine."""
@@ -563,8 +550,20 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
             for member in self.members
         }
         return ClusterFacts(
-            tuple(zip(self._list_members(), surveys)), files, str(self.directory), self.hostfile, command_prefixes
+            tuple(zip(self._list_members(), surveys)),
+            files,
+            self._make_entry(),
+            command_prefixes,
+            can_lose_head=self.can_lose_head,
         )
+
+    def _make_entry(self) -> Entry:
+        """Return the record that the cluster should have on this machine."""
+        # --accept-host-keys applies to one run only.
+        options = {key: str(value) for key, value in asdict(replace(self.config, accept_host_keys=False)).items()}
+        here, there = str(self.directory / "ssh_config"), f"{cluster_dir(self.config)}/ssh_config"
+        python = f"{self.config.prefix}/env/bin/python"
+        return Entry(self.name, self.kind, self.hostfile, here, python, {}, options, there)
 
     def _survey(self, transport: Transport, member: Member) -> ServerFacts:
         """Run servers_survey.sh on a server. Raise CpuftError if that fails."""

@@ -197,7 +197,8 @@ def server(tmp_path: Path) -> Path:
 def take_down(server: Path) -> subprocess.CompletedProcess[str]:
     """The step of `provision down` that runs on a server, with this folder as its root."""
     config = HostsConfig(hosts="a", name="lab", prefix=f"{server}/opt/cpuft")
-    facts = ClusterFacts(((Member("a", "a"), ServerFacts(marked=True)),), {}, "/state/lab", "/h/hostfiles/lab")
+    entry = Entry("lab", "hosts", "/h/hostfiles/lab", "/state/lab/ssh_config")
+    facts = ClusterFacts(((Member("a", "a"), ServerFacts(marked=True)),), {}, entry)
     ((step,),) = plan_servers_down(config, facts).stages
     words = [str(server / "tmp") if word == "/var/tmp" else word for word in step.command]
     environ = dict(os.environ) | {"HOME": str(server / "home")}

@@ -38,6 +38,7 @@ PINS = ("click==8.1.0",)
 BARE = ServerFacts("debian 12", "6.1", "3.11.2", free_kb=9 << 20, writable=True)
 KEY = "ssh-ed25519 KEY cpuft-lab"
 FOLDER = "/opt/cpuft/clusters/lab"
+ENTRY = Entry("lab", "hosts", "/h/hostfiles/lab", "/state/lab/ssh_config", "/opt/cpuft/env/bin/python")
 TEXTS = format_inside(MEMBERS, FOLDER, "/opt/cpuft/env/bin/python")
 SUMS = {name: sha256(text.encode()).hexdigest() for name, text in TEXTS.items()}
 DONE = replace(
@@ -61,7 +62,7 @@ authorized ssh-ed25519 OTHER me@here
 
 
 def make_facts(servers: tuple[ServerFacts, ...], **more: Any) -> ClusterFacts:
-    facts = ClusterFacts(tuple(zip(MEMBERS, servers)), {}, "/state/lab", "/h/hostfiles/lab")
+    facts = ClusterFacts(tuple(zip(MEMBERS, servers)), {}, ENTRY)
     return replace(facts, supply=Supply(WHEELS), pins=PINS, **more)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +14,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
 from cpuft.plan import Plan, Step
 from cpuft.provision.aws.client import ENVIRONMENT, IMAGE, OWNER, CallStep, plan_call, specify_tags
-from cpuft.provision.aws.facts import PENDING, READY, Ami, OwnImages, find_image, find_own_images
+from cpuft.provision.aws.facts import PENDING, READY, Ami, find_images
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Services
 from cpuft.provision.base import Ask, Say, lock, reconcile, run_stages
@@ -98,48 +98,40 @@ def plan_image(instance: str, name: str, recipe: str, environment: str, owner: s
     return plan_call("create_image", f"make AMI {name}", region, parameters)
 
 
-def plan_deletion(found: OwnImages, wanted: str, region: str) -> Plan:
-    """Return the steps that delete an AMI and its snapshots, even if the AMI is gone already.
-
-    The first stage deregisters the AMIs of this name or id, the second deletes their snapshots, and snapshots that are
-    left of a deleted AMI of this name; a stage without steps is left out.
+def plan_deletion(images: Sequence[Ami], wanted: str, region: str) -> Plan:
+    """Return the steps that delete the AMIs of a name or id together with their snapshots.
 
     Parameters
     ----------
-    found
-        All AMIs and snapshots that cpuft has made in `region`.
+    images
+        All AMIs that cpuft has made in `region`.
     wanted
         Name or id of the AMI.
 
-    Raises CpuftError when `found` has neither such an AMI nor such a snapshot.
+    Raises CpuftError when cpuft has made no such AMI.
     """
-    images = [one for one in found.images if wanted in (one.id, one.name)]
-    names = {wanted, *(one.name for one in images)}
-    disks = {snapshot for image in images for snapshot in image.snapshots}
-    snapshots = sorted(one.id for one in found.snapshots if one.name in names or one.id in disks)
-    if not images and not snapshots:
-        known = {one.name for one in found.images} | {one.name for one in found.orphans}
-        raise CpuftError(
-            f"cpuft has made no AMI {wanted!r:.80} in {region}: "
-            f"{suggest_names(wanted, known) if known else 'there is nothing to delete'}"
+    steps = tuple(
+        plan_call(
+            "deregister_image",
+            f"delete AMI {one.name} and its snapshot",
+            region,
+            {"ImageId": one.id, "DeleteAssociatedSnapshots": True},
         )
-    stages = (
-        tuple(plan_call("deregister_image", f"delete AMI {one.name}", region, {"ImageId": one.id}) for one in images),
-        tuple(plan_call("delete_snapshot", "delete its snapshot", region, {"SnapshotId": one}) for one in snapshots),
+        for one in images
+        if wanted in (one.id, one.name)
     )
-    return Plan(tuple(stage for stage in stages if stage))
+    if not steps:
+        known = suggest_names(wanted, {one.name for one in images}) if images else "there is nothing to delete"
+        raise CpuftError(f"cpuft has made no AMI {wanted!r:.80} in {region}: {known}")
+    return Plan((steps,))
 
 
-def describe_images(found: OwnImages, region: str) -> str:
-    """Return a line for each AMI, and for each snapshot whose AMI was deleted; one line that says so if there are none.
-
-    A line is `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`, or `NAME  ID  a snapshot whose AMI was deleted`.
-    """
+def describe_images(images: Sequence[Ami], region: str) -> str:
+    """Return a line for each AMI, `NAME  ID  STATE, 16 GB, made 2027-01-15 10:00 UTC`; one that says so without any."""
     lines = [
         f"{one.name}  {one.id}  {one.state}, {one.gigabytes} GB, made {one.created[:16].replace('T', ' ')} UTC"
-        for one in found.images
+        for one in images
     ]
-    lines += [f"{one.name}  {one.id}  a snapshot whose AMI was deleted" for one in found.orphans]
     return "".join(f"{line}\n" for line in lines or [f"cpuft has made no AMI in {region}"])
 
 
@@ -195,7 +187,7 @@ class AmiBuilder:
         name = name_image(self.recipe.digest, stamp)
         hint = f"next: cpuft provision aws --region {self.cluster.config.region}"
         with lock(self.cluster.root / f"{self.cluster.name}.image"):
-            found = find_image(self.cluster.client, name)
+            found = self._find_image(name)
             ready = is_ready(found, name)
             self._remove_instance(say, ready)
             if ready:
@@ -222,12 +214,15 @@ class AmiBuilder:
             note = "The AMI's name depends on its wheels, so the other steps are planned when the wheels are downloaded"
             return replace(_plan_supply(supply), notes=(note,))
         name = name_image(self.recipe.digest, _make_stamp(supply))
-        if is_ready(find_image(self.cluster.client, name), name):
+        if is_ready(self._find_image(name), name):
             return Plan()
         later = [step.why for stage in plan_finish(self.recipe, "", ("",)).stages for step in stage]
         plan = self.cluster.show()
         notes = [f"then: {why}" for why in (*later, f"make AMI {name}", "terminate the instance, even after an error")]
         return replace(plan, notes=(*plan.notes, *notes))
+
+    def _find_image(self, name: str) -> Ami | None:
+        return next(iter(find_images(self.cluster.client, "name", name)), None)
 
     def _gather_supply(self) -> Supply:
         folder, wheels = self.cluster.directory / "wheels", self.cluster.config.wheels
@@ -262,7 +257,7 @@ class AmiBuilder:
     def _wait_until_ready(self, name: str) -> None:
         """Wait until the AMI can be used. Raises CpuftError after an hour, or if it failed."""
         end = self.services.now() + _IMAGE_SECONDS
-        while not is_ready(find_image(self.cluster.client, name), name):
+        while not is_ready(self._find_image(name), name):
             if self.services.now() > end:
                 minutes = f"{_IMAGE_SECONDS / 60:.0f} minutes"
                 raise CpuftError(f"AMI {name} is not ready after {minutes}: run the command again to continue waiting")
@@ -318,7 +313,7 @@ def list_images(region: str, services: Services | None = None) -> str:
     answer.
     """
     client = (services or Services()).open_client(region)
-    return describe_images(find_own_images(client), client.region)
+    return describe_images(find_images(client, "tag-key", IMAGE), client.region)
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
@@ -333,13 +328,22 @@ def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Se
     say
         Called with the reason of each call before it is made.
 
-    Raises CpuftError when cpuft has made no such AMI in the region, boto3 or the region is missing, or AWS refuses a
-    call or does not answer.
+    Raises CpuftError when cpuft has made no such AMI in the region, boto3 or the region is missing, AWS refuses a call
+    or does not answer, or AWS deletes the AMI but not its snapshot.
     """
     client = (services or Services()).open_client(region)
-    plan = plan_deletion(find_own_images(client), wanted, client.region)
-    for step in () if dry_run else (step for stage in plan.stages for step in stage):
+    plan = plan_deletion(find_images(client, "tag-key", IMAGE), wanted, client.region)
+    for step in () if dry_run else plan.stages[0]:
         assert isinstance(step, CallStep)
         say(step.why)
-        client.execute(step)
+        left = [
+            f"snapshot {one['SnapshotId']} ({one['ReturnCode']})"
+            for one in client.execute(step).get("DeleteSnapshotResults", ())
+            if one["ReturnCode"] != "success"
+        ]
+        if left:
+            raise CpuftError(
+                f"AMI {wanted} was deleted, but AWS kept {', '.join(left)}, which costs money: delete it with `aws ec2 "
+                f"delete-snapshot --region {client.region}`"
+            )
     return plan

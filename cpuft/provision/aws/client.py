@@ -1,4 +1,4 @@
-"""Calls to AWS: the table of all calls that cpuft makes, calls as steps of a plan, and the client that makes them.
+"""Calls to AWS: calls as steps of a plan, and the client that makes them.
 
 Each call prints as a command of AWS's own command line, `aws`, that does the same. Only this module imports boto3.
 """
@@ -25,87 +25,23 @@ LIMIT, GROUP = "cpuft:limit", "cpuft:group"
 """Tags: the time to which a running job may extend the lease; the security group in which an instance was started."""
 IMAGE, ENVIRONMENT = "cpuft:image", "cpuft:environment"
 """Tags of AMIs and their snapshots, which outlive clusters: the digest of the recipe, the stamp of the environment."""
-
-READ, CREATE, CHANGE, ROLE = "read", "create", "change", "role"
-"""What a call does: change nothing; create a resource with our tag; change or delete a resource that has our tag;
-create the role without which AWS starts no spot instances."""
 SPOT_SERVICE, SPOT_ROLE = "spot.amazonaws.com", "AWSServiceRoleForEC2Spot"
 """Service and name of the role without which AWS starts no spot instances."""
-
-
-@dataclass(frozen=True)
-class Action:
-    """A call that cpuft may make, and what an IAM policy has to know about it."""
-
-    service: str
-    """Service, as boto3 and the command line of AWS name it."""
-    permission: str
-    """Permission, as an IAM policy names it."""
-    kind: str
-    """`READ`, `CREATE`, `CHANGE` or `ROLE`."""
-    targets: tuple[str, ...] = ()
-    """Types of the resources that the call creates or changes."""
-    uses: tuple[str, ...] = ()
-    """Types of the resources that the call needs and that do not have to carry our tag."""
-    uses_tagged: tuple[str, ...] = ()
-    """Types of the resources that the call needs and that have to carry our tag."""
-
-
-def tag_of(resource_type: str) -> str:
-    """Return the key of the tag that our resources of a type carry: `IMAGE` for "image" and "snapshot", else `TAG`."""
-    return IMAGE if resource_type in ("image", "snapshot") else TAG
-
-
-def _read(permission: str, service: str = "ec2", prefix: str = "") -> Action:
-    return Action(service, f"{prefix or service}:{permission}", READ)
-
-
-def _change(permission: str, *targets: str) -> Action:
-    return Action("ec2", f"ec2:{permission}", CHANGE, targets)
-
-
-ACTIONS: dict[str, Action] = {
-    "get_caller_identity": _read("GetCallerIdentity", "sts"),
-    "get_role": _read("GetRole", "iam"),
-    "get_parameter": _read("GetParameter", "ssm"),
-    "get_service_quota": _read("GetServiceQuota", "service-quotas", "servicequotas"),
-    "describe_images": _read("DescribeImages"),
-    "describe_instance_type_offerings": _read("DescribeInstanceTypeOfferings"),
-    "describe_instance_types": _read("DescribeInstanceTypes"),
-    "describe_instances": _read("DescribeInstances"),
-    "describe_key_pairs": _read("DescribeKeyPairs"),
-    "describe_placement_groups": _read("DescribePlacementGroups"),
-    "describe_security_groups": _read("DescribeSecurityGroups"),
-    "describe_snapshots": _read("DescribeSnapshots"),
-    "describe_spot_price_history": _read("DescribeSpotPriceHistory"),
-    "describe_subnets": _read("DescribeSubnets"),
-    "describe_volumes": _read("DescribeVolumes"),
-    "create_security_group": Action("ec2", "ec2:CreateSecurityGroup", CREATE, ("security-group",), ("vpc",)),
-    "create_placement_group": Action("ec2", "ec2:CreatePlacementGroup", CREATE, ("placement-group",)),
-    "import_key_pair": Action("ec2", "ec2:ImportKeyPair", CREATE, ("key-pair",)),
-    "run_instances": Action(
-        "ec2",
-        "ec2:RunInstances",
-        CREATE,
-        ("instance", "volume", "network-interface", "spot-instances-request"),
-        ("image", "subnet", "security-group", "key-pair", "placement-group"),
-    ),
-    "create_image": Action("ec2", "ec2:CreateImage", CREATE, ("image", "snapshot"), uses_tagged=("instance",)),
-    "create_service_linked_role": Action("iam", "iam:CreateServiceLinkedRole", ROLE),
-    "create_tags": _change("CreateTags", "security-group", "instance"),
-    "authorize_security_group_ingress": _change("AuthorizeSecurityGroupIngress", "security-group"),
-    "authorize_security_group_egress": _change("AuthorizeSecurityGroupEgress", "security-group"),
-    "revoke_security_group_ingress": _change("RevokeSecurityGroupIngress", "security-group"),
-    "revoke_security_group_egress": _change("RevokeSecurityGroupEgress", "security-group"),
-    "terminate_instances": _change("TerminateInstances", "instance"),
-    "delete_security_group": _change("DeleteSecurityGroup", "security-group"),
-    "delete_placement_group": _change("DeletePlacementGroup", "placement-group"),
-    "delete_key_pair": _change("DeleteKeyPair", "key-pair"),
-    "delete_volume": _change("DeleteVolume", "volume"),
-    "deregister_image": _change("DeregisterImage", "image"),
-    "delete_snapshot": _change("DeleteSnapshot", "snapshot"),
+POLICY = Path(__file__).with_name("policy.json")
+"""The IAM policy with the least permissions that renting needs."""
+_SERVICES = {
+    "get_caller_identity": "sts",
+    "get_role": "iam",
+    "create_service_linked_role": "iam",
+    "get_parameter": "ssm",
+    "get_service_quota": "service-quotas",
 }
-"""All calls that cpuft can make, by the names of boto3's methods. `cpuft provision aws --policy` is made from it."""
+"""Services of calls, as boto3 and the command line of AWS name them. All other calls are to EC2."""
+
+
+def is_read(method: str) -> bool:
+    """Whether a call changes nothing, by the name of boto3's method."""
+    return method.startswith(("describe_", "get_"))
 
 
 @dataclass(frozen=True)
@@ -113,42 +49,28 @@ class CallStep(Step):
     """A step that is a call to AWS. Its command is the equivalent command of AWS's command line."""
 
     method: str = ""
-    """Key in `ACTIONS`."""
+    """Name of boto3's method."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """Parameters, as boto3 takes them."""
-    files: Mapping[str, str] = field(default_factory=dict)
-    """Further parameters whose values are read from files when the call is made: name -> path."""
 
 
-def plan_call(
-    method: str, why: str, region: str, parameters: Mapping[str, Any], files: Mapping[str, str] | None = None
-) -> CallStep:
+def plan_call(method: str, why: str, region: str, parameters: Mapping[str, Any]) -> CallStep:
     """Return the step that makes a call; its command is the `aws` command that does the same. Nothing is called yet.
 
     Parameters
     ----------
     method
-        Key in `ACTIONS`, such as "run_instances"; KeyError for another text.
+        Name of boto3's method, such as "run_instances".
     why
         Reason of the step, for the user.
     region
         AWS region, such as us-east-1. It is in the printed command only: the client that executes the step has its own.
     parameters
-        Parameters of the call, as boto3 takes them. The plan prints them as JSON.
-    files
-        Further parameters whose values are read from files when the call is made: name ("UserData") -> path. Secrets
-        are passed in this way, because plans are printed.
+        Parameters of the call, as boto3 takes them. The plan prints them as JSON, so none of them is a secret.
     """
-    command = ["aws", ACTIONS[method].service, method.replace("_", "-"), "--region", region]
+    command = ["aws", _SERVICES.get(method, "ec2"), method.replace("_", "-"), "--region", region]
     command += ["--cli-input-json", json.dumps(parameters)]
-    for name, path in (files or {}).items():
-        command += [f"--{_convert_to_dashes(name)}", f"fileb://{path}"]
-    return CallStep(why, tuple(command), method=method, parameters=parameters, files=files or {})
-
-
-def _convert_to_dashes(name: str) -> str:
-    """`UserData` -> `user-data`."""
-    return "".join(f"-{letter.lower()}" if letter.isupper() else letter for letter in name).lstrip("-")
+    return CallStep(why, tuple(command), method=method, parameters=parameters)
 
 
 def make_tags(tags: Mapping[str, str]) -> list[dict[str, str]]:
@@ -166,13 +88,11 @@ def read_tags(resource: Mapping[str, Any]) -> dict[str, str]:
     return {tag["Key"]: tag["Value"] for tag in resource.get("Tags", ())}
 
 
-Hook = Callable[[str, str, Mapping[str, Any]], None]
-"""Called with "before" or "after", the method and its parameters for every request."""
-
 _ATTEMPTS = 6
-"""Attempts of a call whose outcome is unknown. Repeating it is safe: a call that took effect changes nothing again."""
-_DELETE_SECONDS = 180.0
-"""How long to retry a deletion. A security group is in use until the network interface of its last instance is gone."""
+"""Attempts of a call that changes nothing."""
+_REPEAT_SECONDS = 180.0
+"""How long to repeat a call whose outcome is unknown, and the deletion of a resource that is in use: a security group
+is in use until the network interface of its last instance is gone. A call that took effect changes nothing again."""
 CAPACITY_CODES = (
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
@@ -183,24 +103,15 @@ CAPACITY_CODES = (
 )
 """Error codes that say that a zone has no capacity. Only these lead to an attempt in another zone."""
 _ALREADY_DONE = {
-    "create_security_group": ("InvalidGroup.Duplicate",),
-    "create_placement_group": ("InvalidPlacementGroup.Duplicate",),
-    "import_key_pair": ("InvalidKeyPair.Duplicate",),
-    "authorize_security_group_ingress": ("InvalidPermission.Duplicate",),
-    "authorize_security_group_egress": ("InvalidPermission.Duplicate",),
-    "revoke_security_group_ingress": ("InvalidPermission.NotFound",),
-    "revoke_security_group_egress": ("InvalidPermission.NotFound",),
-    "terminate_instances": ("InvalidInstanceID.NotFound",),
-    "delete_security_group": ("InvalidGroup.NotFound",),
-    "delete_placement_group": ("InvalidPlacementGroup.Unknown",),
-    "delete_key_pair": ("InvalidKeyPair.NotFound",),
-    "delete_volume": ("InvalidVolume.NotFound",),
-    "create_image": ("InvalidAMIName.Duplicate",),
-    "create_service_linked_role": ("InvalidInput", "EntityAlreadyExists"),
-    "deregister_image": ("InvalidAMIID.NotFound", "InvalidAMIID.Unavailable"),
-    "delete_snapshot": ("InvalidSnapshot.NotFound",),
+    "create": (".Duplicate", "EntityAlreadyExists", "InvalidInput"),
+    "authorize": ("InvalidPermission.Duplicate",),
+    "revoke": ("InvalidPermission.NotFound",),
+    "terminate": (".NotFound",),
+    "delete": (".NotFound", ".Unknown"),
+    "deregister": (".NotFound", ".Unavailable"),
 }
-"""Error codes that say that a call took effect before, because the response to it was lost."""
+"""Ends of error codes that say that a call took effect before, because the response to it was lost, by the first word
+of the method. InvalidInput is IAM's code for a role that exists already."""
 _TRANSIENT_CODES = (
     "InternalError",
     "ServiceUnavailable",
@@ -209,13 +120,13 @@ _TRANSIENT_CODES = (
     "Throttling",
     "ThrottlingException",
     "InvalidGroup.NotFound",
-    "InvalidKeyPair.NotFound",
     "InvalidPlacementGroup.Unknown",
+    "DependencyViolation",
+    "InvalidPlacementGroup.InUse",
 )
-"""Error codes, beside all of HTTP 5xx, after which a call is repeated: a fault in AWS, too many requests, or a resource
-that was created a moment ago and is not visible everywhere yet."""
-_IN_USE_CODES = ("DependencyViolation", "InvalidPlacementGroup.InUse", "InvalidSnapshot.InUse")
-"""Error codes of a resource that cannot be deleted yet, because a resource that is being deleted still uses it."""
+"""Error codes, beside all of HTTP 5xx, after which a call is repeated: a fault in AWS, too many requests, a resource
+that was created a moment ago and is not visible everywhere yet, or one that another resource still uses."""
+_QUOTA_CODES = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded")
 _FORBIDDEN_CODES = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 _CREDENTIAL_CODES = (
     "AuthFailure",
@@ -232,25 +143,26 @@ _GIVE_CREDENTIALS = (
 )
 
 
-class CallRefusedError(CpuftError):
-    """AWS refused a call.
+class CallError(CpuftError):
+    """A call to AWS did not succeed.
 
-    The message says whether permissions are missing, the credentials are not accepted or what else AWS says. Attributes
-    are `code`, `message` and `is_transient`: True for HTTP status 500 and above, too many requests, and resources that
-    are not visible yet, so that the call may be repeated.
+    The message says whether permissions are missing, the credentials are not accepted, AWS did not answer, or what else
+    AWS says. Attributes are `code`, `message` and `is_transient`, which says whether repeating the call may help.
 
     Parameters
     ----------
-    method
-        Key in `ACTIONS`; KeyError for another text.
+    permission
+        The permission that the call needs, as an IAM policy names it.
     code, message
         Error code and message of AWS.
     status
-        Status code of HTTP.
+        Status code of HTTP; 0 for no answer.
     """
 
-    def __init__(self, method: str, code: str, message: str, status: int = 400) -> None:
-        permission = ACTIONS[method].permission
+    def __init__(self, permission: str, code: str, message: str, status: int = 400) -> None:
+        message = message.strip().rstrip(".")
+        is_fault = not status or status >= 500 or code in _TRANSIENT_CODES
+        self.code, self.message, self.is_transient = code, message, is_fault and code not in CAPACITY_CODES
         if code in _FORBIDDEN_CODES:
             text = (
                 f"your AWS credentials lack the permission {permission}: add the policy that `cpuft provision aws "
@@ -258,86 +170,83 @@ class CallRefusedError(CpuftError):
             )
         elif code in _CREDENTIAL_CODES:
             text = f"AWS does not accept your credentials ({code}): {_GIVE_CREDENTIALS}"
+        elif code in _QUOTA_CODES:
+            text = (
+                f"your quota does not allow this beside what runs already ({code}: {message}): rent fewer or smaller "
+                "instances, terminate others, or request a higher quota in the Service Quotas console"
+            )
+        elif not status:
+            text = f"AWS does not answer ({permission}: {message}): check --region and the network of this machine"
+        elif self.is_transient:
+            text = f"AWS cannot do {permission} now ({code}: {message}): run the command again later"
         else:
-            message = message.strip().rstrip(".")
             text = f"AWS refused {permission} ({code}: {message}): correct the cause, then run the command again"
         super().__init__(text)
-        self.code, self.message = code, message
-        self.is_transient = status >= 500 or code in _TRANSIENT_CODES
 
 
 class AwsClient:
     """One AWS account in one region.
 
-    All methods raise CpuftError when credentials are missing, AWS does not accept parameters, refuses the call
-    (`CallRefusedError`) or does not answer. They raise KeyError for a method that is not in `ACTIONS`.
+    All methods raise CallError when a call does not succeed, and CpuftError when credentials are missing or AWS does
+    not accept parameters.
 
     Parameters
     ----------
     region
         Name of the region; empty for the region of the user's AWS configuration.
-    hook
-        Called before every request, and after every request that AWS accepted.
     sleep
         Pauses for a number of seconds between two attempts.
 
     Raises CpuftError when boto3 is not installed, the region is unknown or not given, or AWS_PROFILE names no profile.
     """
 
-    def __init__(self, region: str, hook: Hook | None = None, sleep: Callable[[float], None] = time.sleep) -> None:
+    def __init__(self, region: str, sleep: Callable[[float], None] = time.sleep) -> None:
         try:
             import boto3
             import botocore.exceptions
         except ImportError:
             raise CpuftError(f"renting from AWS needs boto3: {install_command('aws')}") from None
         try:
-            self._session = boto3.session.Session(region_name=region or None)
+            self.session = boto3.session.Session(region_name=region or None)
         except botocore.exceptions.ProfileNotFound as error:
             raise CpuftError(f"{error}: set AWS_PROFILE to a profile of ~/.aws/config") from None
-        self.region = str(self._session.region_name or "")
-        known = self._session.get_available_regions("ec2")
+        self.region = str(self.session.region_name or "")
+        known = self.session.get_available_regions("ec2")
         if not self.region:
             raise CpuftError("no AWS region is given: add --region, such as --region us-east-1")
         if self.region not in known:
             raise CpuftError(f"AWS has no region {self.region!r:.60}: {suggest_names(self.region, known)}")
-        self._clients: dict[tuple[str, bool], Any] = {}
-        self._hook, self._sleep = hook, sleep
+        self._clients: dict[tuple[str, int], Any] = {}
+        self._sleep = sleep
 
     def _get_client(self, method: str) -> Any:
         """Return boto3's client for a method.
 
         botocore repeats only calls that read. It would also repeat RunInstances when a zone has no capacity, because
-        that error comes as HTTP 500; `execute` goes to another zone instead.
+        that error comes as HTTP 500.
         """
         from botocore.config import Config
 
-        service, retries = ACTIONS[method].service, ACTIONS[method].kind == READ
-        if (service, retries) not in self._clients:
-            policy: Any = {"total_max_attempts": _ATTEMPTS if retries else 1, "mode": "standard"}
-            config = Config(connect_timeout=10, read_timeout=60, retries=policy)
-            self._clients[service, retries] = self._session.client(service, config=config)
-        return self._clients[service, retries]
+        key = _SERVICES.get(method, "ec2"), _ATTEMPTS if is_read(method) else 1
+        if key not in self._clients:
+            retries: Any = {"total_max_attempts": key[1], "mode": "standard"}
+            config = Config(connect_timeout=10, read_timeout=60, retries=retries)
+            self._clients[key] = self.session.client(key[0], config=config)
+        return self._clients[key]
 
     def _request(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Make one request and return the response, with all of its pages.
-
-        Raises CallRefusedError when AWS refuses it, TimeoutError when AWS does not answer, and CpuftError without
-        credentials.
-        """
+        """Make one request and return the response, with all of its pages."""
         import botocore.exceptions as faults
 
         client = self._get_client(method)
-        self._call_hook("before", method, parameters)
+        permission = f"{client.meta.service_model.signing_name}:{client.meta.method_to_api_mapping[method]}"
         try:
             if client.can_paginate(method) and "MaxResults" not in parameters:
-                response = dict(client.get_paginator(method).paginate(**parameters).build_full_result())
-            else:
-                response = dict(getattr(client, method)(**parameters))
+                return dict(client.get_paginator(method).paginate(**parameters).build_full_result())
+            return dict(getattr(client, method)(**parameters))
         except faults.ClientError as error:
             reason, status = error.response["Error"], error.response["ResponseMetadata"]["HTTPStatusCode"]
-            raise CallRefusedError(
-                method, str(reason.get("Code", "")), str(reason.get("Message", "")), status
-            ) from None
+            raise CallError(permission, str(reason.get("Code")), str(reason.get("Message")), status) from None
         except (faults.NoCredentialsError, faults.PartialCredentialsError, faults.CredentialRetrievalError) as error:
             raise CpuftError(f"there are no AWS credentials ({error}): {_GIVE_CREDENTIALS}") from None
         except faults.ParamValidationError as error:
@@ -345,13 +254,7 @@ class AwsClient:
                 f"AWS does not accept these values ({' '.join(str(error).split())}): correct the options"
             ) from None
         except faults.BotoCoreError as error:
-            raise TimeoutError(f"{ACTIONS[method].permission}: {error}") from None
-        self._call_hook("after", method, parameters)
-        return response
-
-    def _call_hook(self, when: str, method: str, parameters: Mapping[str, Any]) -> None:
-        if self._hook:
-            self._hook(when, method, parameters)
+            raise CallError(permission, "", str(error), 0) from None
 
     @functools.cached_property
     def caller(self) -> str:
@@ -361,68 +264,45 @@ class AwsClient:
     def query(self, method: str, **parameters: Any) -> dict[str, Any]:
         """Make a call that changes nothing, and return its response with all pages, as boto3 returns it.
 
-        With the parameter MaxResults, only one page is returned. A call of another kind than `READ` is an
-        AssertionError.
+        With the parameter MaxResults, only one page is returned. A call that changes something is an AssertionError.
         """
-        assert ACTIONS[method].kind == READ, method
-        return self._request_once(method, parameters)
+        assert is_read(method), method
+        return self._request(method, parameters)
 
-    def _request_once(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return self._request(method, parameters)
-        except TimeoutError as error:
-            raise CpuftError(f"AWS does not answer ({error}): check --region and the network of this machine") from None
+    def dry_run(self, call: CallStep) -> None:
+        """Check that AWS would allow a call, without making it.
 
-    def dry_run(self, method: str, parameters: Mapping[str, Any]) -> None:
-        """Check that AWS would allow a call, without making it. A call that has taken effect before passes, too.
-
-        Parameters
-        ----------
-        method
-            Key in `ACTIONS`, of a service that knows DryRun (EC2).
-
-        Raises CallRefusedError when AWS would refuse the call, and CpuftError without credentials or an answer of AWS.
+        A call that has taken effect before passes, too, and one about an instance that does not exist. Only EC2 can
+        check calls; those of other services pass.
         """
+        if call.method in _SERVICES:
+            return
         try:
-            self._request_once(method, {**parameters, "DryRun": True})
-        except CallRefusedError as error:
-            if error.code not in ("DryRunOperation", *_ALREADY_DONE.get(method, ())):
+            self._request(call.method, {**call.parameters, "DryRun": True})
+        except CallError as error:
+            is_allowed = error.code == "DryRunOperation" or error.code.startswith("InvalidInstanceID")
+            if not is_allowed and not _is_done(call.method, error.code):
                 raise
 
-    def execute(self, call: CallStep) -> str:
-        """Make a call that changes something, and repeat it as long as its outcome is unknown.
+    def execute(self, call: CallStep) -> dict[str, Any]:
+        """Make a call that changes something, and return its response; {} for a call that has taken effect before.
 
-        A call is repeated after a fault in AWS, too many requests or no answer (6 attempts, with pauses of up to 15 s),
-        and for 3 minutes while a resource to delete is still in use. A call that has taken effect before counts as
-        done.
-
-        Returns
-        -------
-        "CODE: MESSAGE" when a zone has no capacity for the instances of `run_instances`; "" when the call took effect.
-
-        Raises CallRefusedError when AWS refuses the call for another reason, CpuftError when all attempts failed or
-        credentials are missing, and OSError when one of `call.files` cannot be read.
+        A call whose outcome is unknown, or that cannot be made yet, is repeated for 3 minutes.
         """
-        parameters = {**call.parameters, **{name: Path(path).read_bytes() for name, path in call.files.items()}}
-        if "UserData" in parameters:
-            parameters["UserData"] = parameters["UserData"].decode()
-        problem, waited, failures = "", 0.0, 0
-        while failures < _ATTEMPTS:
+        waited, pause = 0.0, 1.0
+        while True:
             try:
-                self._request(call.method, parameters)
-                return ""
-            except CallRefusedError as error:
-                if error.code in _ALREADY_DONE.get(call.method, ()):
-                    return ""
-                if call.method == "run_instances" and error.code in CAPACITY_CODES:
-                    return f"{error.code}: {error.message}"
-                is_in_use = error.code in _IN_USE_CODES and waited < _DELETE_SECONDS
-                if not is_in_use and not error.is_transient:
+                return self._request(call.method, call.parameters)
+            except CallError as error:
+                if _is_done(call.method, error.code):
+                    return {}
+                if not error.is_transient or waited >= _REPEAT_SECONDS:
                     raise
-                failures += not is_in_use
-                problem = str(error)
-            except TimeoutError as error:
-                problem, failures = f"AWS does not answer ({error})", failures + 1
-            self._sleep(pause := min(2.0**failures, 15.0))
+            pause = min(2 * pause, 15.0)
+            self._sleep(pause)
             waited += pause
-        raise CpuftError(f"{problem}. Run the same command again: it continues where this one stopped")
+
+
+def _is_done(method: str, code: str) -> bool:
+    """Whether an error says that a call took effect before."""
+    return code.endswith(_ALREADY_DONE.get(method.partition("_")[0], ()))

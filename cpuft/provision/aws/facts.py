@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +22,7 @@ from cpuft.provision.aws.client import (
     TAG,
     UNTIL,
     AwsClient,
-    CallRefusedError,
+    CallError,
     read_tags,
 )
 from cpuft.provision.aws.options import AwsConfig
@@ -41,8 +42,20 @@ QUOTA_CODES = {False: "L-1216C47A", True: "L-34B43A08"}
 _DEBIAN_PARAMETER = "/aws/service/debian/release/12/latest/amd64"
 """Public parameter of AWS whose value is the newest AMI of Debian 12."""
 _ADDRESS_SERVICE = "https://checkip.amazonaws.com"
-Rule = tuple[str, int, int, str]
-"""Rule of a security group: protocol ("-1" for all), first port, last port, and the address range or group allowed."""
+_HOST_KEY = re.compile(
+    r"-----BEGIN SSH HOST KEY KEYS-----.*?(ssh-ed25519 [A-Za-z0-9+/]{68})\s.*?-----END SSH HOST KEY KEYS-----",
+    re.DOTALL,
+)
+"""What cloud-init writes to the console, when user data's commands have run."""
+Rule = dict[str, Any]
+"""Rule of a security group for one peer: an entry of IpPermissions, as calls return and take it."""
+_PEERS = {
+    "IpRanges": "CidrIp",
+    "Ipv6Ranges": "CidrIpv6",
+    "UserIdGroupPairs": "GroupId",
+    "PrefixListIds": "PrefixListId",
+}
+"""Kinds of peers in IpPermissions, and the key that identifies a peer."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +96,6 @@ class SecurityGroup:
 
     id: str
     cluster: str
-    vpc: str
     owner: str
     """ARN of the user or role that made the cluster."""
     until: int
@@ -112,8 +124,6 @@ class Resources:
     """The head host comes first. Includes terminated instances as long as AWS still lists them."""
     placement_group: str = ""
     """Its name; empty if it does not exist."""
-    key_pair: str = ""
-    """Its name; empty if it does not exist."""
     volumes: tuple[str, ...] = ()
     """Ids of disks that are no longer attached to an instance."""
 
@@ -130,33 +140,34 @@ class Zone:
     name: str
     subnet: str
     """Id of its default subnet."""
-    vpc: str
-    """Id of the network of the subnet."""
-    free_addresses: int
-    """Addresses in the subnet that are not in use."""
     spot_price: float = 0.0
     """Dollars per hour now; 0 if unknown."""
 
 
 @dataclass(frozen=True)
-class BaseImage:
-    """The AMI that instances start from."""
+class Ami:
+    """An AMI of this account, or one that instances start from."""
 
     id: str
+    name: str
+    state: str
+    """`READY`, `PENDING`, or the state of an AMI that could not be made."""
+    created: str
+    """Creation time as AWS writes it; sorts in time order."""
+    recipe: str
+    """Digest of its recipe; empty for an AMI that cpuft did not make."""
     root: str
     """Name of its root device."""
     gigabytes: int
     """Size of its root disk; 0 if unknown."""
-    architecture: str
+    architecture: str = ""
     """"x86_64" or "arm64"; empty if unknown."""
-    name: str = ""
 
 
 @dataclass(frozen=True)
 class Offer:
     """What AWS offers of an instance type, and how much of it this account may rent."""
 
-    type: str
     vcpus: int
     """Hardware threads of an instance."""
     architectures: tuple[str, ...]
@@ -167,13 +178,9 @@ class Offer:
     """"on-demand", "spot" or both."""
     zones: tuple[Zone, ...]
     """Zones that offer the type and have a default subnet, by name."""
-    all_zones: tuple[str, ...]
-    """Names of all zones with a default subnet, sorted."""
-    image: BaseImage
+    image: Ami
     quota: float | None
     """vCPUs that may run at the same time; None if unknown."""
-    used: int
-    """vCPUs that run now and count against the quota."""
     cores: int = 0
     """Cores of an instance; 0 if unknown."""
     threads: tuple[int, ...] = ()
@@ -182,48 +189,6 @@ class Offer:
     """Whether the type has an Elastic Fabric Adapter."""
     has_spot_role: bool = True
     """Whether the account has the role without which no spot instance starts."""
-
-
-@dataclass(frozen=True)
-class Ami:
-    """An AMI of this account."""
-
-    id: str
-    name: str
-    state: str
-    """`READY`, `PENDING`, or the state of an AMI that could not be made."""
-    created: str
-    """Creation time as AWS writes it; sorts in time order."""
-    recipe: str
-    """Digest of its recipe; empty for an AMI that cpuft did not make."""
-    gigabytes: int
-    """Size of its disks together."""
-    snapshots: tuple[str, ...]
-    """Ids of the snapshots of its disks."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The disk of an AMI that cpuft has made."""
-
-    id: str
-    name: str
-    """Name of the AMI."""
-
-
-@dataclass(frozen=True)
-class OwnImages:
-    """All AMIs and snapshots that cpuft has made in an account and region."""
-
-    images: tuple[Ami, ...]
-    """The oldest first."""
-    snapshots: tuple[Snapshot, ...]
-
-    @property
-    def orphans(self) -> tuple[Snapshot, ...]:
-        """Snapshots whose AMI was deleted: a deletion stopped halfway. () if there are none."""
-        known = {snapshot for image in self.images for snapshot in image.snapshots}
-        return tuple(one for one in self.snapshots if one.id not in known)
 
 
 def normalize_owner(arn: str) -> str:
@@ -241,7 +206,6 @@ def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
     return SecurityGroup(
         found["GroupId"],
         tags.get(TAG, ""),
-        str(found.get("VpcId", "")),
         tags.get(OWNER, ""),
         _parse_time(tags.get(UNTIL, "")),
         _parse_time(tags.get(GENERATION, "")),
@@ -252,46 +216,14 @@ def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
 
 
 def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
-    """Return the rules in IpPermissions of a security group, sorted; () if there are none.
-
-    There is one for each address range or group that is allowed. A port is -1 if AWS names none, as for all protocols
-    ("-1").
-    """
+    """Return the rules in IpPermissions of a security group; the peer comes last in each. () if there are none."""
     rules = []
     for one in permissions:
-        peers = [peer["CidrIp"] for peer in one.get("IpRanges", ())]
-        peers += [peer["CidrIpv6"] for peer in one.get("Ipv6Ranges", ())]
-        peers += [peer["GroupId"] for peer in one.get("UserIdGroupPairs", ())]
-        peers += [peer["PrefixListId"] for peer in one.get("PrefixListIds", ())]
-        ports = int(one.get("FromPort", -1)), int(one.get("ToPort", -1))
-        rules += [(str(one["IpProtocol"]), *ports, peer) for peer in peers]
-    return tuple(sorted(rules))
-
-
-def format_rules(rules: Iterable[Rule]) -> list[dict[str, Any]]:
-    """Return IpPermissions with one entry for each rule, in the form that calls take.
-
-    The form of a rule's peer decides: `sg-...` is a security group, `pl-...` a prefix list, a text with a colon an IPv6
-    range, and any other text an IPv4 range.
-    """
-    permissions = []
-    for protocol, first, last, peer in rules:
-        one: dict[str, Any] = {"IpProtocol": protocol}
-        one |= {"FromPort": first, "ToPort": last} if protocol != "-1" else {}
-        if peer.startswith("sg-"):
-            one["UserIdGroupPairs"] = [{"GroupId": peer}]
-        elif peer.startswith("pl-"):
-            one["PrefixListIds"] = [{"PrefixListId": peer}]
-        elif ":" in peer:
-            one["Ipv6Ranges"] = [{"CidrIpv6": peer}]
-        else:
-            one["IpRanges"] = [{"CidrIp": peer}]
-        permissions.append(one)
-    return permissions
-
-
-def _list_instances(response: Mapping[str, Any]) -> list[dict[str, Any]]:
-    return [one for reservation in response.get("Reservations", ()) for one in reservation["Instances"]]
+        # AWS names no ports for all protocols.
+        names = ("IpProtocol",) if one["IpProtocol"] == "-1" else ("IpProtocol", "FromPort", "ToPort")
+        ports = {name: one[name] for name in names if name in one}
+        rules += [ports | {kind: [{key: peer[key]}]} for kind, key in _PEERS.items() for peer in one.get(kind, ())]
+    return tuple(rules)
 
 
 def parse_instances(response: Mapping[str, Any]) -> tuple[Instance, ...]:
@@ -299,7 +231,7 @@ def parse_instances(response: Mapping[str, Any]) -> tuple[Instance, ...]:
 
     Instances of one call, which start at the same time, are sorted by their number in the call.
     """
-    found = [_parse_instance(one) for one in _list_instances(response)]
+    found = [_parse_instance(one) for place in response.get("Reservations", ()) for one in place["Instances"]]
     return tuple(sorted(found, key=lambda one: (one.launched, one.index, one.id)))
 
 
@@ -330,8 +262,7 @@ def drop_earlier_cluster(instances: Iterable[Instance], group: SecurityGroup | N
     These are terminated instances whose tag names another security group than `group`. AWS lists terminated instances
     for about an hour. Without a `group`, all instances are returned.
     """
-    earlier = [one for one in instances if group and one.state == "terminated" and one.group not in ("", group.id)]
-    return tuple(one for one in instances if one not in earlier)
+    return tuple(one for one in instances if not group or one.state != "terminated" or one.group in ("", group.id))
 
 
 def _parse_end(reason: str) -> float:
@@ -345,17 +276,6 @@ def _parse_end(reason: str) -> float:
 
 def _parse_time(text: str) -> int:
     return int(text) if is_count(text, least=0) else 0
-
-
-def _count_vcpus(response: Mapping[str, Any], spot: bool) -> int:
-    """Return the vCPUs of all standard instances of a market that run in the account, whoever started them."""
-    return sum(
-        one.get("CpuOptions", {}).get("CoreCount", 0) * one.get("CpuOptions", {}).get("ThreadsPerCore", 1)
-        for one in _list_instances(response)
-        if one["State"]["Name"] in LIVE
-        and (one.get("InstanceLifecycle") == "spot") == spot
-        and is_standard(str(one.get("InstanceType", "")))
-    )
 
 
 def is_standard(instance_type: str) -> bool:
@@ -374,27 +294,18 @@ def parse_images(response: Mapping[str, Any]) -> tuple[Ami, ...]:
 
 
 def _parse_image(found: Mapping[str, Any]) -> Ami:
-    disks = [one["Ebs"] for one in found.get("BlockDeviceMappings", ()) if "Ebs" in one]
+    disks = {one.get("DeviceName"): one.get("Ebs", {}) for one in found.get("BlockDeviceMappings", ())}
+    root = str(found.get("RootDeviceName", ""))
     return Ami(
         id=found["ImageId"],
         name=str(found.get("Name", "")),
         state=str(found.get("State", "")),
         created=str(found.get("CreationDate", "")),
         recipe=read_tags(found).get(IMAGE, ""),
-        gigabytes=sum(int(disk.get("VolumeSize", 0)) for disk in disks),
-        snapshots=tuple(disk["SnapshotId"] for disk in disks if "SnapshotId" in disk),
+        root=root,
+        gigabytes=int(disks.get(root, {}).get("VolumeSize", 0)),
+        architecture=str(found.get("Architecture", "")),
     )
-
-
-def choose_image(images: Sequence[Ami]) -> Ami | None:
-    """Return the newest AMI that instances can start from (state "available"); None without one.
-
-    Parameters
-    ----------
-    images
-        The oldest first.
-    """
-    return next((one for one in reversed(images) if one.state == READY), None)
 
 
 def read_table() -> dict[str, ListedType]:
@@ -431,7 +342,6 @@ def find_resources(client: AwsClient, name: str, now: float) -> Resources:
     filters = [{"Name": f"tag:{TAG}", "Values": [name]}]
     groups = client.query("describe_security_groups", Filters=filters).get("SecurityGroups", ())
     places = client.query("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
-    keys = client.query("describe_key_pairs", Filters=filters).get("KeyPairs", ())
     unattached = [*filters, {"Name": "status", "Values": ["available"]}]
     volumes = client.query("describe_volumes", Filters=unattached).get("Volumes", ())
     group = _parse_group(groups[0]) if groups else None
@@ -442,9 +352,24 @@ def find_resources(client: AwsClient, name: str, now: float) -> Resources:
         group=group,
         instances=drop_earlier_cluster(instances, group),
         placement_group=next((one["GroupName"] for one in places if one.get("State") != "deleted"), ""),
-        key_pair=keys[0]["KeyName"] if keys else "",
         volumes=tuple(one["VolumeId"] for one in volumes),
     )
+
+
+def find_host_key(client: AwsClient, instance: str) -> str:
+    """Return the host key "ssh-ed25519 AAAA..." that cloud-init wrote to the console of an instance; "" before it has.
+
+    Only AWS and the instance itself write there, so the first connection to the instance can be strict.
+    """
+    try:
+        output = client.query("get_console_output", InstanceId=instance, Latest=True).get("Output", "")
+    except CallError as error:
+        if error.code != "UnsupportedOperation":
+            raise
+        # Types before the Nitro system show their console only some minutes after the boot.
+        output = client.query("get_console_output", InstanceId=instance).get("Output", "")
+    found = _HOST_KEY.findall(output)
+    return found[-1] if found else ""
 
 
 def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tuple[Instance, ...]]]:
@@ -487,13 +412,11 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     offering = {one["Location"] for one in response["InstanceTypeOfferings"]}
     prices = find_spot_prices(client, config.type) if config.spot else {}
     zones = [
-        Zone(name, one["SubnetId"], one["VpcId"], one["AvailableIpAddressCount"], prices.get(name, 0.0))
+        Zone(name, one["SubnetId"], prices.get(name, 0.0))
         for one in subnets
         if (name := one["AvailabilityZone"]) in offering
     ]
-    running = [{"Name": "instance-state-name", "Values": [*LIVE]}]
     return Offer(
-        type=config.type,
         vcpus=cpus["DefaultVCpus"],
         cores=cpus.get("DefaultCores", 0),
         threads=tuple(cpus.get("ValidThreadsPerCore") or [cpus.get("DefaultThreadsPerCore", 2)]),
@@ -503,17 +426,15 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
         in_placement_groups="cluster" in details.get("PlacementGroupInfo", {}).get("SupportedStrategies", ()),
         markets=tuple(details.get("SupportedUsageClasses", ())),
         zones=tuple(sorted(zones, key=lambda zone: zone.name)),
-        all_zones=tuple(sorted(one["AvailabilityZone"] for one in subnets)),
         image=_find_base_image(client, config.image or _find_recipe_image(client, config.recipe)),
         quota=_find_quota(client, config.spot),
-        used=_count_vcpus(client.query("describe_instances", Filters=running), config.spot),
     )
 
 
 def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
     try:
         return dict(client.query("describe_instance_types", InstanceTypes=[instance_type])["InstanceTypes"][0])
-    except CallRefusedError as error:
+    except CallError as error:
         if error.code == "InvalidInstanceType":
             names = suggest_names(instance_type, read_table())
             raise CpuftError(f"region {client.region} has no instance type {instance_type!r:.60}: {names}") from None
@@ -536,64 +457,51 @@ def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
     return {one["AvailabilityZone"]: float(one["SpotPrice"]) for one in reversed(history)}
 
 
-def _find_base_image(client: AwsClient, image: str) -> BaseImage:
+def _find_base_image(client: AwsClient, image: str) -> Ami:
     """Return the AMI with this id, or Debian 12's newest one if the id is empty."""
     try:
         wanted = image or str(client.query("get_parameter", Name=_DEBIAN_PARAMETER)["Parameter"]["Value"])
-        found = client.query("describe_images", ImageIds=[wanted])["Images"]
-    except CallRefusedError as error:
+        found = parse_images(client.query("describe_images", ImageIds=[wanted]))
+    except CallError as error:
         if error.code == "ParameterNotFound":
             raise CpuftError(f"region {client.region} offers no AMI of Debian 12: give an AMI with --image") from None
         if not error.code.startswith("InvalidAMIID"):
             raise
-        found = []
+        found = ()
     if not found:
         raise CpuftError(
             f"region {client.region} has no AMI {image!r:.60} that you can use: an AMI belongs to one region, and its "
             "id begins with ami-"
         )
-    one, root = found[0], str(found[0]["RootDeviceName"])
-    disks = {disk["DeviceName"]: disk.get("Ebs", {}) for disk in one.get("BlockDeviceMappings", ())}
-    gigabytes = int(disks.get(root, {}).get("VolumeSize", 0))
-    return BaseImage(one["ImageId"], root, gigabytes, str(one.get("Architecture", "")), str(one.get("Name", "")))
+    return found[0]
 
 
 def _find_recipe_image(client: AwsClient, path: str) -> str:
-    """Return the id of the newest AMI of a recipe; empty without one, or without a recipe."""
+    """Return the id of the newest AMI of a recipe that instances can start from; empty without one or a recipe."""
     if not path:
         return ""
-    filters = [{"Name": f"tag:{IMAGE}", "Values": [read_recipe(path).digest]}]
-    found = choose_image(parse_images(client.query("describe_images", Owners=["self"], Filters=filters)))
-    return found.id if found else ""
+    found = find_images(client, f"tag:{IMAGE}", read_recipe(path).digest)
+    return next((one.id for one in reversed(found) if one.state == READY), "")
 
 
-def find_own_images(client: AwsClient) -> OwnImages:
-    """Return all AMIs of this account that cpuft has made in this region, and their snapshots.
+def find_images(client: AwsClient, name: str, value: str) -> tuple[Ami, ...]:
+    """Return the AMIs of this account, whatever their states, that a filter of DescribeImages selects.
 
-    They are found by their tag. Both are empty if there are none. Raises CpuftError when AWS refuses a call or does not
-    answer.
+    The oldest comes first; () if there are none.
+
+    Parameters
+    ----------
+    name, value
+        Name and value of the filter, such as "name" and the AMI's name.
     """
-    filters = [{"Name": "tag-key", "Values": [IMAGE]}]
-    snapshots = client.query("describe_snapshots", OwnerIds=["self"], Filters=filters).get("Snapshots", ())
-    return OwnImages(
-        parse_images(client.query("describe_images", Owners=["self"], Filters=filters)),
-        tuple(Snapshot(one["SnapshotId"], read_tags(one).get("Name", "")) for one in snapshots),
-    )
-
-
-def find_image(client: AwsClient, name: str) -> Ami | None:
-    """Return this account's AMI of a name, whoever has made it and whatever its state; None without one.
-
-    Raises CpuftError when AWS refuses the call or does not answer.
-    """
-    filters = [{"Name": "name", "Values": [name]}]
-    return next(iter(parse_images(client.query("describe_images", Owners=["self"], Filters=filters))), None)
+    filters = [{"Name": name, "Values": [value]}]
+    return parse_images(client.query("describe_images", Owners=["self"], Filters=filters))
 
 
 def _has_spot_role(client: AwsClient) -> bool:
     try:
         return bool(client.query("get_role", RoleName=SPOT_ROLE))
-    except CallRefusedError as error:
+    except CallError as error:
         if error.code == "NoSuchEntity":
             return False
         raise
@@ -604,5 +512,5 @@ def _find_quota(client: AwsClient, spot: bool) -> float | None:
     try:
         response = client.query("get_service_quota", ServiceCode="ec2", QuotaCode=QUOTA_CODES[spot])
         return float(response["Quota"]["Value"])
-    except CallRefusedError:
+    except CallError:
         return None

@@ -168,8 +168,8 @@ def format_span(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60:02} min" if minutes >= 60 else f"{minutes} min"
 
 
-def format_user_data(until: int, limit: int) -> str:
-    """Return the user data of an instance for cloud-init, to which `user_data.sh` appends the host key.
+def format_user_data(until: int, limit: int, public_key: str) -> str:
+    """Return the user data of an instance for cloud-init: its lease, its host key and the key that lets root log in.
 
     Values are written as JSON, which is valid YAML, so that no value can end its line.
 
@@ -177,29 +177,15 @@ def format_user_data(until: int, limit: int) -> str:
     ----------
     until, limit
         End of the lease, and the time to which a running job may extend it, in seconds since the epoch.
+    public_key
+        The key as in a .pub file.
     """
-    files = [
-        {"path": UNTIL_FILE, "content": f"{until}\n"},
-        {"path": _LIMIT_FILE, "content": f"{limit}\n"},
-        {"path": _ARM, "content": ARM_SCRIPT, "permissions": "0755"},
-        {"path": _UNIT_FILE, "content": _UNIT},
-    ]
-    arm = [["systemctl", "daemon-reload"], ["systemctl", "enable", "--now", "cpuft-lease.service"]]
     return (
         "#cloud-config\n"
         "disable_root: false\n"
         "ssh_deletekeys: true\n"
-        f"write_files: {json.dumps(files)}\n"
-        f"runcmd: {json.dumps(arm)}\n"
+        "ssh_genkeytypes: [ed25519]\n"
+        "ssh: {emit_keys_to_console: true}\n"
+        f"ssh_authorized_keys: {json.dumps([public_key])}\n"
+        f"runcmd: {json.dumps([make_schedule_command(until, limit)])}\n"
     )
-
-
-def make_extend_command(until: int, limit: int) -> tuple[str, ...]:
-    """Return a command for an instance that sets the end of its lease and its limit, and schedules the shutdown.
-
-    Both times are in seconds since the epoch. The instance must have the script of `make_schedule_command` already.
-    """
-    script = (
-        'set -e; put() { echo "$2" >"$1.new"; mv "$1.new" "$1"; }; put "${3%/*}/limit" "$2"; put "$3" "$1"; exec "$4"'
-    )
-    return ("sh", "-c", script, "extend", str(until), str(limit), UNTIL_FILE, _ARM)

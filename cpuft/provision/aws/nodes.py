@@ -1,99 +1,27 @@
-"""The instances of a cluster as servers over ssh: their environment, their lease and their host keys.
-
-RunInstances gives all instances of a call the same user data, and so the same host key, which this machine has made.
-The first connection to each instance is strict with that key. Then each instance makes a host key of its own and
-deletes the shared one. ssh accepts both keys while that happens, so a process that is killed in between can still
-connect.
-"""
+"""The instances of a cluster as servers over ssh: their environment, their lease and their host keys."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.registry import Entry
 from cpuft.hosts.ssh_config import Member
 from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, map_hosts, try_hosts
-from cpuft.plan import Plan, Step
 from cpuft.provision.aws.facts import Instance, SecurityGroup
-from cpuft.provision.aws.lease import CHECK_TIMER, RENEW_COMMAND, Timer, make_schedule_command, parse_timer
+from cpuft.provision.aws.lease import CHECK_TIMER, Timer, make_schedule_command, parse_timer
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.provision.aws.plan import find_notice_url, list_options
-from cpuft.provision.cluster_files import read_raw
+from cpuft.provision.aws.plan import make_entry
 from cpuft.provision.options import HostsConfig
-from cpuft.provision.servers import ClusterFacts, ServerFacts, Servers
+from cpuft.provision.servers import Servers
 
-_HOST_KEY_SCRIPT = Path(__file__).with_name("host_key.sh").read_text(encoding="utf-8")
-_OWN_COMMENT = "cpuft-own"
-"""Comment of a host key that an instance has made itself."""
-_FOLDER, _PIDFILE = "/etc/ssh", "/run/sshd.pid"
 _POLL_SECONDS = 2.0
 
 
 class LeaseError(CpuftError):
     """Instances do not terminate themselves when their lease ends, and cannot be made to."""
-
-
-def find_known_keys(known_hosts: str, member: Member) -> str:
-    """Return the keys that a known_hosts file has for an instance, one per line as "type base64"; "" if it has none.
-
-    A line counts if its name is `member.known_name` and its comment is `member.mark`, the id of the instance. So keys
-    of another instance that had the same address before are left out. Other lines are ignored, and nothing is raised.
-
-    Parameters
-    ----------
-    known_hosts
-        The text of the file, not its path.
-    """
-    lines = [line.split() for line in known_hosts.splitlines()]
-    return "\n".join(
-        " ".join(words[1:3]) for words in lines if words[:1] == [member.known_name] and words[3:] == [member.mark]
-    )
-
-
-def choose_keys(shared: str, host_keys: Iterable[str]) -> str:
-    """Return the keys by which an instance may be recognized, one per line as "type base64".
-
-    The shared key comes first, if the instance still has it or has no key of its own; then the keys of its own, which
-    are those with the comment "cpuft-own".
-
-    Parameters
-    ----------
-    shared
-        The key that all instances got at first, as "type base64".
-    host_keys
-        The public keys in /etc/ssh of the instance, as "type base64 comment".
-    """
-    keys = [key.split() for key in host_keys]
-    own = [" ".join(words[:2]) for words in keys if words[2:] == [_OWN_COMMENT]]
-    has_shared = any(" ".join(words[:2]) == shared for words in keys)
-    return "\n".join([*([shared] if has_shared or not own else []), *own])
-
-
-def plan_rotation(servers: Sequence[tuple[Member, ServerFacts]], shared: str) -> tuple[Step, ...]:
-    """Return the next step of each instance that still has the shared host key; () if none has.
-
-    First the instance makes a key of its own. Once it has one, the next step deletes the shared key, so the caller must
-    write both keys into the known_hosts files of this machine and of all other instances between these two steps.
-
-    Parameters
-    ----------
-    servers
-        (ssh data, survey) of each instance.
-    shared
-        The shared key, as "type base64".
-    """
-    steps = []
-    for member, own in servers:
-        keys = choose_keys(shared, own.host_keys).splitlines()
-        if shared in {" ".join(key.split()[:2]) for key in own.host_keys}:
-            verb = "make" if keys == [shared] else "forget"
-            why = "make a host key for this host" if verb == "make" else "delete the host key that all hosts share"
-            command = ("sh", "-c", _HOST_KEY_SCRIPT, "host_key", verb, _OWN_COMMENT, _FOLDER, _PIDFILE)
-            steps.append(Step(why, command, host=member.address))
-    return tuple(steps)
 
 
 class Nodes(Servers):
@@ -104,12 +32,13 @@ class Nodes(Servers):
     instances
         The instances that are used, the head host first.
     group
-        The security group, which says when the lease ends. Without it, no shutdown is scheduled or checked.
+        The security group, which says when the lease ends.
 
     Raises CpuftError without instances, or if the prefix or the name of the cluster cannot be used.
     """
 
     kind = "aws"
+    can_lose_head = True
     here = ""  # an instance in another network may have the address of this machine
 
     def __init__(
@@ -118,7 +47,7 @@ class Nodes(Servers):
         instances: tuple[Instance, ...],
         environ: Mapping[str, str],
         hostfile: str,
-        group: SecurityGroup | None = None,
+        group: SecurityGroup,
     ) -> None:
         hosts = ",".join(one.private for one in instances)
         servers_config = HostsConfig(hosts, config.name, "root", prefix=config.prefix, wheels=config.wheels)
@@ -128,113 +57,108 @@ class Nodes(Servers):
         self.members = tuple(
             Member(one.private, one.private, "root", reached=one.public, mark=one.id) for one in instances
         )
-        self._shared_key = " ".join(read_raw(self.directory / "host_key.pub").split()[:2])
-        known_hosts = read_raw(self.directory / "known_hosts")
-        self.keys = {one.known_name: find_known_keys(known_hosts, one) or self._shared_key for one in self.members}
+        marks = {one.known_name: one.mark for one in self.members}
+        # The key of an instance that had the same address before is left out.
+        self.keys = {name: key for name, key in self.keys.items() if key.split()[2:] == [marks.get(name)]}
         self._aws_config = config
-        self._until = group.until if group else 0
-        self._limit = max(group.until, group.limit) if group else 0
-        self._timers: dict[str, Timer] = {}
-        """What each instance said last about its lease, by private address."""
+        self._until, self._limit = group.until, max(group.until, group.limit)
 
-    def _examine(self, transport: Transport) -> ClusterFacts:
-        facts = super()._examine(transport)
-        self._read_timers(transport)
-        servers = tuple(
-            (replace(member, key=choose_keys(self._shared_key, own.host_keys)), own) for member, own in facts.servers
-        )
-        facts = replace(facts, servers=servers, kind=self.kind, options=list_options(self._aws_config))
-        facts = replace(facts, until=self._until, renewal=RENEW_COMMAND, can_lose_head=True)
-        return replace(facts, notice=find_notice_url(self._aws_config))
+    def _make_entry(self) -> Entry:
+        return make_entry(self._aws_config, str(self.directory), self.hostfile, self._until)
 
-    def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan shutdowns that are not scheduled, and what is missing; if that is nothing, the rotation of host keys.
+    def _read_timers(self, transport: Transport) -> dict[str, Timer]:
+        """Return what each instance says about its lease, by private address."""
 
-        Raises CpuftError if an instance cannot be provisioned, such as without Python 3.10 or without disk space.
-        """
-        plan = super().plan(facts)
-        rotation = () if plan.stages else plan_rotation(facts.servers, self._shared_key)
-        stages = (self._plan_shutdowns(), rotation, *plan.stages)
-        return replace(plan, stages=tuple(stage for stage in stages if stage))
-
-    def _read_timers(self, transport: Transport) -> None:
         def read(member: Member) -> Timer:
             return parse_timer(transport.run(Host(member.address), ("sh", "-c", CHECK_TIMER)).output)
 
-        if self._limit:
-            self._timers = dict(zip([member.address for member in self.members], map_hosts(read, self.members)))
-
-    def _find_faults(self) -> dict[str, str]:
-        """Return why instances would not terminate themselves when their lease ends, by address."""
-        faults = {address: timer.find_fault(self._limit) for address, timer in self._timers.items()}
-        return {address: fault for address, fault in faults.items() if fault}
-
-    def _plan_shutdowns(self) -> tuple[Step, ...]:
-        steps = []
-        for address, fault in self._find_faults().items():
-            # If a running job has extended the lease within its limit, that end stays.
-            known = self._timers[address].until
-            until = known if self._until <= known <= self._limit else self._until
-            command = make_schedule_command(until, self._limit)
-            steps.append(Step(f"schedule the shutdown at the end of the lease, because {fault}", command, host=address))
-        return tuple(steps)
+        return dict(zip([member.address for member in self.members], map_hosts(read, self.members)))
 
     def secure_lease(self, say: Callable[[str], None]) -> None:
         """Verify over ssh that all instances terminate themselves when their lease ends.
 
         Shutdowns that are missing or too late are scheduled. `say` is called with a line for each shutdown that is
-        scheduled. Nothing is done without a security group.
+        scheduled.
 
         Raises LeaseError if a shutdown cannot be scheduled, or if instances still would not terminate themselves
         afterwards, or cannot be asked (the message names each of them).
         """
         with self._temporary_transport(()) as transport:
             try:
-                self._read_timers(transport)
-                for step in self._plan_shutdowns():
-                    say(f"{step.host}: {step.why}")
-                    answer = transport.run(Host(step.host), step.command)
-                    if answer.exit_code:
-                        errors = " ".join(answer.errors.split())[-300:] or "without a message"
-                        raise LeaseError(
-                            f"the shutdown of {step.host} at the end of its lease could not be scheduled ({errors})"
-                        )
-                self._read_timers(transport)
+                for address, timer in self._read_timers(transport).items():
+                    if fault := timer.find_fault(self._limit):
+                        say(f"{address}: schedule the shutdown at the end of the lease, because {fault}")
+                        self._schedule_shutdown(transport, address, timer)
+                timers = self._read_timers(transport)
             except LeaseError:
                 raise
             except CpuftError as error:
                 raise LeaseError(
                     f"it is not known whether all instances terminate themselves when their lease ends: {error}"
                 ) from None
-            if faults := self._find_faults():
-                reasons = ", ".join(f"{address}: {fault}" for address, fault in faults.items())
-                raise LeaseError(f"instances would not terminate themselves when their lease ends ({reasons})")
+        faults = {address: timer.find_fault(self._limit) for address, timer in timers.items()}
+        if reasons := ", ".join(f"{address}: {fault}" for address, fault in faults.items() if fault):
+            raise LeaseError(f"instances would not terminate themselves when their lease ends ({reasons})")
 
-    def wait(self, seconds: float, now: Callable[[], float], sleep: Callable[[float], None]) -> None:
-        """Wait until all instances accept ssh connections. They are asked every 2 s; at least once.
+    def _schedule_shutdown(self, transport: Transport, address: str, timer: Timer) -> None:
+        # If a running job has extended the lease within its limit, that end stays.
+        until = timer.until if self._until <= timer.until <= self._limit else self._until
+        answer = transport.run(Host(address), make_schedule_command(until, self._limit))
+        if answer.exit_code:
+            errors = " ".join(answer.errors.split())[-300:] or "without a message"
+            raise LeaseError(f"the shutdown of {address} at the end of its lease could not be scheduled ({errors})")
+
+    def connect(
+        self,
+        find_key: Callable[[str], str],
+        seconds: float,
+        now: Callable[[], float],
+        sleep: Callable[[float], None],
+    ) -> None:
+        """Find the host keys that the cluster's known_hosts file does not have, and log in to all instances.
+
+        Both are tried every 2 s until they succeed.
 
         Parameters
         ----------
+        find_key
+            Returns the host key of the instance with an id, and "" while it is unknown.
         seconds
-            Time limit.
+            Time limit; 0 for a single attempt.
         now, sleep
             Return the present time in seconds, and pause for a number of seconds.
 
-        Raises CpuftError when some do not within `seconds`, or at once when one shows an unexpected host key.
+        Raises CpuftError when that fails for `seconds`, or at once when an instance shows an unexpected host key.
         """
         end = now() + seconds
+        while errors := self._try_connections(find_key):
+            key_errors = [
+                one for one in errors if isinstance(one, HostError) and one.kind in (KEY_CHANGED, KEY_UNKNOWN)
+            ]
+            if key_errors or now() >= end:
+                reasons = "; ".join(str(one) for one in key_errors or errors)
+                raise CpuftError(
+                    f"{reasons}. The instances cost money: remove them with `cpuft provision down {self.name}`"
+                )
+            sleep(_POLL_SECONDS)
+
+    def _try_connections(self, find_key: Callable[[str], str]) -> list[CpuftError]:
+        """Return why instances cannot be logged in to. No connection is made before all host keys are known."""
+        if missing := self._find_keys(find_key):
+            return [
+                CpuftError(
+                    f"no ed25519 host key is on the console of {', '.join(missing)}: run the same command again to "
+                    "wait longer, because types older than the Nitro system show their console up to 20 minutes after "
+                    "their start; an AMI without cloud-init shows none"
+                )
+            ]
         with self._temporary_transport(()) as transport:
-            while True:
-                answers = try_hosts(lambda one: transport.run(Host(one.address), ("true",)), self.members)
-                errors = [one for one in answers if isinstance(one, CpuftError)]
-                if not errors:
-                    return
-                key_errors = [
-                    one for one in errors if isinstance(one, HostError) and one.kind in (KEY_CHANGED, KEY_UNKNOWN)
-                ]
-                if key_errors or now() > end:
-                    reasons = "; ".join(str(one) for one in key_errors or errors)
-                    raise CpuftError(
-                        f"{reasons}. The instances cost money: remove them with `cpuft provision down {self.name}`"
-                    )
-                sleep(_POLL_SECONDS)
+            answers = try_hosts(lambda one: transport.run(Host(one.address), ("true",)), self.members)
+        return [one for one in answers if isinstance(one, CpuftError)]
+
+    def _find_keys(self, find_key: Callable[[str], str]) -> list[str]:
+        """Look for the host keys that are unknown. Returns the instances whose keys still are: "10.0.0.1 (i-1)"."""
+        for one in self.members:
+            if one.known_name not in self.keys and (key := find_key(one.mark)):
+                self.keys[one.known_name] = key
+        return [f"{one.address} ({one.mark})" for one in self.members if one.known_name not in self.keys]

@@ -9,14 +9,14 @@ from __future__ import annotations
 import ipaddress
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
-from cpuft.plan import Plan, Stages, Step
+from cpuft.plan import Plan, Step
 from cpuft.provision.aws.client import (
     GENERATION,
     GROUP,
@@ -38,27 +38,25 @@ from cpuft.provision.aws.facts import (
     Rule,
     SecurityGroup,
     Zone,
-    format_rules,
     is_standard,
 )
 from cpuft.provision.aws.lease import (
     RENEW_COMMAND,
     format_time,
     format_user_data,
-    make_extend_command,
+    make_schedule_command,
     parse_lease,
     parse_limit,
 )
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import is_ours, plan_files, plan_key, plan_removal
 
-NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
+_NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
 """URL of EC2's metadata service that exists on a spot instance when AWS is about to reclaim it."""
 STALE_SECONDS = 1800
 """Age after which a request for instances is not repeated but made anew. By then nobody waits for the response to the
 old request, and AWS still lists the instances that it started, even if they have terminated."""
 _SHORTEST_PREFIX = 16
-_WRITE_USER_DATA = Path(__file__).with_name("user_data.sh").read_text(encoding="utf-8")
 
 
 class NoCapacityError(CpuftError):
@@ -80,10 +78,13 @@ class RentalFacts:
     """The only address range that may reach ssh, such as "203.0.113.7/32"."""
     offer: Offer | None = None
     """None when nothing is missing that would have to be rented."""
-    refused: Mapping[str, str] | None = None
-    """Why zones had no capacity, by zone."""
-    on_demand: bool = False
-    """Whether to rent on-demand instances because no zone has spot capacity."""
+    refused: Mapping[tuple[str, bool], str] = field(default_factory=dict)
+    """Why there was no capacity, by (zone, whether for spot instances)."""
+
+    @property
+    def public_key(self) -> str:
+        """The key to log in with, as in a .pub file; empty if this machine has none."""
+        return self.files.get(f"{self.directory}/id_ed25519.pub", "").strip()
 
 
 def parse_ssh_from(text: str) -> str:
@@ -108,8 +109,7 @@ def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: s
 
     The conditions are: the type is not offered on the wanted market, is not x86-64 or cannot run with
     --threads-per-core 1; the AMI is not for x86-64; --zone does not exist or does not offer the type; no zone offers
-    the type; no zone's subnet has a free address for each missing instance; or the quota of vCPUs does not suffice
-    (standard types only).
+    the type; or the missing instances have more vCPUs than the quota (standard types only).
 
     Parameters
     ----------
@@ -131,34 +131,29 @@ def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: s
         )
     if config.threads_per_core == 1 and offer.threads and 1 not in offer.threads:
         raise CpuftError(f"{config.type} does not support --threads-per-core 1: leave the option out")
-    if config.zone and config.zone not in offer.all_zones:
-        raise CpuftError(
-            f"region {region} has no zone {config.zone!r:.60}: {suggest_names(config.zone, offer.all_zones)}"
-        )
     if not offer.zones:
         raise CpuftError(
             f"no zone of {region} with a default subnet offers {config.type}: try another --type or --region"
         )
-    zones = [zone for zone in offer.zones if zone.name == (config.zone or zone.name)]
-    if not zones:
-        others = ", ".join(zone.name for zone in offer.zones)
-        raise CpuftError(f"zone {config.zone} does not offer {config.type}: choose one of the zones {others}")
-    free = max(zone.free_addresses for zone in zones)
-    if free < missing:
-        raise CpuftError(f"{missing} instances are needed, and the subnets have {free} free addresses: use fewer nodes")
+    names = [zone.name for zone in offer.zones]
+    if config.zone and config.zone not in names:
+        raise CpuftError(
+            f"region {region} has no zone {config.zone!r:.60} that offers {config.type}: "
+            f"{suggest_names(config.zone, names)}"
+        )
     _check_quota(config, offer, missing)
 
 
 def _check_quota(config: AwsConfig, offer: Offer, missing: int) -> None:
     """Check the quota of standard instance types. Other types have quotas of their own, which are not checked."""
     wanted = missing * offer.vcpus
-    if offer.quota is None or not is_standard(config.type) or offer.used + wanted <= offer.quota:
+    if offer.quota is None or not is_standard(config.type) or wanted <= offer.quota:
         return
-    possible = max(0, int(offer.quota - offer.used) // offer.vcpus)
+    possible = int(offer.quota) // offer.vcpus
     raise CpuftError(
-        f"{missing} x {config.type} need {wanted} vCPUs, but your quota is {offer.quota:.0f} vCPUs, of which "
-        f"{offer.used} are in use: {f'use --nodes {possible}, or ' if possible else ''}request a higher quota "
-        f"{QUOTA_CODES[config.spot]} in the Service Quotas console"
+        f"{missing} x {config.type} need {wanted} vCPUs, but your quota is {offer.quota:.0f} vCPUs: "
+        f"{f'use --nodes {possible}, or ' if possible else ''}request a higher quota {QUOTA_CODES[config.spot]} in the "
+        "Service Quotas console"
     )
 
 
@@ -209,24 +204,23 @@ def needs_offer(config: AwsConfig, resources: Resources) -> bool:
 def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
     """Return the steps that create what is missing in AWS, and the cluster's files on this machine.
 
-    The plan is empty if nothing is missing. The stages are, as far as they are needed: the cluster's record, its keys,
-    the security group or its rules, and the placement group and key pair. If the security group exists and instances
-    are missing, the stages that start all missing instances, or none, in one zone follow; until it exists, a note names
-    them.
+    The plan is empty if nothing is missing. The stages are, as far as they are needed: the cluster's record, its key,
+    the security group or its rules, and the placement group. If instances are missing, and the security group and the
+    key exist, the stages that start all missing instances, or none, in one zone follow; until then, a note names them.
 
     Raises CpuftError when the cluster can never become what the options ask for (another owner, type or zone, fewer
-    --nodes, or a lease that has ended) or its keys are on another machine, and NoCapacityError when every zone has
+    --nodes, or a lease that has ended) or its key is on another machine, and NoCapacityError when every zone has
     refused.
     """
     resources = facts.resources
     check_rental(config, resources)
-    stages: list[list[Step]] = [*_plan_files(config, facts), _plan_group(config, facts), _plan_others(config, facts)]
-    config = replace(config, spot=config.spot and not facts.on_demand)
+    stages: list[list[Step]] = [*_plan_files(config, facts), _plan_group(config, facts), _plan_placement(config, facts)]
     missing = config.nodes - len(resources.live)
     notes = []
     if missing and facts.offer:
-        zone = choose_zone(config, resources, facts.offer, facts.refused or {})
-        if resources.group:
+        zone, spot = choose_zone(config, resources, facts.offer, facts.refused)
+        config = replace(config, spot=spot)
+        if resources.group and facts.public_key:
             stages += _plan_launch(config, facts, resources.group, facts.offer, zone)
         else:
             image = facts.offer.image.name or facts.offer.image.id
@@ -238,54 +232,45 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
 
 
 def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
-    """Plan the cluster's record, then two keys: the key to log in with, and the first host key of the instances."""
-    base = facts.directory
-    python, ssh_config = f"{config.prefix}/env/bin/python", f"{config.prefix}/clusters/{config.name}/ssh_config"
-    entry = Entry(
+    """Plan the cluster's record, then the key to log in with."""
+    base, until = facts.directory, facts.resources.group.until if facts.resources.group else 0
+    record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until))}
+    steps = plan_files(record, facts.files, "register the cluster")
+    if facts.public_key:
+        return [steps]
+    if facts.resources.live:
+        raise _make_key_error(config.name, facts)
+    return [steps, [plan_key(f"{base}/id_ed25519", "make the key to log in with")]]
+
+
+def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int) -> Entry:
+    """Return the record of a cluster on this machine. Its options `yes` and `recipe`, of one run only, are empty.
+
+    Parameters
+    ----------
+    directory
+        Directory of the cluster's files.
+    until
+        End of the lease in seconds since the epoch; 0 if it is not fixed yet.
+    """
+    return Entry(
         config.name,
         "aws",
-        facts.hostfile,
-        f"{base}/ssh_config",
-        python,
-        options=list_options(config),
-        ssh_config_there=ssh_config,
-        notice=find_notice_url(config),
+        hostfile,
+        f"{directory}/ssh_config",
+        f"{config.prefix}/env/bin/python",
+        options={key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()},
+        ssh_config_there=f"{config.prefix}/clusters/{config.name}/ssh_config",
+        # On-demand instances are never reclaimed.
+        notice=_NOTICE_URL if config.spot else "",
         renewal=RENEW_COMMAND,
-        until=facts.resources.group.until if facts.resources.group else 0,
+        until=until,
     )
-    steps = plan_files({f"{base}/{FILE_NAME}": format_entry(entry)}, facts.files, "register the cluster")
-    keys: list[Step] = [
-        plan_key(f"{base}/{name}", why, kind=kind)
-        for name, kind, why in (
-            ("id_ed25519", "ed25519", "make the key to log in with"),
-            ("host_key", "ecdsa", "make the host key that the instances get at first"),
-        )
-        if f"{base}/{name}.pub" not in facts.files
-    ]
-    if keys and facts.resources.live:
-        raise _make_key_error(config.name, facts)
-    return [steps, keys]
-
-
-def list_options(config: AwsConfig) -> dict[str, str]:
-    """Return the options for the cluster's record, by name and as texts.
-
-    `yes` and `recipe`, of one run only, are "False" and "".
-    """
-    return {key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()}
-
-
-def find_notice_url(config: AwsConfig) -> str:
-    """Return the URL where the hosts find interruption notices.
-
-    It is "" for on-demand instances, which are never reclaimed.
-    """
-    return NOTICE_URL if config.spot else ""
 
 
 def _make_key_error(name: str, facts: RentalFacts) -> CpuftError:
     return CpuftError(
-        f"the keys of {name} are not on this machine: run the command where the cluster was made, or remove the "
+        f"the key of {name} is not on this machine: run the command where the cluster was made, or remove the "
         f"cluster with `cpuft provision down {name} --region {facts.region}`"
     )
 
@@ -302,7 +287,7 @@ def check_ssh_config(name: str, facts: RentalFacts) -> str:
 
 
 def resource_name(name: str) -> str:
-    """Return the name of a cluster's security group, key pair and placement group: `cpuft-NAME`."""
+    """Return the name of a cluster's security group and placement group: `cpuft-NAME`."""
     return f"cpuft-{name}"
 
 
@@ -317,54 +302,44 @@ def _plan_group(config: AwsConfig, facts: RentalFacts) -> list[Step]:
     """Plan the security group with its tags; once it exists, plan that it has exactly the rules that it should have."""
     resources, region, group = facts.resources, facts.region, facts.resources.group
     if not group:
-        assert facts.offer
         now = int(resources.now)
         limit = now + parse_limit(config.lease_limit, parse_lease(config.lease))
         tags = _make_cluster_tags(config, resources) | {GENERATION: str(now), LIMIT: str(limit)}
         parameters = {
             "GroupName": resource_name(config.name),
             "Description": "Made by cpuft provision",
-            "VpcId": facts.offer.zones[0].vpc,
             "TagSpecifications": specify_tags(tags, "security-group"),
         }
         return [plan_call("create_security_group", "create the security group", region, parameters)]
-    inside: Rule = ("-1", -1, -1, group.id)
-    ssh: Rule = ("tcp", 22, 22, facts.ssh_from)
+    inside: Rule = {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": group.id}]}
+    ssh: Rule = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 22, "IpRanges": [{"CidrIp": facts.ssh_from}]}
     steps: list[Step] = []
-    for direction, rules, wanted in (("ingress", group.ingress, {inside, ssh}), ("egress", group.egress, {inside})):
+    for direction, rules, wanted in (("ingress", group.ingress, (inside, ssh)), ("egress", group.egress, (inside,))):
         for verb, word, changed in (
-            ("revoke", "close", {*rules} - wanted),
-            ("authorize", "open", wanted - {*rules}),
+            ("revoke", "close", [rule for rule in rules if rule not in wanted]),
+            ("authorize", "open", [rule for rule in wanted if rule not in rules]),
         ):
             if changed:
-                described = ", ".join(_describe_rule(rule, group) for rule in sorted(changed))
-                parameters = {"GroupId": group.id, "IpPermissions": format_rules(sorted(changed))}
-                why = f"{word} {direction}: {described}"
+                parameters = {"GroupId": group.id, "IpPermissions": changed}
+                why = f"{word} {direction}: {', '.join(_describe_rule(rule, group) for rule in changed)}"
                 steps.append(plan_call(f"{verb}_security_group_{direction}", why, region, parameters))
     return steps
 
 
 def _describe_rule(rule: Rule, group: SecurityGroup) -> str:
-    protocol, first, last, peer = rule
-    ports = "all ports" if protocol == "-1" else f"{protocol} {first}" + (f" to {last}" if last != first else "")
+    protocol, *ends, [peers] = rule.values()
+    (peer,) = peers.values()
+    ports = "all ports" if protocol == "-1" else f"{protocol} {' to '.join(map(str, dict.fromkeys(ends)))}"
     return f"{ports} for {'the cluster itself' if peer == group.id else peer}"
 
 
-def _plan_others(config: AwsConfig, facts: RentalFacts) -> list[Step]:
-    """Plan the placement group and the key pair."""
-    resources, name = facts.resources, resource_name(config.name)
-    tags, steps = _make_cluster_tags(config, resources), list[Step]()
-    if facts.offer and uses_placement_group(config, facts.offer) and not resources.placement_group:
-        why = "create the placement group, so that instances are close to each other"
-        specification = specify_tags(tags, "placement-group")
-        parameters = {"GroupName": name, "Strategy": "cluster", "TagSpecifications": specification}
-        steps.append(plan_call("create_placement_group", why, facts.region, parameters))
-    if not resources.key_pair:
-        parameters = {"KeyName": name, "TagSpecifications": specify_tags(tags, "key-pair")}
-        public_key = {"PublicKeyMaterial": f"{facts.directory}/id_ed25519.pub"}
-        why = "upload the public key to log in with"
-        steps.append(plan_call("import_key_pair", why, facts.region, parameters, public_key))
-    return steps
+def _plan_placement(config: AwsConfig, facts: RentalFacts) -> list[Step]:
+    if not facts.offer or not uses_placement_group(config, facts.offer) or facts.resources.placement_group:
+        return []
+    why = "create the placement group, so that instances are close to each other"
+    specification = specify_tags(_make_cluster_tags(config, facts.resources), "placement-group")
+    parameters = {"GroupName": resource_name(config.name), "Strategy": "cluster", "TagSpecifications": specification}
+    return [plan_call("create_placement_group", why, facts.region, parameters)]
 
 
 def uses_placement_group(config: AwsConfig, offer: Offer) -> bool:
@@ -375,29 +350,32 @@ def uses_placement_group(config: AwsConfig, offer: Offer) -> bool:
     return config.placement_group and config.nodes > 1 and offer.in_placement_groups
 
 
-def choose_zone(config: AwsConfig, resources: Resources, offer: Offer, refused: Mapping[str, str]) -> Zone:
-    """Return the zone to start instances in.
+def choose_zone(
+    config: AwsConfig, resources: Resources, offer: Offer, refused: Mapping[tuple[str, bool], str]
+) -> tuple[Zone, bool]:
+    """Return the zone to start instances in, and whether as spot instances.
 
     All instances of a cluster are in one zone: that of the instances that exist, otherwise --zone, otherwise the
-    cheapest for spot instances (zones without a known price come last), otherwise the first by name.
+    cheapest for spot instances (zones without a known price come last), otherwise the first by name. With
+    --spot-or-demand, on-demand instances are chosen when no zone is left for spot instances.
 
     Parameters
     ----------
     refused
-        Zones that had no capacity, with the reason. They are not chosen again.
+        Why there was no capacity, by (zone, whether for spot instances). These are not chosen again.
 
     Raises NoCapacityError when no zone is left.
     """
     used = {one.zone for one in resources.live}
     zones = [zone for zone in offer.zones if zone.name in (used or {config.zone or zone.name})]
-    left = [zone for zone in zones if zone.name not in refused]
-    if not left:
-        reasons = "; ".join(f"{name}: {reason}" for name, reason in refused.items())
-        raise NoCapacityError(
-            f"no zone has {counted(config.nodes - len(resources.live), 'instance')} of {config.type} ({reasons}): try "
-            f"another --type or --region, {'' if config.spot else '--spot, '}--no-placement-group, or wait"
-        )
-    return min(left, key=lambda zone: ((zone.spot_price or math.inf) if config.spot else 0.0, zone.name))
+    for spot in (True, False) if config.spot_or_demand else (config.spot,):
+        if left := [zone for zone in zones if (zone.name, spot) not in refused]:
+            return min(left, key=lambda zone: ((zone.spot_price or math.inf) if spot else 0.0, zone.name)), spot
+    reasons = "; ".join(f"{name}: {reason}" for (name, _), reason in refused.items())
+    raise NoCapacityError(
+        f"no zone has {counted(config.nodes - len(resources.live), 'instance')} of {config.type} ({reasons}): try "
+        f"another --type or --region, {'' if config.spot else '--spot, '}--no-placement-group, or wait"
+    )
 
 
 def _plan_launch(
@@ -419,21 +397,18 @@ def _plan_launch(
         generation = max(int(resources.now), generation + 1)
         change = {"Resources": [group.id], "Tags": make_tags({GENERATION: str(generation)})}
         stages.append([plan_call("create_tags", "record that instances are requested again", region, change)])
-    path = f"{facts.directory}/user-data"
-    command = ("sh", "-c", _WRITE_USER_DATA, "user_data", f"{facts.directory}/host_key", path)
-    user_data = format_user_data(group.until, group.limit)
-    stages.append([Step("write the user data of the instances", command, stdin=user_data)])
     request = make_request(config, resources, offer, zone, missing)
     request["ClientToken"] = hash_text(f"{group.id} {generation} {zone.name}{' spot' * config.spot}", 32)
-    request["KeyName"] = resource_name(config.name)
+    request["UserData"] = format_user_data(group.until, group.limit, facts.public_key)
     request["NetworkInterfaces"][0]["Groups"] = [group.id]
     tags = {GENERATION: str(generation), GROUP: group.id, "Name": resource_name(config.name)}
     for one in request["TagSpecifications"]:
         one["Tags"] += make_tags(tags)
     if uses_placement_group(config, offer):
         request["Placement"]["GroupName"] = resource_name(config.name)
-    why = f"start {counted(missing, 'instance')} of {config.type} in {zone.name}, all or none"
-    return [*stages, [plan_call("run_instances", why, region, request, {"UserData": path})]]
+    start = f"start {counted(missing, 'spot instance' if config.spot else 'instance')}"
+    why = f"{start} of {config.type} in {zone.name}, all or none"
+    return [*stages, [plan_call("run_instances", why, region, request)]]
 
 
 def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: Zone, count: int) -> dict[str, Any]:
@@ -494,9 +469,6 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     if resources.placement_group:
         parameters = {"GroupName": resources.placement_group}
         calls.append(plan_call("delete_placement_group", "delete the placement group", region, parameters))
-    if resources.key_pair:
-        parameters = {"KeyName": resources.key_pair}
-        calls.append(plan_call("delete_key_pair", "delete the key pair", region, parameters))
     calls += [plan_call("delete_volume", "delete a disk", region, {"VolumeId": one}) for one in resources.volumes]
     if resources.group:
         parameters = {"GroupId": resources.group.id}
@@ -506,69 +478,36 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     return Plan(tuple(stage for stage in stages if stage))
 
 
-def plan_tag_extension(name: str, facts: RentalFacts, until: int) -> Plan:
-    """Return one step that sets the end of the lease in the tags to `until`, in seconds since the epoch.
+def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
+    """Return the steps that let the lease end at `until`: in the tags, on the instances, and in the record here.
 
-    The limit becomes `until` as well if that is later.
-
-    Raises CpuftError when the cluster has no instances any more, or when somebody else made it.
-    """
-    check_owner(name, facts.resources)
-    group, live = facts.resources.group, facts.resources.live
-    if not group or not live:
-        raise CpuftError(f"{name} has no instances in {facts.region}: rent some with `cpuft provision aws`")
-    tags = make_tags({UNTIL: str(until), LIMIT: str(max(until, group.limit))})
-    change = {"Resources": [group.id, *(one.id for one in live)], "Tags": tags}
-    why = f"move the end of the lease from {format_time(group.until)} to {format_time(until)}"
-    return Plan(((plan_call("create_tags", why, facts.region, change),),))
-
-
-def plan_instance_extension(resources: Resources, until: int) -> tuple[Step, ...]:
-    """Return a step for each live instance that sets the end of its lease there; () without instances.
-
-    Parameters
-    ----------
-    until
-        New end of the lease in seconds since the epoch. The limit becomes `until` as well if that is later.
-    """
-    limit = max(until, resources.group.limit if resources.group else 0)
-    command, why = make_extend_command(until, limit), "set the end of the lease on the instance"
-    return tuple(Step(why, command, host=one.private) for one in resources.live)
-
-
-def plan_record_extension(name: str, facts: RentalFacts, until: int) -> Stages:
-    """Return one stage that writes the end of the lease into the cluster's record on this machine.
-
-    () if this machine has no record, or if the record says the same already.
+    The limit becomes `until` as well if that is later. A record that says so already, or that this machine does not
+    have, is not written.
 
     Parameters
     ----------
     until
         New end of the lease in seconds since the epoch.
 
-    Raises CpuftError if the record is damaged or can be written by other users.
+    Raises CpuftError when the cluster has no instances any more, somebody else made it, or the record is damaged or can
+    be written by other users.
     """
+    check_owner(name, facts.resources)
+    group, live = facts.resources.group, facts.resources.live
+    if not group or not live:
+        raise CpuftError(f"{name} has no instances in {facts.region}: rent some with `cpuft provision aws`")
+    limit = max(until, group.limit)
+    tags = make_tags({UNTIL: str(until), LIMIT: str(limit)})
+    why = f"move the end of the lease from {format_time(group.until)} to {format_time(until)}"
+    change = {"Resources": [group.id, *(one.id for one in live)], "Tags": tags}
+    call = plan_call("create_tags", why, facts.region, change)
+    command, why = make_schedule_command(until, limit), "set the end of the lease on the instance"
+    stages: list[tuple[Step, ...]] = [(call,), tuple(Step(why, command, host=one.private) for one in live)]
     path = f"{facts.directory}/{FILE_NAME}"
-    if path not in facts.files:
-        return ()
-    entry = read_entry(Path(facts.directory).parent, name)
-    text = format_entry(replace(entry, until=until))
-    steps = plan_files({path: text}, facts.files, "record the end of the lease")
-    return (tuple(steps),) if steps else ()
-
-
-def is_young(resources: Resources, recorded: float, seconds: float) -> bool:
-    """Whether something was requested within the last `seconds`, so that AWS may not list it yet.
-
-    The later of two times counts: `recorded`, and when the missing instances were last requested. False without either.
-
-    Parameters
-    ----------
-    recorded
-        When the cluster's record was written, in seconds since the epoch; 0 without one.
-    """
-    requested = max(recorded, float(resources.group.generation) if resources.group else 0.0)
-    return resources.now - requested < seconds
+    if path in facts.files:
+        text = format_entry(replace(read_entry(Path(facts.directory).parent, name), until=until))
+        stages.append(tuple(plan_files({path: text}, facts.files, "record the end of the lease")))
+    return Plan(tuple(stage for stage in stages if stage))
 
 
 def count_states(instances: tuple[Instance, ...]) -> str:

@@ -17,7 +17,6 @@ from cpuft.provision.aws.facts import (
 )
 from cpuft.provision.aws.lease import format_span, format_time
 from cpuft.provision.aws.options import AwsConfig
-from cpuft.report.estimate import Instance as ListedType
 
 LISTED = "us-east-1"
 """The region whose list prices cpuft has."""
@@ -31,8 +30,6 @@ class Price:
     """List price."""
     dated: str
     """When the list price was looked up: a year. Empty if there is none."""
-    spot: tuple[float, float] | None = None
-    """(lowest, highest) present spot price of all zones."""
     spot_by_zone: Mapping[str, float] = field(default_factory=dict)
     """Present spot price by name of the zone; zones without a price are left out."""
 
@@ -41,55 +38,26 @@ class Price:
         """Where the list price comes from: "list price of us-east-1 in 2025"."""
         return f"list price of {LISTED} in {self.dated}"
 
-    def format_source(self, instances: Sequence[Instance]) -> str:
-        """Return a space and, in parentheses, where the prices of these instances come from; "" without instances.
-
-        That is the list price, the present spot price, or both.
-        """
-        sources = sorted({"present spot price" if one.spot else self.source for one in instances})
-        return f" ({' and '.join(sources)})" if sources else ""
-
-    def _find(self, instance: Instance) -> float | None:
+    def find(self, instance: Instance) -> float | None:
         """Return the hourly price of an instance. Earlier spot prices are unknown, so the present one is used."""
         if not instance.spot:
             return self.on_demand
-        return self.spot_by_zone.get(instance.zone, self.spot[1] if self.spot else None)
-
-    def total(self, instances: Sequence[Instance], now: float) -> float | None:
-        """Return what instances have cost so far in dollars; 0 without instances, None if the price of one is unknown.
-
-        Earlier spot prices are unknown, so the present one of the zone is used for the whole time.
-
-        Parameters
-        ----------
-        now
-            Present time in seconds since the epoch.
-        """
-        hours = [count_seconds([one], now) / 3600 for one in instances]
-        prices = [self._find(one) for one in instances]
-        return sum(price * one for price, one in zip(prices, hours) if price) if all(prices) else None
+        return self.spot_by_zone.get(instance.zone, max(self.spot_by_zone.values(), default=None))
 
 
-def find_price(
-    instance_type: str, region: str, table: Mapping[str, ListedType], spot_by_zone: Mapping[str, float]
-) -> Price:
+def find_price(instance_type: str, region: str, spot_by_zone: Mapping[str, float]) -> Price:
     """Return the price of an instance type, from our table and from the present spot prices.
+
+    The table has the list prices of `LISTED`, so `on_demand` is None in other regions and for unknown types.
 
     Parameters
     ----------
-    table
-        List prices by type. They are those of `LISTED`, so `on_demand` is None in other regions and for unknown types.
     spot_by_zone
         Dollars per hour by name of the zone; 0 for unknown.
     """
-    listed = table.get(instance_type) if region == LISTED else None
+    listed = read_table().get(instance_type) if region == LISTED else None
     known = {zone: price for zone, price in spot_by_zone.items() if price}
-    return Price(
-        listed.dollars_per_hour if listed else None,
-        listed.dated if listed else "",
-        (min(known.values()), max(known.values())) if known else None,
-        known,
-    )
+    return Price(listed.dollars_per_hour if listed else None, listed.dated if listed else "", known)
 
 
 def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
@@ -101,7 +69,7 @@ def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
     """
     instance_type = instances[0].type if instances else ""
     spot = find_spot_prices(client, instance_type) if any(one.spot for one in instances) else {}
-    return find_price(instance_type, client.region, read_table(), spot)
+    return find_price(instance_type, client.region, spot)
 
 
 def describe_price(price: Price, config: AwsConfig, missing: int, now: float, until: float, limit: float) -> str:
@@ -117,12 +85,14 @@ def describe_price(price: Price, config: AwsConfig, missing: int, now: float, un
     now, until, limit
         The time now, when the lease ends, and to when running jobs may extend it, in seconds since the epoch.
     """
-    unknown = f"cpuft has only the list prices of {LISTED}"
+    unknown, spot = f"cpuft has only the list prices of {LISTED}", price.spot_by_zone.values()
     if config.spot:
-        each = f"${_format_range(price.spot)} per hour now in {config.region}" if price.spot else "an unknown price"
+        low, high = min(spot, default=0.0), max(spot, default=0.0)
+        span = f"{low:.3f}" if low == high else f"{low:.3f} to ${high:.3f}"
+        each = f"${span} per hour now in {config.region}" if spot else "an unknown price"
         on_demand = f"about ${price.on_demand:.3f}, {price.source}" if price.on_demand else f"unknown, {unknown}"
         each += f" (on demand: {on_demand})"
-        hourly = (price.spot[1] if price.spot else 0.0) * missing
+        hourly = high * missing
     else:
         each = f"about ${price.on_demand:.3f} per hour ({price.source})" if price.on_demand else ""
         each = each or f"an unknown price ({unknown})"
@@ -144,53 +114,32 @@ def describe_price(price: Price, config: AwsConfig, missing: int, now: float, un
     return ". ".join([*sentences, "Disks and network traffic cost extra"])
 
 
-def _format_range(prices: tuple[float, float]) -> str:
-    low, high = prices
-    return f"{low:.3f}" if low == high else f"{low:.3f} to ${high:.3f}"
-
-
-def count_seconds(instances: Sequence[Instance], now: float) -> float:
-    """Return for how many seconds instances have been paid for so far, added up.
-
-    An instance that ended at an unknown time counts to the end of its lease, or to `now` (seconds since the epoch) if
-    that is earlier.
-    """
-    seconds = 0.0
-    for one in instances:
-        end = now if one.state in BILLED else one.ended or max(one.launched, min(now, float(one.until or now)))
-        seconds += max(0.0, end - one.launched)
-    return seconds
-
-
 def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> str:
-    """Return what instances have cost so far, such as "about $1.25 so far (list price of us-east-1 in 2025)".
+    """Return what instances have cost: "about $1.25 for 2.00 instance hours (list price of us-east-1 in 2025)".
 
-    With an unknown price: "0.50 instance hours so far, at an unknown price". `now` is in seconds since the epoch.
+    With an unknown price: "an unknown price for 2.00 instance hours". `now` is in seconds since the epoch.
     """
-    cost = price.total(instances, now)
-    if cost is None:
-        return f"{count_seconds(instances, now) / 3600:.2f} instance hours so far, at an unknown price"
-    return f"about ${_format_amount(cost)} so far{price.format_source(instances)}"
+    hours = [_count_seconds(one, now) / 3600 for one in instances]
+    spent, prices = f"{_format_amount(sum(hours))} instance hours", [price.find(one) for one in instances]
+    if not all(prices):
+        return f"an unknown price for {spent}"
+    cost = sum(each * one for each, one in zip(prices, hours) if each)
+    sources = sorted({"present spot price" if one.spot else price.source for one in instances})
+    return f"about ${_format_amount(cost)} for {spent}" + (f" ({' and '.join(sources)})" if sources else "")
+
+
+def _count_seconds(one: Instance, now: float) -> float:
+    """Return for how many seconds an instance has been paid for so far.
+
+    If it ended at an unknown time, that counts as the end of its lease, or as `now` if that is earlier.
+    """
+    end = now if one.state in BILLED else one.ended or max(one.launched, min(now, float(one.until or now)))
+    return max(0.0, end - one.launched)
 
 
 def _format_amount(amount: float) -> str:
     """Return an amount with two decimals, or with three digits if it is less than one."""
     return f"{amount:.2f}" if amount >= 1 else f"{amount:.3g}"
-
-
-def describe_bill(price: Price, instances: Sequence[Instance], now: float) -> str:
-    """Return what a cluster that was removed has cost: "it has cost about $1.25 for 2.00 instance hours ...".
-
-    "" if AWS lists no instance of it any more. `now` is in seconds since the epoch.
-    """
-    if not instances:
-        return ""
-    cost, hours = price.total(instances, now), count_seconds(instances, now) / 3600
-    total = f"about ${_format_amount(cost)}" if cost is not None else "an unknown price"
-    source = price.format_source(instances) if cost is not None else ""
-    return (
-        f"it has cost {total} for {_format_amount(hours)} instance hours{source}; disks and network traffic cost extra"
-    )
 
 
 def describe_instances(
@@ -226,7 +175,7 @@ def _describe_lease(group: SecurityGroup | None, instances: Sequence[Instance], 
     if group and group.limit > until:
         lease += f"; running jobs can extend it to {format_time(group.limit)}"
     owner = f"owner: {group.owner}" if group else "its security group was deleted"
-    return f"{lease}; {describe_cost(price, instances, now)}; {owner}"
+    return f"{lease}; so far it has cost {describe_cost(price, instances, now)}; {owner}"
 
 
 def describe_cluster(

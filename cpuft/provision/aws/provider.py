@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -14,16 +15,16 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import FILE_NAME, Entry
 from cpuft.hosts.transport import SshTransport
 from cpuft.plan import Plan
-from cpuft.provision.aws.client import ACTIONS, AwsClient, CallStep
+from cpuft.provision.aws.client import CAPACITY_CODES, AwsClient, CallError, CallStep, plan_call
 from cpuft.provision.aws.facts import (
     Instance,
     Offer,
     Resources,
     find_clusters,
+    find_host_key,
     find_offer,
     find_own_address,
     find_resources,
-    read_table,
 )
 from cpuft.provision.aws.lease import format_time, parse_lease, parse_limit
 from cpuft.provision.aws.nodes import LeaseError, Nodes
@@ -36,19 +37,16 @@ from cpuft.provision.aws.plan import (
     check_ssh_config,
     choose_zone,
     count_states,
-    is_young,
     make_request,
     needs_offer,
     parse_ssh_from,
-    plan_instance_extension,
-    plan_record_extension,
+    plan_lease_extension,
     plan_rental,
     plan_rental_down,
-    plan_tag_extension,
 )
 from cpuft.provision.aws.price import (
-    describe_bill,
     describe_cluster,
+    describe_cost,
     describe_instances,
     describe_price,
     find_price,
@@ -63,6 +61,8 @@ _BOOT_SECONDS = 300.0
 _END_SECONDS = 600.0
 """Time limit for instances that shut down to be terminated."""
 _POLL_SECONDS = 2.0
+_NO_INSTANCE = f"i-{'0' * 17}"
+"""Id for checks of permissions when there is no instance yet."""
 _YOUNG_SECONDS = 120.0
 """How long after a request its instances may still be missing in AWS's lists."""
 
@@ -78,7 +78,7 @@ class Services:
     """Returns seconds since the epoch."""
     find_address: Callable[[], str] = find_own_address
     appear_seconds: float = 30.0
-    """How long `down` waits for instances that were requested a moment ago to appear in AWS's lists."""
+    """How long to wait for instances that were requested a moment ago to appear in AWS's lists."""
     uses_ssh: bool = True
     """Whether to log in to the instances. Otherwise they are rented only."""
 
@@ -120,19 +120,15 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         spot = config.spot or config.spot_or_demand
         self.config = replace(config, region=self.client.region, wheels=wheels, spot=spot)
         self.summary = f"{config.nodes} x {config.type}"
-        self._refused: dict[str, str] = {}
-        """Why zones had no capacity, by zone."""
+        self._refused: dict[tuple[str, bool], str] = {}
+        """Why there was no capacity, by (zone, whether for spot instances)."""
         self._offer: Offer | None = None
         self._price = ""
         """Description of the price of what will be rented."""
         self._waits = False
         """Whether to wait until instances start or end. Commands that change nothing do not wait."""
-        self._uses_on_demand = False
-        """Whether to rent on-demand instances because no zone has spot capacity."""
-        self._makes = False
-        """Whether `make` is at work."""
         self._ended: frozenset[str] | None = None
-        """Ids of the instances that had ended already when `make` first looked; None before that."""
+        """Ids of the instances that had ended when `make` looked first; None before."""
         self._say: Say = lambda text: None
         self._last_instances: tuple[Instance, ...] = ()
         """The instances when `down` last looked, for the bill."""
@@ -165,11 +161,6 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             price = find_price_of(client, instances)
             lines += describe_cluster(name, group, instances, services.now(), price)
         return lines
-
-    @property
-    def _wanted(self) -> AwsConfig:
-        """The options, with the market that is tried now."""
-        return replace(self.config, spot=False) if self._uses_on_demand else self.config
 
     def check(self) -> None:
         """Check what can be checked before anything is gathered.
@@ -210,8 +201,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         self._refuse_ended(resources)
         check_rental(self.config, resources)
         if needs_offer(self.config, resources) and not self._offer:
-            offer = find_offer(self.client, self._wanted)
-            check_offer(self._wanted, resources, offer, self.client.region)
+            offer = find_offer(self.client, self.config)
+            check_offer(self.config, resources, offer, self.client.region)
             self._offer = offer
         return replace(facts, ssh_from=parse_ssh_from(ssh_from), offer=self._offer)
 
@@ -221,17 +212,16 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         Without this, `make` would start others in its place again and again if AWS ends each of them at its start, for
         example because its disk is encrypted with a key that may not be used.
         """
-        if not self._makes:
-            return
-        ended = {one.id: one for one in resources.instances if one not in resources.live}
-        if self._ended is None:
-            self._ended = frozenset(ended)
-        if new := sorted(ended.keys() - self._ended):
-            raise CpuftError(
-                f"AWS has ended instance {new[0]} of {self.name} ({ended[new[0]].reason or 'it does not say why'}): "
-                "correct the cause and run the same command again, or remove the cluster with `cpuft provision down "
-                f"{self.name}`"
-            )
+        ended = [one for one in resources.instances if one not in resources.live]
+        if self._ended is None or not self._waits:
+            self._ended = frozenset(one.id for one in ended)
+        for one in ended:
+            if one.id not in self._ended:
+                raise CpuftError(
+                    f"AWS has ended instance {one.id} of {self.name} ({one.reason or 'it does not say why'}): correct "
+                    "the cause and run the same command again, or remove the cluster with `cpuft provision down "
+                    f"{self.name}`"
+                )
 
     def _find_other(self) -> str:
         """Return which other cluster of this name this machine has recorded: of another kind or region; "" for none."""
@@ -250,17 +240,17 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             self.hostfile,
             self.client.region,
             refused=self._refused,
-            on_demand=self._uses_on_demand,
         )
 
     def _gather_servers(self, resources: Resources) -> ClusterFacts:
-        nodes = self._make_nodes(resources)
+        nodes, seconds = self._make_nodes(resources), _BOOT_SECONDS if self._waits else 0.0
+        nodes.connect(partial(find_host_key, self.client), seconds, self.services.now, self.services.sleep)
         if self._waits:
-            nodes.wait(_BOOT_SECONDS, self.services.now, self.services.sleep)
             nodes.secure_lease(self._say)
         return nodes.gather()
 
     def _make_nodes(self, resources: Resources) -> Nodes:
+        assert resources.group, "a plan without a security group is not empty"
         return Nodes(self.config, resources.live, self.environ, self.hostfile, resources.group)
 
     def _wait_until_running(self, facts: RentalFacts) -> RentalFacts:
@@ -304,17 +294,22 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         until = group.until if group else now + lease
         limit = group.limit if group else now + parse_limit(self.config.lease_limit, lease)
         spot_by_zone = {zone.name: zone.spot_price for zone in offer.zones}
-        price = find_price(self.config.type, self.client.region, read_table(), spot_by_zone)
-        return describe_price(price, self._wanted, missing, now, until, limit)
+        price = find_price(self.config.type, self.client.region, spot_by_zone)
+        return describe_price(price, self.config, missing, now, until, limit)
 
     def _check_permissions(self, facts: RentalFacts, offer: Offer) -> None:
-        """Ask AWS in dry runs whether it would allow the planned calls. Raises CpuftError when it would not."""
-        zone = choose_zone(self._wanted, facts.resources, offer, {})
+        """Ask AWS in dry runs whether it would allow the planned calls, and reading the consoles of the instances.
+
+        Raises CpuftError when it would not.
+        """
+        zone, _ = choose_zone(self.config, facts.resources, offer, {})
         missing = self.config.nodes - len(facts.resources.live)
-        self.client.dry_run("run_instances", make_request(self._wanted, facts.resources, offer, zone, missing))
-        for step in (step for stage in plan_rental(self.config, facts).stages for step in stage):
-            if isinstance(step, CallStep) and not step.files and ACTIONS[step.method].service == "ec2":
-                self.client.dry_run(step.method, step.parameters)
+        request = make_request(self.config, facts.resources, offer, zone, missing)
+        start = plan_call("run_instances", "start instances", self.client.region, request)
+        look = plan_call("get_console_output", "read host keys", self.client.region, {"InstanceId": _NO_INSTANCE})
+        for step in (start, look, *(step for stage in plan_rental(self.config, facts).stages for step in stage)):
+            if isinstance(step, CallStep):
+                self.client.dry_run(step)
 
     def plan(self, facts: AwsFacts) -> Plan:
         """Plan what is missing in AWS; when nothing is, plan what is missing on the instances.
@@ -343,12 +338,26 @@ class Aws(Provider[AwsConfig, AwsFacts]):
 
     def _make_call(self, call: CallStep, say: Say) -> None:
         say(call.why)
-        if reason := self.client.execute(call):
-            zone = call.parameters["Placement"]["AvailabilityZone"]
-            say(f"{zone} has no capacity: {reason}")
-            self._refused[zone] = reason
+        try:
+            answer = self.client.execute(call)
+        except CallError as error:
+            if call.method != "run_instances" or error.code not in CAPACITY_CODES:
+                raise
+            zone, spot = call.parameters["Placement"]["AvailabilityZone"], "InstanceMarketOptions" in call.parameters
+            self._refused[zone, spot] = f"{error.code}: {error.message}"
+            say(f"{zone} has no {'spot capacity' if spot else 'capacity'}: {self._refused[zone, spot]}")
+        else:
+            self._wait_until_listed({one["InstanceId"] for one in answer.get("Instances", ())})
         if call.method == "create_service_linked_role" and self._offer:
             self._offer = replace(self._offer, has_spot_role=True)
+
+    def _wait_until_listed(self, started: set[str]) -> None:
+        """Wait, 30 s at most, until AWS lists all instances of a call. Others would be started in place of the rest."""
+        end = self.services.now() + self.services.appear_seconds
+        while started and self.services.now() < end:
+            started -= {one.id for one in self._gather_resources().resources.instances}
+            if started:
+                self.services.sleep(_POLL_SECONDS)
 
     def make(self, say: Say, ask: Ask) -> str:
         """Make or repair the cluster, and wait until it is ready.
@@ -365,9 +374,9 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         their lease, the user refuses, a check or a step fails, AWS refuses a call, or another process works on the same
         cluster.
         """
-        self._waits, self._makes, self._ended, self._say = True, True, None, say
+        self._waits, self._ended, self._say = True, None, say
         try:
-            sentence = self._make_on_any_market(say, ask)
+            sentence = super().make(say, ask)
         except LeaseError as error:
             say(f"terminate the instances: {error}")
             try:
@@ -384,26 +393,12 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 self.down(say)
             raise
         finally:
-            self._makes = False
+            self._waits = False
         return f"{sentence}; {self._describe_end()}"
 
     def _describe_end(self) -> str:
         group = self._gather_resources().resources.group
         return f"the instances terminate themselves at {format_time(group.until if group else 0)}"
-
-    def _make_on_any_market(self, say: Say, ask: Ask) -> str:
-        """Make the cluster; with --spot-or-demand on demand if no zone has spot capacity."""
-        try:
-            return super().make(say, ask)
-        except NoCapacityError as error:
-            if not self.config.spot_or_demand:
-                raise
-            say(f"rent on-demand instances instead: {error}")
-        # The user has agreed to this price, too: the question about spot instances includes it.
-        self.config = replace(self.config, yes=True)
-        self._uses_on_demand, self._offer = True, None
-        self._refused.clear()
-        return super().make(say, ask)
 
     def down(self, say: Say) -> str:
         """Remove the cluster, including instances that appear late; wait until they are terminated, up to 10 minutes.
@@ -422,7 +417,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             sentence += f" from {self.client.region}, and cluster {self.name} {other} was left as it is"
         if not instances:
             return sentence
-        return f"{sentence}; {describe_bill(find_price_of(self.client, instances), instances, self.services.now())}"
+        cost = describe_cost(find_price_of(self.client, instances), instances, self.services.now())
+        return f"{sentence}; it has cost {cost}; disks and network traffic cost extra"
 
     def gather_remains(self) -> AwsFacts:
         """Return what exists in AWS and on this machine.
@@ -448,8 +444,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         have_appeared = any(one.generation == generation for one in resources.instances)
         record = self.directory / FILE_NAME
         recorded = record.stat().st_mtime if record.exists() and not self._find_other() else 0.0
-        may_appear = not have_appeared and is_young(resources, recorded, _YOUNG_SECONDS)
-        return may_appear and waited < self.services.appear_seconds
+        is_young = resources.now - max(recorded, float(generation)) < _YOUNG_SECONDS
+        return is_young and not have_appeared and waited < self.services.appear_seconds
 
     def plan_down(self, facts: AwsFacts) -> Plan:
         """Plan the deletion of what is left in AWS and on this machine; an empty plan if nothing is.
@@ -469,16 +465,12 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """
         facts = self._gather_resources()
         until = int(facts.resources.now) + parse_lease(lease)
-        plan = plan_tag_extension(self.name, facts, until)
-        if self.services.uses_ssh:
-            transport = SshTransport(check_ssh_config(self.name, facts), here="")
-            command_prefixes = {
-                one.private: transport.command_prefix(Host(one.private)) for one in facts.resources.live
-            }
-            instances = plan_instance_extension(facts.resources, until)
-            record = plan_record_extension(self.name, facts, until)
-            plan = replace(plan, stages=(*plan.stages, instances, *record), command_prefixes=command_prefixes)
-        return plan
+        plan = plan_lease_extension(self.name, facts, until)
+        if not self.services.uses_ssh:
+            return replace(plan, stages=plan.stages[:1])
+        transport = SshTransport(check_ssh_config(self.name, facts), here="")
+        prefixes = {one.private: transport.command_prefix(Host(one.private)) for one in facts.resources.live}
+        return replace(plan, command_prefixes=prefixes)
 
     def extend(self, lease: str, say: Say) -> str:
         """Execute `plan_extension`. Returns "cluster NAME: the instances terminate themselves at 2027-01-15 10:00 UTC".

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import functools
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cpuft.provision.aws.client import ACTIONS, READ, AwsClient
+from cpuft.provision.aws.client import AwsClient, is_read
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Services
 
@@ -48,6 +49,8 @@ class Region:
     places: dict[str, dict[str, Any]] = field(default_factory=dict)
     addresses: list[str] = field(default_factory=list)
     """Addresses for the instances in their order, if they stand for real hosts."""
+    read_console: Callable[[str], str] = lambda instance: ""
+    """Returns what is on the console of an instance."""
     hidden: int = 0
     """How many more times DescribeInstances returns nothing."""
     start: float = field(default_factory=time.time)
@@ -63,6 +66,8 @@ class Region:
     """Whether an AMI becomes available only after somebody has slept."""
     coming: list[Any] = field(default_factory=list)
     """AMIs that are being made."""
+    keeps_snapshots: bool = False
+    """Whether AWS does not delete the snapshots of AMIs."""
     image_faults: list[str] = field(default_factory=list)
     """Error codes of the next calls of CreateImage, as in `faults`."""
 
@@ -100,7 +105,7 @@ class Region:
 
 
 def is_mutating(method: str, parameters: Mapping[str, Any]) -> bool:
-    return ACTIONS[method].kind != READ and not parameters.get("DryRun")
+    return not is_read(method) and not parameters.get("DryRun")
 
 
 def make_aws(region: Region, folder: Path, **options: Any) -> Aws:
@@ -130,9 +135,27 @@ def down(region: Region, folder: Path) -> None:
     make_aws(region, folder).down(say)
 
 
+def watch(cloud: AwsClient, hook: Callable[[str, str, Mapping[str, Any]], None]) -> None:
+    """Call `hook` with "before" or "after", the method and its parameters, before every call and after its success."""
+    from botocore import xform_name
+
+    def before(params: Mapping[str, Any], model: Any, context: dict[str, Any], **rest: Any) -> None:
+        context["parameters"] = {**params}
+        hook("before", xform_name(model.name), context["parameters"])
+
+    def after(http_response: Any, model: Any, context: dict[str, Any], **rest: Any) -> None:
+        if http_response.status_code < 300:
+            hook("after", xform_name(model.name), context["parameters"])
+
+    cloud.session.events.register("provide-client-params", before)
+    cloud.session.events.register("after-call", after)
+
+
 @functools.cache
 def _open_cloud() -> AwsClient:
-    return AwsClient(REGION, lambda *told: _OPEN[-1].hook(*told), lambda seconds: _OPEN[-1].sleep(seconds))
+    cloud = AwsClient(REGION, lambda seconds: _OPEN[-1].sleep(seconds))
+    watch(cloud, lambda *told: _OPEN[-1].hook(*told))
+    return cloud
 
 
 @functools.cache
@@ -154,13 +177,12 @@ def left(region: Region) -> dict[str, Any]:
     return {
         "instances": [one["InstanceId"] for one in live()],
         "groups": [one["GroupName"] for one in ec2.describe_security_groups()["SecurityGroups"] if "cpuft" in str(one)],
-        "keys": [one["KeyName"] for one in ec2.describe_key_pairs()["KeyPairs"]],
         "places": [*region.places],
         "volumes": [one["VolumeId"] for one in ec2.describe_volumes()["Volumes"]],
     }
 
 
-NOTHING: dict[str, list[str]] = {"instances": [], "groups": [], "keys": [], "places": [], "volumes": []}
+NOTHING: dict[str, list[str]] = {"instances": [], "groups": [], "places": [], "volumes": []}
 
 
 @contextlib.contextmanager
@@ -200,7 +222,9 @@ def _complete(region: Region, patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(InstanceBackend, "run_instances", _make_run(region, InstanceBackend.run_instances))
     patch.setattr(EC2Response, "describe_instances", _make_describe(region, EC2Response.describe_instances))
+    patch.setattr(EC2Response, "get_console_output", _make_console(region))
     patch.setattr(AmiBackend, "create_image", _make_imaging(region, AmiBackend.create_image))
+    patch.setattr(EC2Response, "deregister_image", _make_deregistering(region, EC2Response.deregister_image))
     patch.setitem(SERVICE_NAME_CONVERSION, "spot", "EC2Spot")
     for name, method in _make_places(region).items():
         patch.setattr(EC2Response, name, method, raising=False)
@@ -232,6 +256,22 @@ def _make_imaging(region: Region, real: Any) -> Any:
         return made
 
     return create
+
+
+def _make_deregistering(region: Region, real: Any) -> Any:
+    from moto.core.responses import ActionResult
+
+    def deregister(self: Any) -> Any:
+        (image,) = self.ec2_backend.describe_images(ami_ids=[self._get_param("ImageId")])
+        answer = real(self)
+        assert self._get_bool_param("DeleteAssociatedSnapshots")
+        if not region.keeps_snapshots:
+            self.ec2_backend.delete_snapshot(image.ebs_snapshot.id)
+        code = "internal-error" if region.keeps_snapshots else "success"
+        results = [{"SnapshotId": image.ebs_snapshot.id, "ReturnCode": code}]
+        return ActionResult(answer.result | {"DeleteSnapshotResults": results})
+
+    return deregister
 
 
 def _make_parameter(key: str, region: Region) -> Any:
@@ -277,6 +317,22 @@ def _make_describe(region: Region, real: Any) -> Any:
         return real(self) if region.hidden < 0 else ActionResult({"Reservations": []})
 
     return describe
+
+
+def format_console(keys: str) -> str:
+    """Return what cloud-init writes to the console of an instance with these public host keys."""
+    return f"-----BEGIN SSH HOST KEY KEYS-----\r\n{keys}\r\n-----END SSH HOST KEY KEYS-----\r\n"
+
+
+def _make_console(region: Region) -> Any:
+    from moto.core.responses import ActionResult
+
+    def show(self: Any) -> Any:
+        self.error_on_dryrun()
+        text = region.read_console(self._get_param("InstanceId"))
+        return ActionResult({"Output": base64.b64encode(text.encode()).decode()})
+
+    return show
 
 
 def _make_places(region: Region) -> dict[str, Any]:

@@ -7,25 +7,22 @@ import shlex
 import stat
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from cpuft.errors import CpuftError
 from cpuft.plan import format_plan
-from cpuft.provision.aws import ami
+from cpuft.provision.aws import ami, facts
 from cpuft.provision.aws.ami import describe_images, is_ready, name_image, plan_deletion, plan_finish
-from cpuft.provision.aws.client import CallStep
-from cpuft.provision.aws.facts import Ami, OwnImages, Snapshot, choose_image, parse_images
+from cpuft.provision.aws.client import AwsClient, CallStep
+from cpuft.provision.aws.facts import Ami, parse_images
 from cpuft.provision.image import format_install, read_recipe
 
 RECIPE = read_recipe(str(Path(__file__).parents[3] / "ami" / "recipe.yaml"))
-OLD = Ami("ami-1", "cpuft-a-1", "available", "2026-01-01T10:11:12.000Z", "a", 16, ("snap-1",))
-NEW = Ami("ami-2", "cpuft-a-2", "available", "2026-01-02T10:11:12.000Z", "a", 16, ("snap-2",))
-COMING = Ami("ami-3", "cpuft-a-3", "pending", "2026-01-03T10:11:12.000Z", "a", 16, ())
-FOUND = OwnImages(
-    (OLD, NEW), (Snapshot("snap-1", "cpuft-a-1"), Snapshot("snap-2", "cpuft-a-2"), Snapshot("snap-9", "lost"))
-)
+OLD = Ami("ami-1", "cpuft-a-1", "available", "2026-01-01T10:11:12.000Z", "a", "/dev/xvda", 16)
+NEW = Ami("ami-2", "cpuft-a-2", "available", "2026-01-02T10:11:12.000Z", "a", "/dev/xvda", 16)
+COMING = Ami("ami-3", "cpuft-a-3", "pending", "2026-01-03T10:11:12.000Z", "a", "/dev/xvda", 16)
 
 
 def test_the_same_recipe_and_environment_are_the_same_image() -> None:
@@ -36,9 +33,10 @@ def test_the_same_recipe_and_environment_are_the_same_image() -> None:
 def test_images_are_read_the_oldest_first() -> None:
     disks = [
         {"DeviceName": "/dev/xvda", "Ebs": {"SnapshotId": "snap-1", "VolumeSize": 16}},
-        {"DeviceName": "/dev/xvdb"},
+        {"DeviceName": "/dev/xvdb", "Ebs": {"VolumeSize": 99}},
     ]
     one = {"ImageId": "ami-1", "Name": "cpuft-a-1", "State": "available", "CreationDate": "2026-01-01T10:11:12.000Z"}
+    one |= {"RootDeviceName": "/dev/xvda"}
     tags = [{"Key": "cpuft:image", "Value": "a"}]
     later = one | {"ImageId": "ami-0", "CreationDate": "2026-02-01T10:11:12.000Z", "Tags": tags}
     found = parse_images({"Images": [later, one | {"Tags": tags, "BlockDeviceMappings": disks}]})
@@ -46,9 +44,12 @@ def test_images_are_read_the_oldest_first() -> None:
     assert [image.id for image in found] == ["ami-1", "ami-0"]
 
 
-def test_the_newest_available_ami_is_used() -> None:
-    assert choose_image((OLD, NEW, COMING)) == NEW
-    assert choose_image((COMING,)) is None
+def test_the_newest_available_ami_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = cast(AwsClient, None)
+    monkeypatch.setattr(facts, "read_recipe", lambda path: RECIPE)
+    for found, wanted in (((OLD, NEW, COMING), "ami-2"), ((COMING,), "")):
+        monkeypatch.setattr(facts, "find_images", lambda *filter, found=found: found)
+        assert facts._find_recipe_image(client, "recipe.yaml") == wanted
 
 
 @pytest.mark.parametrize(("image", "ready"), [(NEW, True), (COMING, False), (None, False)])
@@ -65,44 +66,35 @@ def test_an_ami_is_ready_when_it_is_available(image: Ami | None, ready: bool) ->
 )
 def test_an_ami_that_failed_or_that_cpuft_did_not_make_is_refused(recipe: str, state: str, said: str) -> None:
     with pytest.raises(CpuftError, match=said):
-        is_ready(Ami("ami-1", "n", state, "", recipe, 0, ()), "n")
+        is_ready(Ami("ami-1", "n", state, "", recipe, "", 0), "n")
 
 
-@pytest.mark.parametrize(
-    ("wanted", "calls"),
-    [
-        ("ami-1", [("deregister_image", "ami-1"), ("delete_snapshot", "snap-1")]),
-        ("cpuft-a-2", [("deregister_image", "ami-2"), ("delete_snapshot", "snap-2")]),
-        ("lost", [("delete_snapshot", "snap-9")]),
-    ],
-)
-def test_an_ami_is_deleted_before_its_snapshots(wanted: str, calls: list[tuple[str, str]]) -> None:
-    steps = [step for stage in plan_deletion(FOUND, wanted, "us-east-1").stages for step in stage]
-    found = [step for step in steps if isinstance(step, CallStep)]
-    assert [
-        (call.method, next(iter(call.parameters.values()))) for call in found if isinstance(call, CallStep)
-    ] == calls
+@pytest.mark.parametrize(("wanted", "deleted"), [("ami-1", "ami-1"), ("cpuft-a-2", "ami-2")])
+def test_an_ami_is_deleted_together_with_its_snapshots(wanted: str, deleted: str) -> None:
+    ((call,),) = plan_deletion((OLD, NEW), wanted, "us-east-1").stages
+    assert isinstance(call, CallStep)
+    assert call.method == "deregister_image"
+    assert call.parameters == {"ImageId": deleted, "DeleteAssociatedSnapshots": True}
 
 
 @pytest.mark.parametrize(
     ("found", "said"),
     [
-        (FOUND, "cpuft has made no AMI 'cpuft-a' in us-east-1: did you mean"),
-        (OwnImages((), ()), "there is nothing to delete"),
+        ((OLD, NEW), "cpuft has made no AMI 'cpuft-a' in us-east-1: did you mean"),
+        ((), "there is nothing to delete"),
     ],
 )
-def test_only_amis_that_cpuft_made_are_deleted(found: OwnImages, said: str) -> None:
+def test_only_amis_that_cpuft_made_are_deleted(found: tuple[Ami, ...], said: str) -> None:
     with pytest.raises(CpuftError, match=said):
         plan_deletion(found, "cpuft-a", "us-east-1")
 
 
 def test_amis_are_listed() -> None:
-    assert describe_images(FOUND, "us-east-1") == (
+    assert describe_images((OLD, NEW), "us-east-1") == (
         "cpuft-a-1  ami-1  available, 16 GB, made 2026-01-01 10:11 UTC\n"
         "cpuft-a-2  ami-2  available, 16 GB, made 2026-01-02 10:11 UTC\n"
-        "lost  snap-9  a snapshot whose AMI was deleted\n"
     )
-    assert describe_images(OwnImages((), ()), "us-east-1") == "cpuft has made no AMI in us-east-1\n"
+    assert describe_images((), "us-east-1") == "cpuft has made no AMI in us-east-1\n"
 
 
 def test_packages_come_through_the_machine_that_rents() -> None:

@@ -30,14 +30,12 @@ pytestmark = pytest.mark.real
 RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
 CALLS = [
     "create_security_group",
-    "import_key_pair",
     "authorize_security_group_ingress",
     "revoke_security_group_egress",
     "authorize_security_group_egress",
     "run_instances",
     "create_image",
     "terminate_instances",
-    "delete_key_pair",
     "delete_security_group",
 ]
 """Changing calls of making an AMI, in order."""
@@ -151,23 +149,25 @@ def test_an_answer_that_was_lost_makes_no_second_image(
     assert left(region) == NOTHING
 
 
-def test_an_ami_is_deleted_with_its_snapshot_even_in_two_attempts(region: Region, tmp_path: Path, wheels: Path) -> None:
+def test_an_ami_is_deleted_with_its_snapshot(region: Region, tmp_path: Path, wheels: Path) -> None:
     build(region, tmp_path, wheels)
     ((name,), _) = find_made()
     assert list_images(REGION, region.services()).startswith(f"{name}  ami-")
     region.calls.clear()
-    assert len(delete_image(name, REGION, True, say, region.services()).stages) == 2
+    assert len(delete_image(name, REGION, True, say, region.services()).stages) == 1
     assert region.mutating == []
-    region.kill = (0, "after")
-    with pytest.raises(KilledError):
-        delete_image(name, REGION, False, say, region.services())
-    region.kill = (-1, "")
-    assert find_made() == ([], [name])
-    assert list_images(REGION, region.services()).endswith("a snapshot whose AMI was deleted\n")
     delete_image(name, REGION, False, say, region.services())
     assert find_made() == ([], [])
     with pytest.raises(CpuftError, match=f"cpuft has made no AMI '{region.image}' in us-east-1"):
         delete_image(region.image, REGION, False, say, region.services())
+
+
+def test_a_snapshot_that_aws_kept_is_named(region: Region, tmp_path: Path, wheels: Path) -> None:
+    build(region, tmp_path, wheels)
+    ((name,), _) = find_made()
+    region.keeps_snapshots = True
+    with pytest.raises(CpuftError, match=rf"AMI {name} was deleted, but AWS kept snapshot snap-\w+ \(internal-error\)"):
+        delete_image(name, REGION, False, say, region.services())
 
 
 def test_an_instance_that_another_machine_uses_is_left_alone(region: Region, tmp_path: Path, wheels: Path) -> None:

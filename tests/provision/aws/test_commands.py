@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,8 +15,8 @@ from cpuft.cli import main
 from cpuft.files import write_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
 from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
-from cpuft.provision.aws.client import AwsClient
-from cpuft.provision.aws.policy import make_policy
+from cpuft.provision.aws.client import POLICY, AwsClient
+from cpuft.provision.aws.facts import find_host_key, parse_instances
 from cpuft.provision.options import ImageConfig
 from tests.provision.aws.region import (
     NOTHING,
@@ -29,6 +30,7 @@ from tests.provision.aws.region import (
     refuse,
     say,
 )
+from tests.provision.aws.test_client import list_actions
 from tests.provision.simulated import write_wheels
 
 pytestmark = pytest.mark.real
@@ -58,10 +60,10 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]
             "region us-east-1 has no instance type 'm7i.9xlarge': did you mean m7i.xlarge or m7i.8xlarge",
         ),
         (("--region", REGION, "--type", "'"), 'region us-east-1 has no instance type "\'": choose one of'),
-        (("--region", REGION, "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z': did you mean"),
+        (("--region", REGION, "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z' that offers m7i"),
         (
             ("--region", REGION, "--zone", "us-east-1e"),
-            "zone us-east-1e does not offer m7i.8xlarge: choose one",
+            "region us-east-1 has no zone 'us-east-1e' that offers m7i.8xlarge: did you mean",
         ),
         (
             ("--region", REGION, "--image", "ami-00000000000000000"),
@@ -123,7 +125,7 @@ def test_status_and_down_of_a_cluster_that_this_machine_has_no_record_of(
     assert (code, output.count(" running, i-")) == (0, 2)
     code, _, errors = run(capsys, "provision", "extend", "lab", "--region", REGION)
     assert code == 2
-    assert "the keys of lab are not on this machine" in errors
+    assert "the key of lab is not on this machine" in errors
     code, output, _ = run(capsys, "provision", "down", "lab", "--region", REGION)
     assert code == 0
     assert output.startswith("cluster lab was removed; it has cost about ")
@@ -133,14 +135,18 @@ def test_status_and_down_of_a_cluster_that_this_machine_has_no_record_of(
 def test_the_policy_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     code, output, _ = run(capsys, "provision", "aws", "--policy")
     assert code == 0
-    assert json.loads(output) == make_policy()
+    assert json.loads(output) == read_policy()
 
 
 def test_the_policy_s_dry_run_is_a_script_that_prints_it(capsys: pytest.CaptureFixture[str]) -> None:
     code, output, _ = run(capsys, "provision", "aws", "--policy", "--dry-run")
     assert code == 0
     done = subprocess.run(["bash", "-s"], input=output, capture_output=True, text=True, check=True, timeout=20)
-    assert json.loads(done.stdout) == make_policy()
+    assert json.loads(done.stdout) == read_policy()
+
+
+def read_policy() -> dict[str, Any]:
+    return dict(json.loads(POLICY.read_text()))
 
 
 def become(user: str, monkeypatch: pytest.MonkeyPatch, *without: str) -> None:
@@ -152,7 +158,7 @@ def become(user: str, monkeypatch: pytest.MonkeyPatch, *without: str) -> None:
     from moto.core.authorization import ActionAuthenticatorMixin
 
     statements = [
-        one | {"Resource": "*", "Action": [*{*one["Action"]} - {*without}]} for one in make_policy()["Statement"]
+        one | {"Resource": "*", "Action": [*list_actions(one) - {*without}]} for one in read_policy()["Statement"]
     ]
     for one in statements:
         one.pop("Condition", None)
@@ -185,10 +191,12 @@ def test_the_price_is_printed_even_with_yes(region: Region, tmp_path: Path) -> N
 def test_the_printed_policy_suffices(region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         become("renter", patch)
-        cloud = AwsClient(REGION, region.hook, region.sleep)
+        cloud = AwsClient(REGION, region.sleep)
         lab = make_aws(region, tmp_path, spot=True, nodes=2, open_client=lambda name: cloud)
         lab.make(say, refuse)
         lab.extend("5h", say)
+        (instance, *_) = parse_instances(cloud.query("describe_instances"))
+        assert find_host_key(cloud, instance.id) == ""
         lab.down(say)
         write_wheels(tmp_path / "wheels")
         services = region.services(open_client=lambda name: cloud)
@@ -205,6 +213,7 @@ def test_the_printed_policy_suffices(region: Region, tmp_path: Path, monkeypatch
         ((), "ec2:RunInstances"),
         ((), "ec2:DescribeInstances"),
         ((), "ec2:CreatePlacementGroup"),
+        ((), "ec2:GetConsoleOutput"),
         (("--spot",), "iam:GetRole"),
         (("--spot",), "iam:CreateServiceLinkedRole"),
     ],
@@ -237,7 +246,7 @@ def test_a_missing_permission_is_named(
             ("--aws", "--type", "m7i.9xlarge"),
             "region us-east-1 has no instance type 'm7i.9xlarge': did you mean m7i.xlarge or m7i.8xlarge",
         ),
-        (("--aws", "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z': did you mean"),
+        (("--aws", "--zone", "us-east-1z"), "region us-east-1 has no zone 'us-east-1z' that offers m7i"),
         (("--aws", "--recipe", "none.yaml"), "recipe none.yaml cannot be used"),
         (("--aws", "--wheels", "none"), "--wheels /"),
         (
@@ -268,7 +277,7 @@ def test_amis_are_listed_and_deleted_on_the_command_line(
     name = output.split()[0]
     assert (code, output.count("\n")) == (0, 1)
     code, output, _ = run(capsys, "provision", "image", "--delete", name, "--region", REGION, "--dry-run")
-    assert (code, output.count("aws ec2 de")) == (0, 2)
+    assert (code, output.count("aws ec2 de")) == (0, 1)
     code, output, _ = run(capsys, "provision", "image", "--delete", name, "--region", REGION)
     assert (code, output) == (0, f"AMI {name} was deleted\n")
     code, output, _ = run(capsys, "provision", "image", "--list", "--region", REGION)

@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from cpuft.provision.aws import facts
+from cpuft.provision.aws.client import AwsClient, CallError
+from tests.provision.aws.region import format_console
 from tests.provision.aws.test_plan import GROUP, make_instance
 
 
-def test_rules_are_read_and_written() -> None:
-    rules = (
-        ("-1", -1, -1, "sg-1"),
-        ("tcp", 22, 22, "203.0.113.7/32"),
-        ("tcp", 22, 23, "::/0"),
-        ("udp", 1, 9, "pl-1"),
+def test_rules_are_read_with_one_peer_each() -> None:
+    found = {
+        "IpProtocol": "tcp",
+        "FromPort": 22,
+        "ToPort": 23,
+        "IpRanges": [{"CidrIp": "203.0.113.7/32", "Description": "me"}, {"CidrIp": "10.0.0.0/8"}],
+        "Ipv6Ranges": [{"CidrIpv6": "::/0"}],
+        "PrefixListIds": [],
+    }
+    inside = {"IpProtocol": "-1", "FromPort": -1, "UserIdGroupPairs": [{"GroupId": "sg-1", "UserId": "1"}]}
+    ports = {"IpProtocol": "tcp", "FromPort": 22, "ToPort": 23}
+    assert facts.parse_rules([found, inside]) == (
+        {**ports, "IpRanges": [{"CidrIp": "203.0.113.7/32"}]},
+        {**ports, "IpRanges": [{"CidrIp": "10.0.0.0/8"}]},
+        {**ports, "Ipv6Ranges": [{"CidrIpv6": "::/0"}]},
+        {"IpProtocol": "-1", "UserIdGroupPairs": [{"GroupId": "sg-1"}]},
     )
-    assert facts.parse_rules(facts.format_rules(rules)) == tuple(sorted(rules))
 
 
 def test_instances_of_an_earlier_cluster_of_the_same_name_are_left_out() -> None:
@@ -23,6 +36,33 @@ def test_instances_of_an_earlier_cluster_of_the_same_name_are_left_out() -> None
     other = make_instance(3, group="sg-0", state="terminated")
     assert facts.drop_earlier_cluster((*mine, other), GROUP) == mine
     assert facts.drop_earlier_cluster((other,), None) == (other,)
+
+
+BLOB = f"AAAAC3NzaC1lZDI1NTE5AAAAI{'b' * 42}/"
+
+
+@pytest.mark.parametrize(
+    ("console", "key"),
+    [
+        (format_console(f"ecdsa-sha2-nistp256 AAAA root@a\r\nssh-ed25519 {BLOB} root@a"), f"ssh-ed25519 {BLOB}"),
+        (format_console(f"ssh-ed25519 {BLOB} root@a").partition("-----END")[0], ""),
+        (format_console("ecdsa-sha2-nistp256 AAAA root@a"), ""),
+        (format_console(f"ssh-ed25519 {BLOB[:40]} root@a"), ""),
+        (f"ssh-ed25519 {BLOB} admin", ""),
+        ("", ""),
+    ],
+    ids=("whole", "half", "another type", "half a key", "another key", "nothing"),
+)
+@pytest.mark.parametrize("nitro", [True, False])
+def test_the_host_key_of_an_instance_is_read_from_its_console(console: str, key: str, nitro: bool) -> None:
+    class Cloud:
+        def query(self, method: str, InstanceId: str, Latest: bool = False) -> dict[str, str]:
+            assert (method, InstanceId) == ("get_console_output", "i-1")
+            if Latest and not nitro:
+                raise CallError(method, "UnsupportedOperation", "This instance type does not support it")
+            return {"Output": console} if console else {}
+
+    assert facts.find_host_key(cast(AwsClient, Cloud()), "i-1") == key
 
 
 @pytest.mark.parametrize(

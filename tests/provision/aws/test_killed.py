@@ -15,11 +15,11 @@ from cpuft.provision.aws.client import AwsClient
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws, Services
 from tests.provision.aws.bottle.bottle import NOTHING_LEFT, Bottle, open_bottle
-from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say
+from tests.provision.aws.region import NAME, REGION, is_mutating, refuse, say, watch
 
 pytestmark = pytest.mark.real
 NODES = 2
-VERBS = {"make": 7, "refill": 2, "extend": 1, "close": 1, "down": 5}
+VERBS = {"make": 6, "refill": 2, "extend": 1, "close": 1, "down": 4}
 """Number of changing calls of each verb."""
 MOMENTS = [(verb, number, when) for verb in VERBS for number in range(VERBS[verb]) for when in ("before", "after")]
 
@@ -31,7 +31,8 @@ class Launcher:
         self.bottle = bottle
         self.start, self.seconds = time.time(), 0.0
         self.calls, self.killed_at = 0, (-1, "")
-        self.cloud = AwsClient(REGION, self._hook, self._sleep)
+        self.cloud = AwsClient(REGION, self._sleep)
+        watch(self.cloud, self._hook)
 
     def _hook(self, when: str, method: str, parameters: Mapping[str, Any]) -> None:
         if is_mutating(method, parameters):
@@ -116,7 +117,7 @@ def test_the_list_of_moments_is_complete(launcher: Launcher, verb: str) -> None:
     assert launcher.calls == VERBS[verb]
 
 
-@pytest.mark.parametrize(("verb", "number", "when"), choose(("make", 6, "before"), ("make", 6, "after")))
+@pytest.mark.parametrize(("verb", "number", "when"), choose(("make", 5, "before"), ("make", 5, "after")))
 def test_down_finds_everything_that_a_killed_process_left(
     launcher: Launcher, verb: str, number: int, when: str
 ) -> None:
@@ -127,7 +128,7 @@ def test_down_finds_everything_that_a_killed_process_left(
     assert len(launcher.bottle.live()) == NODES
 
 
-@pytest.mark.parametrize(("verb", "number", "when"), choose(("make", 6, "after"), ("refill", 1, "after")))
+@pytest.mark.parametrize(("verb", "number", "when"), choose(("make", 5, "after"), ("refill", 1, "after")))
 def test_make_continues_what_a_killed_process_began(launcher: Launcher, verb: str, number: int, when: str) -> None:
     launcher.die(verb, number, when)
     launcher.make()

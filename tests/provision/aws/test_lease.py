@@ -16,12 +16,10 @@ import yaml
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import UNREACHABLE, HostError
-from cpuft.provision.aws import plan
 from cpuft.provision.aws.lease import (
     ARM_SCRIPT,
     format_span,
     format_user_data,
-    make_extend_command,
     make_schedule_command,
     parse_lease,
     parse_limit,
@@ -64,25 +62,17 @@ def test_a_duration_is_written_in_hours_and_minutes(seconds: float, said: str) -
     assert format_span(seconds) == said
 
 
-def test_user_data_is_read_back_with_the_host_key(tmp_path: Path) -> None:
-    subprocess.run(["ssh-keygen", "-qt", "ecdsa", "-N", "", "-C", "cpuft", "-f", tmp_path / "host_key"], check=True)
-    script = (Path(plan.__file__).with_name("user_data.sh")).read_text()
-    words = ["sh", "-c", script, "prepare", str(tmp_path / "host_key"), str(tmp_path / "user-data")]
-    subprocess.run(words, input=format_user_data(NOW, NOW + 9), text=True, check=True)
-    text = (tmp_path / "user-data").read_text()
+def test_user_data_is_read_back() -> None:
+    text = format_user_data(NOW, NOW + 9, "ssh-ed25519 AAAA cpuft")
     assert text.startswith("#cloud-config\n")
     assert len(base64.b64encode(text.encode())) < 16384
     told = yaml.safe_load(text)
-    assert told["ssh_keys"] == {
-        "ecdsa_private": (tmp_path / "host_key").read_text(),
-        "ecdsa_public": (tmp_path / "host_key.pub").read_text().strip(),
-    }
+    assert told["ssh_authorized_keys"] == ["ssh-ed25519 AAAA cpuft"]
     assert told["disable_root"] is False
-    files = {one["path"]: one["content"] for one in told["write_files"]}
-    assert files["/var/lib/cpuft/until"] == f"{NOW}\n"
-    assert files["/var/lib/cpuft/limit"] == f"{NOW + 9}\n"
-    assert files["/usr/local/sbin/cpuft-lease"] == ARM_SCRIPT
-    assert told["runcmd"][-1] == ["systemctl", "enable", "--now", "cpuft-lease.service"]
+    # Whatever the image is configured to, the host key that is looked for is on the console.
+    assert told["ssh_genkeytypes"] == ["ed25519"]
+    assert told["ssh"] == {"emit_keys_to_console": True}
+    assert told["runcmd"] == [list(make_schedule_command(NOW, NOW + 9))]
 
 
 @pytest.mark.parametrize(
@@ -141,16 +131,6 @@ def test_the_shutdown_is_scheduled_on_an_instance_without_user_data(tmp_path: Pa
     assert said.startswith("systemctl daemon-reload|systemctl enable cpuft-lease.service|shutdown -c|shutdown -P +")
 
 
-def test_an_extended_lease_schedules_the_shutdown_again(tmp_path: Path) -> None:
-    (tmp_path / "until").write_text(f"{NOW}\n")
-    (tmp_path / "arm").write_text(f"#!/bin/sh\ncp {tmp_path}/until {tmp_path}/armed\n")
-    (tmp_path / "arm").chmod(0o755)
-    places = {"/var/lib/cpuft/until": f"{tmp_path}/until", "/usr/local/sbin/cpuft-lease": f"{tmp_path}/arm"}
-    subprocess.run([places.get(word, word) for word in make_extend_command(NOW + 60, NOW + 90)], check=True)
-    assert (tmp_path / "armed").read_text() == f"{NOW + 60}\n"
-    assert (tmp_path / "limit").read_text() == f"{NOW + 90}\n"
-
-
 @pytest.mark.parametrize(
     ("until", "limit", "moved", "armed"),
     [
@@ -191,7 +171,6 @@ def test_an_instance_that_cannot_be_asked_about_its_lease_is_an_error_of_the_lea
     vars(nodes).update(
         members=(SimpleNamespace(address="10.0.0.9"),),
         _limit=1,
-        _timers={},
         _temporary_transport=lambda kept: contextlib.nullcontext(Unreachable()),
     )
     with pytest.raises(LeaseError, match=r"it is not known whether all instances .*10\.0\.0\.9"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +11,25 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host, read_hostfile
 from cpuft.hosts.registry import read_entry
+from cpuft.hosts.ssh_config import format_known_hosts
 from cpuft.hosts.transport import SshTransport
 from cpuft.provision.aws import nodes
+from cpuft.provision.aws.nodes import Nodes
+from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.provider import Aws
-from tests.provision.aws.region import NAME, NOTHING, Region, left, make_aws, open_region, refuse, say
+from tests.provision.aws.region import (
+    NAME,
+    NOTHING,
+    Region,
+    client,
+    format_console,
+    left,
+    make_aws,
+    open_region,
+    refuse,
+    say,
+)
+from tests.provision.aws.test_plan import GROUP, make_instance
 from tests.provision.simulated import Simulated, needs_root, simulate, write_wheels
 
 pytestmark = needs_root
@@ -25,26 +39,30 @@ ARMED = "echo 'until 1'; echo 'usec 1000000'; echo 'mode poweroff'; echo 'enable
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Simulated]:
-    """Two hosts that have the same host key, as instances of one call have."""
+    """Two hosts that stand for instances. Each has a host key of its own."""
     folder = tmp_path_factory.mktemp("rented")
     write_wheels(folder / "wheels")
     with simulate(folder, "--nodes", "2") as made:
         for index in (1, 2):
             made.on(index, 'mount -t tmpfs tmpfs /mnt; mount -t tmpfs -o mode=700 tmpfs "$HOME"')
             made.accept_own_keys(index)
-        key = (folder / "state" / made.name / "nodes/1/host_key").read_text(encoding="utf-8")
-        made.on(2, f"printf %s {shlex.quote(key)} >/run/cpuft/host_key")  # sshd reads it for each connection
         yield made
 
 
-def plant(cluster: Simulated, lab: Aws, host_key: Path) -> None:
-    """Write the keys that provisioning would have made, and that user data would have brought to the hosts."""
-    state = cluster.folder / "state" / cluster.name
+def plant(cluster: Simulated, lab: Aws, region: Region, *host_keys: Path) -> None:
+    """Write the key that provisioning would have made, and show the host key of each host on its console."""
+    source = cluster.folder / "state" / cluster.name / "id_ed25519"
     lab.directory.mkdir(parents=True, exist_ok=True)
-    for source, name in ((host_key, "host_key"), (state / "id_ed25519", "id_ed25519")):
-        shutil.copy(source, lab.directory / name)
-        public = source.with_name(f"{source.name}.pub").read_text().split()
-        (lab.directory / f"{name}.pub").write_text(f"{' '.join(public[:2])} cpuft\n")
+    shutil.copy(source, lab.directory)
+    shutil.copy(source.with_suffix(".pub"), lab.directory)
+    keys = [path.with_suffix(".pub").read_text().strip() for path in host_keys]
+    consoles = {host.name: format_console(key) for host, key in zip(cluster.hosts, keys)}
+
+    def read_console(instance: str) -> str:
+        (place,) = client().describe_instances(InstanceIds=[instance])["Reservations"]
+        return consoles[place["Instances"][0]["PrivateIpAddress"]]
+
+    region.read_console = read_console
 
 
 def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
@@ -59,14 +77,14 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
         options = {"nodes": 2, "prefix": "/mnt/cpuft", "wheels": str(cluster.folder / "wheels"), "uses_ssh": True}
         # Other machines answer at these addresses.
         lab = make_aws(region, tmp_path, **options)
-        plant(cluster, lab, state / "id_ed25519")
+        plant(cluster, lab, region, state / "id_ed25519", state / "id_ed25519")
         with pytest.raises(
             CpuftError,
             match=r"its key has changed.*The instances cost money: remove them",
         ):
             lab.make(say, refuse)
         assert SshTransport(cluster.ssh_config).run(Host(addresses[0]), ("ls", "/mnt")).output == ""
-        plant(cluster, lab, state / "nodes/1/host_key")
+        plant(cluster, lab, region, *(state / f"nodes/{index}/host_key" for index in (1, 2)))
         lab.make(say, refuse)
         assert [host.name for host in read_hostfile(lab.hostfile)] == addresses
         assert read_entry(lab.root, NAME).kind == "aws"
@@ -76,6 +94,44 @@ def test_instances_become_a_cluster_once_and_then_nothing_is_missing(
         assert master.output.startswith("".join(f"{address}\n" for address in addresses))
         assert [one.output.count(f"cpuft-{NAME}\n/mnt/cpuft/env/bin/cpuft\n") for one in (master, other)] == [1, 1]
         check_again(region, make_aws(region, tmp_path, **options))
+
+
+def make_nodes(folder: Path, address: str) -> Nodes:
+    one = make_instance(1, private=address, public=address)
+    return Nodes(AwsConfig(name="lab"), (one,), {"CPUFT_STATE": str(folder)}, "hostfile", GROUP)
+
+
+def test_an_instance_is_never_taken_for_this_machine(tmp_path: Path) -> None:
+    """An instance in another network may have this machine's address. Its commands must not run here, as root."""
+    found = make_nodes(tmp_path, "127.0.0.1")
+    with found._temporary_transport(()) as transport:
+        assert transport.command_prefix(Host("127.0.0.1"))[0] == "ssh"
+    assert found._make_transport().here == ""
+
+
+@pytest.mark.parametrize(
+    ("mark", "key"), [("i-1", "ssh-ed25519 AAAA i-1"), ("i-2", "ssh-ed25519 BBBB"), ("", "ssh-ed25519 BBBB")]
+)
+def test_the_known_key_of_an_instance_is_not_accepted_from_another_one_at_its_address(
+    mark: str, key: str, tmp_path: Path
+) -> None:
+    (tmp_path / "lab").mkdir()
+    (tmp_path / "lab" / "known_hosts").write_text(f"10.0.0.1 ssh-ed25519 AAAA {mark}".rstrip() + "\n")
+    found = make_nodes(tmp_path, "10.0.0.1")
+    assert found._find_keys(lambda instance: {"i-1": "ssh-ed25519 BBBB"}[instance]) == []
+    assert found.keys == {"10.0.0.1": key}
+    assert format_known_hosts(found._list_members()) == f"10.0.0.1 {' '.join(key.split()[:2])} i-1\n"
+
+
+@pytest.mark.parametrize(("seconds", "waited"), [(5.0, 6.0), (0.0, 0.0)])
+def test_an_instance_without_a_host_key_on_its_console_is_waited_for(
+    seconds: float, waited: float, tmp_path: Path
+) -> None:
+    slept: list[float] = []
+    said = r"no ed25519 host key is on the console of 10\.0\.0\.1 \(i-1\): run the same command again.*: remove them"
+    with pytest.raises(CpuftError, match=said):
+        make_nodes(tmp_path, "10.0.0.1").connect(lambda instance: "", seconds, lambda: sum(slept), slept.append)
+    assert sum(slept) == waited
 
 
 def check_again(region: Region, lab: Aws) -> None:
@@ -98,7 +154,8 @@ def test_instances_that_would_never_terminate_themselves_are_terminated(
     with open_region() as region:
         region.addresses = [host.name for host in cluster.hosts]
         lab = make_aws(region, tmp_path, nodes=2, wheels=str(cluster.folder / "wheels"), uses_ssh=True)
-        plant(cluster, lab, cluster.folder / "state" / cluster.name / "nodes/1/host_key")
+        state = cluster.folder / "state" / cluster.name
+        plant(cluster, lab, region, *(state / f"nodes/{index}/host_key" for index in (1, 2)))
         told: list[str] = []
         with pytest.raises(CpuftError, match=r"(end of its lease|their lease ends)") as caught:
             lab.make(told.append, refuse)

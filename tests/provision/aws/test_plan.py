@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.ssh_config import Member, format_inside, format_ssh_config
 from cpuft.provision.aws.client import CallStep
-from cpuft.provision.aws.facts import BaseImage, Instance, Offer, Resources, SecurityGroup, Zone
+from cpuft.provision.aws.facts import Ami, Instance, Offer, Resources, SecurityGroup, Zone
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import (
     NoCapacityError,
@@ -28,19 +29,18 @@ from cpuft.provision.aws.price import Price, describe_instances
 NOW = 1_800_000_000
 ME = "arn:aws:iam::1:user/me"
 CONFIG = AwsConfig(name="lab", nodes=4, type="m7i.8xlarge", region="us-east-1")
-GROUP = SecurityGroup("sg-1", "lab", "vpc-1", ME, NOW + 3600, NOW - 60, (), (("-1", -1, -1, "0.0.0.0/0"),))
-ZONES = tuple(Zone(f"us-east-1{letter}", f"subnet-{letter}", "vpc-1", 4000) for letter in "abc")
+GROUP = SecurityGroup(
+    "sg-1", "lab", ME, NOW + 3600, NOW - 60, (), ({"IpProtocol": "-1", "IpRanges": [{"CidrIp": "0.0.0.0/0"}]},)
+)
+ZONES = tuple(Zone(f"us-east-1{letter}", f"subnet-{letter}") for letter in "abc")
 OFFER = Offer(
-    "m7i.8xlarge",
     32,
     ("x86_64",),
     True,
     ("on-demand", "spot"),
     ZONES,
-    tuple(zone.name for zone in ZONES),
-    BaseImage("ami-1", "/dev/xvda", 8, "x86_64"),
+    Ami("ami-1", "debian", "available", "", "", "/dev/xvda", 8, "x86_64"),
     256.0,
-    0,
 )
 
 
@@ -53,7 +53,7 @@ def make_instance(number: int, **changes: Any) -> Instance:
 
 
 def make_facts(found: Resources, **changes: Any) -> RentalFacts:
-    files = {f"/state/lab/{name}.pub": "ssh-ed25519 AAAA cpuft" for name in ("id_ed25519", "host_key")}
+    files = {"/state/lab/id_ed25519.pub": "ssh-ed25519 AAAA cpuft\n"}
     own = RentalFacts(found, files, "/state/lab", "/here/hostfiles/lab", "us-east-1", "203.0.113.7/32", OFFER)
     return replace(own, **changes)
 
@@ -74,7 +74,7 @@ def test_wrong_addresses_for_ssh_are_refused(text: str) -> None:
 def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
     """The ClientToken depends on the group, the generation and the zone, and not on the time."""
 
-    def find_call(now: float, refused: dict[str, str], **changes: Any) -> dict[str, Any]:
+    def find_call(now: float, refused: dict[tuple[str, bool], str], **changes: Any) -> dict[str, Any]:
         group = replace(GROUP, **changes)
         plan = plan_rental(CONFIG, make_facts(Resources(now, ME, group), refused=refused))
         call = plan.stages[-1][0]
@@ -83,7 +83,7 @@ def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
 
     first = find_call(NOW, {})
     assert first == find_call(NOW + 600, {})
-    other = {"us-east-1a": "InsufficientInstanceCapacity"}
+    other = {("us-east-1a", False): "InsufficientInstanceCapacity"}
     tokens = {
         first["ClientToken"],
         find_call(NOW, other)["ClientToken"],
@@ -96,9 +96,7 @@ def test_a_call_after_a_lost_answer_is_the_same_one() -> None:
 
 
 def test_resources_are_deleted_in_the_right_order() -> None:
-    whole = Resources(
-        NOW, ME, GROUP, (make_instance(1), make_instance(2, state="terminated")), "cpuft-lab", "cpuft-lab"
-    )
+    whole = Resources(NOW, ME, GROUP, (make_instance(1), make_instance(2, state="terminated")), "cpuft-lab")
 
     def name_calls(found: Resources) -> list[str]:
         steps = [step for stage in plan_rental_down("lab", make_facts(found)).stages for step in stage]
@@ -108,7 +106,6 @@ def test_resources_are_deleted_in_the_right_order() -> None:
     ended = replace(whole, instances=whole.instances[1:], volumes=("vol-1",))
     assert name_calls(ended) == [
         "delete_placement_group",
-        "delete_key_pair",
         "delete_volume",
         "delete_security_group",
     ]
@@ -154,14 +151,13 @@ def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
         (
             {"quota": 64.0},
             {},
-            "need 128 vCPUs, but your quota is 64 vCPUs, of which 0 are in use: use --nodes 2, or",
+            "need 128 vCPUs, but your quota is 64 vCPUs: use --nodes 2, or",
         ),
         (
             {"quota": 16.0},
             {"spot": True},
-            "of which 0 are in use: request a higher quota L-34B43A08",
+            "your quota is 16 vCPUs: request a higher quota L-34B43A08",
         ),
-        ({"used": 200}, {}, "your quota is 256 vCPUs, of which 200 are in use: use --nodes 1, or"),
         (
             {"markets": ("on-demand",)},
             {"spot": True},
@@ -170,21 +166,20 @@ def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
         ({"threads": (2,)}, {"threads_per_core": 1}, "m7i.8xlarge does not support --threads-per-core 1: leave"),
         ({"architectures": ("arm64",)}, {}, "m7i.8xlarge is arm64, and cpuft needs x86_64: choose another --type"),
         (
-            {"image": BaseImage("ami-1", "", 8, "arm64")},
+            {"image": replace(OFFER.image, architecture="arm64")},
             {},
             "AMI ami-1 is for arm64: choose an AMI for x86_64 with --image",
         ),
-        ({}, {"zone": "us-east-1x"}, "region us-east-1 has no zone 'us-east-1x': did you mean us-east-1"),
+        (
+            {},
+            {"zone": "us-east-1x"},
+            "region us-east-1 has no zone 'us-east-1x' that offers m7i.8xlarge: did you mean us-east-1",
+        ),
         ({"zones": ()}, {}, "no zone of us-east-1 with a default subnet offers m7i.8xlarge: try another"),
         (
             {"zones": ZONES[1:]},
             {"zone": "us-east-1a"},
-            "does not offer m7i.8xlarge: choose one of the zones us-east-1b, us-east-1c",
-        ),
-        (
-            {"zones": (replace(ZONES[0], free_addresses=3),)},
-            {},
-            "4 instances are needed, and the subnets have 3 free",
+            "region us-east-1 has no zone 'us-east-1a' that offers m7i.8xlarge: did you mean us-east-1c or us-east-1b",
         ),
     ],
 )
@@ -193,20 +188,32 @@ def test_what_cannot_be_rented(offer: dict[str, Any], config: dict[str, Any], sa
         check_offer(replace(CONFIG, **config), Resources(NOW, ME), replace(OFFER, **offer), "us-east-1")
 
 
-@pytest.mark.parametrize("offer", [{}, {"quota": None}, {"quota": 128.0}, {"used": 128}])
+@pytest.mark.parametrize("offer", [{}, {"quota": None}, {"quota": 128.0}])
 def test_what_can_be_rented(offer: dict[str, Any]) -> None:
     check_offer(CONFIG, Resources(NOW, ME), replace(OFFER, **offer), "us-east-1")
 
 
 def test_the_cheapest_zone_is_first_for_spot() -> None:
     zones = tuple(replace(zone, spot_price=price) for zone, price in zip(ZONES, (0.7, 0.6, 0.8)))
-    offer = replace(OFFER, zones=zones)
-    assert choose_zone(CONFIG, Resources(NOW, ME), offer, {}).name == "us-east-1a"
-    assert choose_zone(replace(CONFIG, spot=True), Resources(NOW, ME), offer, {}).name == "us-east-1b"
+    offer, nothing = replace(OFFER, zones=zones), Resources(NOW, ME)
+    assert choose_zone(CONFIG, nothing, offer, {}) == (zones[0], False)
+    assert choose_zone(replace(CONFIG, spot=True), nothing, offer, {}) == (zones[1], True)
     there = Resources(NOW, ME, GROUP, (make_instance(1, zone="us-east-1c"),))
-    assert choose_zone(CONFIG, there, offer, {}).name == "us-east-1c"
+    assert choose_zone(CONFIG, there, offer, {}) == (zones[2], False)
     with pytest.raises(NoCapacityError, match=r"no zone has 3 instances of m7i.8xlarge \(us-east-1c: full\)"):
-        choose_zone(CONFIG, there, offer, {"us-east-1c": "full"})
+        choose_zone(CONFIG, there, offer, {("us-east-1c", False): "full"})
+
+
+@pytest.mark.parametrize(
+    ("spot_or_demand", "chosen"), [(True, (ZONES[0], False)), (False, None)], ids=("on demand", "spot only")
+)
+def test_on_demand_instances_come_after_the_last_zone_for_spot(spot_or_demand: bool, chosen: Any) -> None:
+    config = replace(CONFIG, spot=True, spot_or_demand=spot_or_demand)
+    refused = {(zone.name, True): "full" for zone in ZONES[:2]}
+    assert choose_zone(config, Resources(NOW, ME), OFFER, refused) == (ZONES[2], True)
+    refused["us-east-1c", True] = "full"
+    with contextlib.nullcontext() if chosen else pytest.raises(NoCapacityError):
+        assert choose_zone(config, Resources(NOW, ME), OFFER, refused) == chosen
 
 
 def find_request(config: AwsConfig, offer: Offer) -> dict[str, Any]:

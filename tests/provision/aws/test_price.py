@@ -6,20 +6,18 @@ from dataclasses import replace
 
 import pytest
 
-from cpuft.provision.aws.price import Price, describe_bill, describe_cost, describe_price, find_price
-from cpuft.report.estimate import Instance as Kind
+from cpuft.provision.aws.price import Price, describe_cost, describe_price, find_price
 from tests.provision.aws.test_plan import CONFIG, NOW, make_instance
 
 
 def test_an_unknown_price_is_said_to_be_unknown() -> None:
-    table = {"m7i.8xlarge": Kind("m7i.8xlarge", 16, True, 12.5, 1.6128, "2025")}
     zones = {"us-east-1a": 0.7, "us-east-1b": 0.6, "us-east-1c": 0.0}
-    known = find_price("m7i.8xlarge", "us-east-1", table, {})
-    spot = find_price("m7i.8xlarge", "us-east-1", table, zones)
+    known = find_price("m7i.8xlarge", "us-east-1", {})
+    spot = find_price("m7i.8xlarge", "us-east-1", zones)
     assert known == Price(1.6128, "2025")
-    assert spot == Price(1.6128, "2025", (0.6, 0.7), {"us-east-1a": 0.7, "us-east-1b": 0.6})
-    unknown = find_price("m7i.8xlarge", "eu-north-1", table, {})
-    assert unknown == find_price("x9.large", "us-east-1", table, {}) == Price(None, "")
+    assert spot == Price(1.6128, "2025", {"us-east-1a": 0.7, "us-east-1b": 0.6})
+    unknown = find_price("m7i.8xlarge", "eu-north-1", {})
+    assert unknown == find_price("x9.large", "us-east-1", {}) == Price(None, "")
 
     def describe(price: Price, spot: bool) -> str:
         config = replace(CONFIG, spot=spot, region="us-east-1")
@@ -46,13 +44,19 @@ def test_the_cost_is_seconds_times_price() -> None:
         make_instance(2, launched=NOW - 3600.0, state="terminated", ended=NOW - 2700.0),
         make_instance(3, launched=NOW - 3600.0, state="terminated", until=NOW - 1800),
     ]
-    assert describe_cost(Price(2.0, "2025"), instances, NOW) == ("about $3.50 so far (list price of us-east-1 in 2025)")
-    assert describe_cost(Price(None, ""), instances, NOW) == "1.75 instance hours so far, at an unknown price"
-    assert describe_cost(Price(2.0, "2025"), [replace(instances[0], spot=True)], NOW).endswith("at an unknown price")
+    said = "about $3.50 for 1.75 instance hours (list price of us-east-1 in 2025)"
+    assert describe_cost(Price(2.0, "2025"), instances, NOW) == said
+    assert describe_cost(Price(None, ""), instances, NOW) == "an unknown price for 1.75 instance hours"
+    spot = [replace(instances[0], spot=True)]
+    assert describe_cost(Price(2.0, "2025"), spot, NOW) == "an unknown price for 1.00 instance hours"
+    assert describe_cost(Price(2.0, "2025"), [], NOW) == "about $0 for 0 instance hours"
 
 
 def test_a_price_says_the_cost_at_the_limit_and_on_demand() -> None:
-    config, price = replace(CONFIG, spot=True, spot_or_demand=True), Price(1.6128, "2025", (0.6, 0.7))
+    config, price = (
+        replace(CONFIG, spot=True, spot_or_demand=True),
+        Price(1.6128, "2025", {"us-east-1a": 0.6, "us-east-1b": 0.7}),
+    )
     assert describe_price(price, config, 4, NOW, NOW + 7200, NOW + 14400).partition(" All together cost ")[2] == (
         "$2.80 per hour, $5.60 until the lease ends at 2027-01-15 10:00 UTC (in 2 h 00 min). Running jobs can extend "
         "the lease to 2027-01-15 12:00 UTC, for $11.20. On demand, if no zone has spot instances: $12.90. Disks and "
@@ -65,22 +69,14 @@ def test_a_price_says_the_cost_at_the_limit_and_on_demand() -> None:
 def test_a_bill_is_instance_seconds_times_price(seconds: int, spot: bool) -> None:
     """Each spot instance counts at the price of its zone. Small sums are right to within 1 %, too."""
     zones = {"us-east-1a": 0.61, "us-east-1b": 0.67}
-    price = Price(1.6128, "2025", (0.61, 0.67), zones)
+    price = Price(1.6128, "2025", zones)
     start, ended = NOW - 90000.0, NOW - 90000.0 + seconds
     instances = [
         make_instance(number, launched=start, state="terminated", ended=ended, zone=zone, spot=spot)
         for number, zone in enumerate(["us-east-1a", "us-east-1b", "us-east-1b"])
     ]
     hourly = 0.61 + 2 * 0.67 if spot else 3 * 1.6128
-    said = describe_bill(price, instances, NOW)
-    assert said.startswith("it has cost about ")
-    assert float(said.split()[4].lstrip("$")) == pytest.approx(hourly * seconds / 3600, rel=0.01)
-    assert float(said.split()[6]) == pytest.approx(3 * seconds / 3600, rel=0.01)
-
-
-def test_a_bill_at_an_unknown_price() -> None:
-    ended = make_instance(1, launched=NOW - 7200.0, state="terminated", ended=NOW - 3600.0)
-    assert describe_bill(Price(None, ""), [ended], NOW) == (
-        "it has cost an unknown price for 1.00 instance hours; disks and network traffic cost extra"
-    )
-    assert describe_bill(Price(None, ""), [], NOW) == ""
+    said = describe_cost(price, instances, NOW).split()
+    assert said[0] == "about"
+    assert float(said[1].lstrip("$")) == pytest.approx(hourly * seconds / 3600, rel=0.01)
+    assert float(said[3]) == pytest.approx(3 * seconds / 3600, rel=0.01)

@@ -66,7 +66,7 @@ def test_commands_that_need_an_existing_cluster(
     # A login would have written this file.
     (lab.directory / "ssh_config").write_text("# Made by cpuft provision\n")
     (extend,) = {line for line in AFTER if "extend" in line}
-    assert run(capsys, extend, "--dry-run").count(f"{UNTIL_FILE} /usr/local/sbin/cpuft-lease") == 4
+    assert run(capsys, extend, "--dry-run").count(f" arm {UNTIL_FILE} ") == 4
     assert run(capsys, "cpuft provision status").count(" running, i-") == 4
     assert "it has cost about" in run(capsys, "cpuft provision down lab")
     assert left(region) == NOTHING

@@ -49,5 +49,5 @@ rmdir /.machine
 "$PYTHON" -I "$FIRST_BOOT" init
 [ "$BROKEN" != shutdown ] || : >/etc/no-shutdown
 systemctl start-enabled
-[ "$BROKEN" = final ] || "$PYTHON" -I "$FIRST_BOOT" final &
+"$PYTHON" -I "$FIRST_BOOT" final &
 exec /usr/sbin/sshd -D -e'

@@ -1,9 +1,11 @@
 """Does what cloud-init does on an instance with our user data: `first_boot.py init|final`.
 
 Debian's images contain cloud-init, but the machines that run these tests may not, and instances have no network to
-download it. This program does the same with the parts of a cloud-config that we use: `ssh_deletekeys`, `ssh_keys`,
-`disable_root`, `write_files`, `bootcmd` and `runcmd`, in cloud-init's order. `bootcmd` runs at every boot, the
-others at the first boot, recognized by the instance-id of the metadata service. Anything else is an error.
+download it. This program does the same with the parts of a cloud-config that we use: `ssh_deletekeys`,
+`ssh_genkeytypes`, `ssh`, `ssh_authorized_keys`, `disable_root`, `bootcmd` and `runcmd`, in cloud-init's order.
+`bootcmd` runs at every boot, the others at the first boot, recognized by the instance-id of the metadata service.
+Anything else is an error. The final stage ends with the public host keys on the console, as the module keys-to-console
+writes them, if user data asks for that: images may be configured not to.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import yaml
 
 _SERVICE = "http://169.254.169.254/latest"
 _TTL = "X-aws-ec2-metadata-token-ttl-seconds"
-_KNOWN = {"ssh_deletekeys", "ssh_keys", "disable_root", "write_files", "bootcmd", "runcmd"}
+_KNOWN = {"ssh_deletekeys", "ssh_genkeytypes", "ssh", "ssh_authorized_keys", "disable_root", "bootcmd", "runcmd"}
 _NO_ROOT = (
     'no-port-forwarding,no-agent-forwarding,no-X11-forwarding,command="echo \'Please login as the user \\"debian\\" '
     'rather than the user \\"root\\".\';echo;sleep 10;exit 142" '
@@ -62,26 +64,31 @@ def write(path: str, text: str, mode: int) -> None:
 
 
 def make_host_keys(config: dict[str, Any]) -> None:
-    """Write the host keys of the user data; without any, make those that are missing."""
+    """Make the host keys that are missing."""
     if config.get("ssh_deletekeys", True):
         for path in Path("/etc/ssh").glob("ssh_host_*key*"):
             path.unlink()
-    given = {} if os.environ["IMPOSTOR"] else config.get("ssh_keys", {})
-    for name, text in given.items():
-        kind, _, part = name.rpartition("_")
-        key = f"/etc/ssh/ssh_host_{kind}_key"
-        write(key if part == "private" else f"{key}.pub", text, 0o600 if part == "private" else 0o644)
-    if not given:
-        subprocess.run(["ssh-keygen", "-q", "-A"], check=True)
+    for kind in config.get("ssh_genkeytypes", ["rsa"]):
+        if not (path := Path(f"/etc/ssh/ssh_host_{kind}_key")).exists():
+            subprocess.run(["ssh-keygen", "-q", "-t", kind, "-N", "", "-f", str(path)], check=True)
+
+
+def show_host_keys() -> None:
+    """Write the public host keys to the console. An impostor answers at the address of an instance with other keys."""
+    if os.environ["IMPOSTOR"]:
+        subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", "/run/another"], check=True)
+    paths = [Path("/run/another.pub")] if os.environ["IMPOSTOR"] else sorted(Path("/etc/ssh").glob("ssh_host_*key.pub"))
+    keys = "".join(path.read_text(encoding="utf-8") for path in paths)
+    print(f"-----BEGIN SSH HOST KEY KEYS-----\n{keys}-----END SSH HOST KEY KEYS-----", file=sys.stderr)
 
 
 def let_in(config: dict[str, Any]) -> None:
-    """Authorize the key that the instance was started with."""
-    key, file = ask("meta-data/public-keys/0/openssh-key").strip(), Path("/root/.ssh/authorized_keys")
+    """Authorize the keys of the user data."""
+    file, prefix = Path("/root/.ssh/authorized_keys"), _NO_ROOT if config.get("disable_root", True) else ""
     had = file.read_text(encoding="utf-8") if file.exists() else ""
-    line = f"{_NO_ROOT if config.get('disable_root', True) else ''}{key}\n" if key else ""
+    lines = [f"{prefix}{key}\n" for key in config.get("ssh_authorized_keys", [])]
     file.parent.mkdir(mode=0o700, exist_ok=True)
-    write(str(file), had + line, 0o600)
+    write(str(file), had + "".join(lines), 0o600)
 
 
 def name_host() -> None:
@@ -107,13 +114,14 @@ def main(stage: str) -> None:
     if stage == "init":
         run(config.get("bootcmd", []))
     if stage == "init" and is_first:
-        for one in config.get("write_files", []):
-            write(one["path"], one.get("content", ""), int(str(one.get("permissions", "0644")), 8))
         name_host()
         make_host_keys(config)
         let_in(config)
     if stage == "final" and is_first:
-        run(config.get("runcmd", []))
+        if os.environ["BROKEN"] != "final":
+            run(config.get("runcmd", []))
+        if config.get("ssh", {}).get("emit_keys_to_console"):
+            show_host_keys()
     (instance / stage).touch()
 
 

@@ -62,6 +62,10 @@ class Hosts:
                 (instance.terminate if ends else instance.stop)()
                 _give_reason(instance, _BY_ITSELF)
 
+    def read_console(self, name: str) -> str:
+        """Return the text on the console of an instance."""
+        return self.machines[name].console.read_text(encoding="utf-8", errors="replace")
+
     def interrupt(self, name: str, seconds: float, when: str) -> None:
         """Announce to a spot instance that it is reclaimed at `when`, and reclaim it after `seconds`."""
         self.machines[name].notice = {"action": "terminate", "time": when}

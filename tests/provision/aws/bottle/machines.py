@@ -109,7 +109,7 @@ class Machine:
         return self.folder / "console"
 
     def start(self, impostor: bool = False, broken: str = "") -> None:
-        """Boot it. An `impostor` has another host key than user data says; `broken` is BROKEN of boot.sh."""
+        """Boot it. An `impostor` has another host key than its console says; `broken` is BROKEN of boot.sh."""
         words = ["unshare", "--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
         environ = self._environ | {"LOWER": self.lower, "IMPOSTOR": "yes" * impostor, "BROKEN": broken}
         with open("/proc/self/ns/net", "rb") as network, self.console.open("ab") as console:

@@ -31,8 +31,6 @@ def describe(instance: Any, notice: Mapping[str, str]) -> dict[str, str]:
     told |= {"public-ipv4": instance.public_ip} if instance.public_ip else {}
     if notice:
         told |= {"spot/instance-action": json.dumps(notice), "spot/termination-time": notice["time"]}
-    key = instance.ec2_backend.key_pairs.get(instance.key_name)
-    told |= {"public-keys/0/openssh-key": key.public_key} if key else {}
     paths = {f"meta-data/{path}": text for path, text in told.items()}
     if instance.user_data:
         paths["user-data"] = base64.b64decode(str(instance.user_data)).decode()

@@ -142,7 +142,7 @@ class Desk:
     def console(self, name: str) -> str:
         """Return the text on an instance's console."""
         assert self._hosts
-        return self._hosts.machines[name].console.read_text(encoding="utf-8", errors="replace")
+        return self._hosts.read_console(name)
 
     def interrupt(self, name: str, seconds: float) -> None:
         """Announce to a spot instance that it will be reclaimed after some seconds."""
@@ -188,6 +188,8 @@ def make_hosts(folder: Path) -> Hosts:
 def main(folder: Path, hosts: Hosts | None) -> None:
     """Run until standard input ends."""
     with open_region() as region, Listener(str(folder / "desk"), "AF_UNIX") as listener:
+        if hosts:
+            region.read_console = hosts.read_console
         endpoint = Endpoint()
         desk = Desk(region, endpoint, hosts)
         threads = [Thread(target=endpoint.serve_forever), Thread(target=serve_desk, args=(listener, desk))]
