@@ -144,17 +144,17 @@ def run_joint_batch(
         gradients = torch.split(own.grad, [len(one) for one in found])
         # The micro-batches are run again with the same dropout masks.
         for number, (part, state, gradient) in enumerate(zip(batch.parts, states, gradients), start=1):
-            with setup.exchange.micro_batch(last=is_last and number == len(batch.parts)):
-                torch.set_rng_state(state)
-                represented = _represent(objective, setup, model, part, [])
-                lap("forward")
-                torch.autograd.backward(represented, gradient)
-                lap("backward")
+            setup.exchange.begin_pass(is_last and number == len(batch.parts))
+            torch.set_rng_state(state)
+            represented = _represent(objective, setup, model, part, [])
+            lap("forward")
+            torch.autograd.backward(represented, gradient)
+            lap("backward")
         return loss
-    with setup.exchange.micro_batch(last=is_last):
-        own = _represent(objective, setup, model, batch.parts[0], states)
-        lap("forward")
-        return _backward_to_examples(objective, batch, own, factor, lap)
+    setup.exchange.begin_pass(is_last)
+    own = _represent(objective, setup, model, batch.parts[0], states)
+    lap("forward")
+    return _backward_to_examples(objective, batch, own, factor, lap)
 
 
 def _represent(

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from cpuft.comm import take_traffic
-from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.record import EvaluationLine, StepLine
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
@@ -342,23 +341,3 @@ def _warm_up(setup: TrainingSetup, done: int) -> None:
             setup.exchange.clear_gradients()
         if world.size > 1:
             dist.barrier()  # without it, the first step of fast ranks would include waiting for the slowest one
-
-
-def settle_bucket_layout(setup: TrainingSetup) -> None:
-    """Let DistributedDataParallel rebuild its buckets before a run resumes. Collective.
-
-    It rebuilds them after its first backward pass. The layout of the buckets decides in which order the ranks'
-    gradients are added: with three or more ranks the last bits of the sums depend on it. Nothing else changes: this
-    runs one forward and one backward pass with gradients of 0. It does nothing on fewer than three ranks, with
-    --sync-every above 1, and with a compression that has error feedback.
-    """
-    world = setup.world
-    compression = setup.compression or setup.config.grad_compression
-    # A compression with error feedback would send this pass's zeros.
-    if world.size < 3 or setup.config.sync_every > 1 or compression in COMPRESSIONS_WITH_FEEDBACK:
-        return
-    examples = np.arange(min(world.size, len(setup.prepared.train)))
-    setup.exchange.forward_model.train()
-    setup.objective.plan_passes(setup, examples, 0).functions[0](0.0, True, Clock())
-    setup.exchange.average_gradients(partial(list_tokens_of_ranks, setup, examples))
-    setup.exchange.clear_gradients()

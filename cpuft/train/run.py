@@ -42,7 +42,7 @@ from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare, warn_of_unknown
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.engines import check_engine
-from cpuft.train.loop import settle_bucket_layout, train_and_evaluate, train_independently
+from cpuft.train.loop import train_and_evaluate, train_independently
 from cpuft.train.lora import check_lora
 from cpuft.train.model import choose_lora
 from cpuft.train.objective.table import make_objective
@@ -197,7 +197,6 @@ def begin(
     needs_state = writes_checkpoints or is_resumed
     state = TrainingState(setup.model, setup.optimizer, exchange.shards) if needs_state else None
     if state and is_resumed:
-        settle_bucket_layout(setup)
         point = resume(state, root, world, header.options, header.data)
         exchange.reset()
         reporter.earlier_steps = point.record.steps if point.record else []

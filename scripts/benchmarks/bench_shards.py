@@ -67,10 +67,10 @@ def ours(asked: argparse.Namespace, shard: str) -> tuple[Step, Callable[[], int]
     exchange = choose_exchange(config, dist.get_world_size())(model, optimizer, config, asked.precision)
 
     def step(batch: dict[str, Any], words: torch.Tensor) -> None:
-        with exchange.micro_batch(last=True):
-            with autocast(asked.precision):
-                loss = exchange.forward_model(**batch).loss
-            loss.backward()
+        exchange.begin_pass(is_last=True)
+        with autocast(asked.precision):
+            loss = exchange.forward_model(**batch).loss
+        loss.backward()
         exchange.average_gradients(lambda: [words] * dist.get_world_size())
         exchange.clip_gradients()
         optimizer.step()

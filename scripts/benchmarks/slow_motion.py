@@ -444,8 +444,8 @@ def _measure_cpu(exchange: Exchange, replayed: Replay, tokens: Sequence[torch.Te
     dist.barrier()
     between = time.process_time()
     for _ in range(count):
-        with exchange.micro_batch(last=False):
-            torch.autograd.backward(exchange.forward_model())
+        exchange.begin_pass(is_last=False)
+        torch.autograd.backward(exchange.forward_model())
         exchange.clear_gradients()
     return max(0.0, 2 * between - begin - time.process_time()) / count
 
@@ -462,8 +462,8 @@ def _run_update(
 
     # The timer counts from the begin of the backward pass while gradients become ready.
     timer.begin()
-    with exchange.micro_batch(last=True):
-        torch.autograd.backward(exchange.forward_model())
+    exchange.begin_pass(is_last=True)
+    torch.autograd.backward(exchange.forward_model())
     timer.wait_until(replayed.last)
 
     exchange.average_gradients(lambda: tokens)

@@ -84,9 +84,9 @@ def shards() -> Result:
     def meet() -> None:
         exchange.synchronize_parameters(True, wait=False)
         exchange.clear_gradients()
-        exchange.micro_batch(last=True)
+        exchange.begin_pass(is_last=True)
 
-    exchange.micro_batch(last=True)
+    exchange.begin_pass(is_last=True)
     optimizer.register_step_pre_hook(average)
     return fit(model, optimizer, meet)
 

@@ -58,8 +58,8 @@ def test_an_architecture_trains_under_the_exchange_of_gradients(tmp_path: Path, 
         exchange = choose_exchange(config, 2)(model, torch.optim.SGD(model.parameters(), lr=0.1), config, "fp32")
         for rows in (np.arange(4), np.arange(4, 8)):
             batch = objective.make_batch(prepared.train, rows)
-            with exchange.micro_batch(last=True):
-                torch.autograd.backward(objective.losses(exchange.forward_model, batch).sum())
+            exchange.begin_pass(is_last=True)
+            torch.autograd.backward(objective.losses(exchange.forward_model, batch).sum())
             tokens = [objective.list_token_ids(prepared.train, rows)]
             exchange.average_gradients(partial(list, tokens))
             assert all(parameter.grad is not None for parameter in model.parameters()) == (name != "xlnet")

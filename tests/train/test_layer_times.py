@@ -139,7 +139,7 @@ def train(run: Path, config: TrainConfig) -> tuple[LayerTimesLine | None, list[i
 def test_gradients_are_ready_when_the_layers_after_them_have_slept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exchange: str
 ) -> None:
-    """With the exchange of several ranks, too, whose DistributedDataParallel has hooks of its own."""
+    """With the exchange of several ranks, too, which has hooks of its own."""
     monkeypatch.setattr("cpuft.train.setup.choose_exchange", lambda config, ranks: EXCHANGES[exchange])
     times, _ = train(tmp_path, replace(CONFIG, gradient_accumulation=2))
     assert times is not None

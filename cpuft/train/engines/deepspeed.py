@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import warnings
-from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch.optim import Optimizer
@@ -51,10 +50,9 @@ class DeepSpeedExchange(Exchange):
         """Return whether --engine is deepspeed, on any number of ranks."""
         return config.engine == "deepspeed"
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Return an empty context; tell DeepSpeed to reduce gradients in the next backward pass only if `last`."""
-        self._engine.set_gradient_accumulation_boundary(last)
-        return nullcontext()
+    def begin_pass(self, is_last: bool) -> None:
+        """Tell DeepSpeed to reduce gradients in the next backward pass only if it is the last one of an update."""
+        self._engine.set_gradient_accumulation_boundary(is_last)
 
     def clip_gradients(self) -> None:
         """Do nothing: the step of DeepSpeed's optimizer clips."""

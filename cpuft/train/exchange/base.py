@@ -18,7 +18,7 @@ class Exchange:
     """What brings ranks together in an update. This class itself is the exchange of one rank: nothing is sent.
 
     An exchange is made after the optimizer has the model's parameters, on all ranks together. In every update the
-    training loop calls, on all ranks and in this order: `micro_batch` around each forward and backward pass,
+    training loop calls, on all ranks and in this order: `begin_pass` before each forward and backward pass,
     `average_gradients`, `clip_gradients`, the optimizer's step, `clear_gradients` and `synchronize_parameters`. Before
     an evaluation, a comparison of parameters, a checkpoint or the end, it calls `finish_messages`. Between updates it
     may call `full_weights`, `common_weights` and `contribute_to_checkpoint`. Subclasses override what differs from one
@@ -84,12 +84,8 @@ class Exchange:
         for _ in self.shards.gather_state() if self.shards else ():
             pass
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a forward and a backward pass; gradients are sent in the `last` one of an update.
-
-        Here it does nothing.
-        """
-        return nullcontext()
+    def begin_pass(self, is_last: bool) -> None:
+        """Begin a forward and a backward pass, of which the last one of an update sends gradients. Here nothing happens."""
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Make the gradients the mean over ranks of the sums that each rank has accumulated. Blocks until they are.

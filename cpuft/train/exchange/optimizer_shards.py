@@ -14,7 +14,7 @@ of modules that they do not call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 
 from cpuft.comm.compression.int8 import all_gather
 from cpuft.compressions import BUCKET_NUMBERS
+from cpuft.train.arena import Bucket, ParameterInfo, plan_buckets
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
@@ -33,18 +34,6 @@ WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
 have these names, too."""
 ALIGNMENT = 16
 """The length of a shard is a multiple of this number of elements: a cache line of fp32."""
-
-
-@dataclass(frozen=True)
-class ParameterInfo:
-    """What decides in which bucket a parameter lies."""
-
-    size: int
-    """Number of elements."""
-    kind: Hashable
-    """Parameters of one kind may share a bucket."""
-    block: Hashable
-    """Parameters in one block of memory stay side by side: the fast path multiplies packed layers as one."""
 
 
 @dataclass(frozen=True)
@@ -58,27 +47,6 @@ class ShardPiece:
     place: int
     """The place of that element in the shard."""
     length: int
-
-
-def plan_buckets(parameters: Sequence[ParameterInfo], min_elements: int) -> list[list[int]]:
-    """Return the numbers of the parameters in each bucket, ascending; an empty list without parameters.
-
-    Parameters have the numbers of their places in `parameters`. Each bucket has parameters of one kind and at least
-    `min_elements` elements, except the one with the first parameters of each kind. Buckets are in the order in which
-    their gradients are complete, if the backward pass goes through the parameters backwards: that with the last
-    parameters comes first.
-    """
-    open_buckets: dict[Hashable, list[int]] = {}
-    full: list[list[int]] = []
-    for number in reversed(range(len(parameters))):
-        parameter = parameters[number]
-        bucket = open_buckets.setdefault(parameter.kind, [])
-        is_full = sum(parameters[other].size for other in bucket) >= min_elements
-        if is_full and parameters[bucket[0]].block != parameter.block:
-            full.append(bucket)
-            bucket = open_buckets[parameter.kind] = []
-        bucket.insert(0, number)
-    return sorted([*full, *open_buckets.values()], key=lambda bucket: -bucket[0])
 
 
 def shard_length(elements: int, ranks: int, unit: int = ALIGNMENT) -> int:
@@ -109,8 +77,8 @@ def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNME
     return found
 
 
-class Bucket:
-    """Parameters of one type, side by side in memory, and this rank's shard of them.
+class ShardedBucket(Bucket):
+    """A bucket whose parameters lie side by side in memory, too, and this rank's shard of them.
 
     Making one needs the default process group, but sends nothing.
     """
@@ -126,10 +94,11 @@ class Bucket:
         masters: fp32 master weights by parameter; those of this bucket's parameters are removed from it.
         unit: the length of a shard is a multiple of it.
         """
-        self.parameters, self._sizes = parameters, [p.numel() for p in parameters]
+        sizes = [parameter.numel() for parameter in parameters]
         rank, ranks = dist.get_rank(), dist.get_world_size()
-        length = shard_length(sum(self._sizes), ranks, unit)
-        self._pieces = find_pieces(self._sizes, ranks, rank, unit)
+        length = shard_length(sum(sizes), ranks, unit)
+        super().__init__(parameters, ranks * length)
+        self._pieces = find_pieces(sizes, ranks, rank, unit)
         self.own = slice(rank * length, (rank + 1) * length)
         """This rank's shard in `weights`."""
         self.weights = torch.zeros(ranks * length, dtype=parameters[0].dtype)
@@ -146,18 +115,13 @@ class Bucket:
         self.shard = nn.Parameter(shard)
         """What the optimizer updates: a slice of `weights`, or of their fp32 masters."""
 
-    def split(self, whole: Tensor) -> list[Tensor]:
-        """Return the part of each parameter, in its shape, of a tensor as long as `weights`; the parts are views."""
-        *found, _ = torch.split(whole, [*self._sizes, len(whole) - sum(self._sizes)])
-        return [value.view(parameter.shape) for value, parameter in zip(found, self.parameters, strict=True)]
-
     def fill(self, shard: Tensor, find_value: Callable[[nn.Parameter], Tensor]) -> Tensor:
         """Copy this rank's elements of each parameter's value into `shard`, and return `shard`.
 
         `shard` is one-dimensional and as long as a shard of this bucket; its padding stays as it is. `find_value` is
         called once for each parameter, in their order, and returns a tensor with the parameter's number of elements.
         """
-        values = [find_value(parameter).reshape(-1) for parameter in self.parameters]
+        values = [find_value(parameter).reshape(-1) for parameter in self.parameters()]
         for piece in self._pieces:
             value = values[piece.parameter][piece.start : piece.start + piece.length]
             shard[piece.place : piece.place + piece.length].copy_(value)
@@ -190,11 +154,11 @@ class OptimizerShards:
         planned, masters = plan_buckets(infos, BUCKET_NUMBERS), self._take_masters()
         unit = ALIGNMENT if embedding is None else math.lcm(ALIGNMENT, embedding.shape[-1])
         self.buckets = [
-            Bucket(some, masters, unit if some[0] is embedding else ALIGNMENT)
+            ShardedBucket(some, masters, unit if some[0] is embedding else ALIGNMENT)
             for some in ([self.parameters[number] for number in bucket] for bucket in planned)
         ]
         """All buckets, in the order in which their gradients are complete in a backward pass."""
-        self._embedding_bucket = next((one for one in self.buckets if one.parameters[0] is embedding), None)
+        self._embedding_bucket = next((one for one in self.buckets if one.parameters()[0] is embedding), None)
         self._changed_rows: Tensor | None = None
         """Which rows of the embedding and its padding may have changed since the start; None if all may have."""
         if (
@@ -205,7 +169,7 @@ class OptimizerShards:
             rows = self._embedding_bucket.weights.numel() // embedding.shape[-1]
             self._changed_rows = torch.zeros(rows, dtype=torch.bool)
         for number, group in enumerate(optimizer.param_groups):
-            group["params"][:] = [one.shard for one in self.buckets if groups[one.parameters[0]] == number]
+            group["params"][:] = [one.shard for one in self.buckets if groups[one.parameters()[0]] == number]
 
     def _take_masters(self) -> dict[Tensor, Tensor]:
         return self._masters.hand_over(self.parameters) if self._masters else {}
@@ -248,7 +212,7 @@ class OptimizerShards:
             yield
             return
         gathered = [(bucket, _gather_shards(bucket.shard)) for bucket in self.buckets if bucket.has_masters]
-        self._masters.take_back({p: m for one, all_ in gathered for p, m in zip(one.parameters, one.split(all_))})
+        self._masters.take_back({p: m for one, all_ in gathered for p, m in zip(one.parameters(), one.split(all_))})
         try:
             yield
         finally:
@@ -272,7 +236,7 @@ class OptimizerShards:
             state = self._optimizer.state.get(bucket.shard, {})
             shards = {moment: state.get(moment, torch.zeros_like(bucket.shard)) for moment in MOMENTS}
             for kind, shard in (shards | ({WEIGHTS: bucket.shard} if bucket.has_masters else {})).items():
-                for parameter, value in zip(bucket.parameters, bucket.split(_gather_shards(shard)), strict=True):
+                for parameter, value in zip(bucket.parameters(), bucket.split(_gather_shards(shard)), strict=True):
                     yield kind, parameter, value
 
     @torch.no_grad()
@@ -291,7 +255,7 @@ class OptimizerShards:
             if bucket.has_masters:
                 bucket.fill(bucket.shard, partial(find_value, WEIGHTS))
             for name in MOMENTS if step and bucket is self._embedding_bucket else ():
-                self.mark_rows(find_value(name, bucket.parameters[0]).any(1).nonzero())
+                self.mark_rows(find_value(name, bucket.parameters()[0]).any(1).nonzero())
             if step:
                 moments = {
                     name: bucket.fill(torch.zeros_like(bucket.shard), partial(find_value, name)) for name in MOMENTS
@@ -299,10 +263,10 @@ class OptimizerShards:
                 self._optimizer.state[bucket.shard] = {"step": step.clone(), **moments}
 
 
-def _gather_rows(bucket: Bucket, changed: Tensor) -> Callable[[], None]:
+def _gather_rows(bucket: ShardedBucket, changed: Tensor) -> Callable[[], None]:
     """Start to give all ranks the changed rows of all shards of a matrix; return a function that finishes this."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
-    rows = bucket.weights.view(ranks, -1, bucket.parameters[0].shape[-1])
+    rows = bucket.weights.view(ranks, -1, bucket.parameters()[0].shape[-1])
     places = [some.nonzero()[:, 0] for some in changed.view(ranks, -1)]
     received = rows.new_zeros(ranks, max(map(len, places)), rows.shape[-1])
     received[rank, : len(places[rank])] = rows[rank, places[rank]]

@@ -12,10 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,8 +22,9 @@ from torch.optim import Optimizer
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import resolve_compression, to_wire_type
 from cpuft.config import TrainConfig
+from cpuft.train.arena import GradientBuckets
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.exchange.optimizer_shards import Bucket, OptimizerShards
+from cpuft.train.exchange.optimizer_shards import OptimizerShards, ShardedBucket
 from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
 _MAX_BUCKETS_IN_FLIGHT = 8
@@ -37,9 +35,7 @@ _MAX_BUCKETS_IN_FLIGHT = 8
 class _Message:
     """A bucket's gradients under way."""
 
-    bucket: Bucket
-    gradients: Tensor
-    """The bucket's own gradients."""
+    bucket: ShardedBucket
     sent: Tensor
     """What is being sent; it must live until it was sent."""
     received: Tensor
@@ -65,53 +61,32 @@ class ShardedExchange(Exchange):
         embedding = self._rows.weight if self._rows else None
         self.shards = self._shards = OptimizerShards(model, optimizer, embedding)
         buckets = self._shards.buckets
-        self._embedding_bucket = next((one for one in buckets if one.parameters[0] is embedding), None)
+        self._embedding_bucket = next((one for one in buckets if one.parameters()[0] is embedding), None)
         self._dense_buckets = [one for one in buckets if one is not self._embedding_bucket]
-        self._gradients = [torch.zeros_like(one.weights) for one in self._dense_buckets]
-        self._missing: list[set[Tensor]] = []
-        """For each bucket, the parameters whose gradients are not complete yet."""
-        self._next = len(self._dense_buckets)
-        """Number of the bucket to send next; the number of buckets if none is to be sent."""
+        self._gradients = GradientBuckets(self._dense_buckets, self._send)
         self._messages: list[_Message] = []
-        self._seconds_in_hooks = 0.0
-        for number, (bucket, gradients) in enumerate(zip(self._dense_buckets, self._gradients, strict=True)):
-            parameters: list[Any] = [*bucket.parameters]  # torch has no types for its hooks
-            for parameter, gradient in zip(parameters, bucket.split(gradients), strict=True):
-                parameter.grad = gradient
-                parameter.register_post_accumulate_grad_hook(partial(self._note_ready, number))
+        self._waited = 0.0
+        """Seconds of the last pass in which this rank waited for messages, because too many buckets were under way."""
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
         """Return whether there are several ranks and `--shard optimizer` is given."""
         return ranks > 1 and config.shard == "optimizer"
 
-    def micro_batch(self, last: bool) -> AbstractContextManager[object]:
-        """Return the context of a forward and a backward pass; complete buckets are sent in the `last` one.
+    def begin_pass(self, is_last: bool) -> None:
+        """Begin a forward and a backward pass; complete buckets are sent in the last one of an update."""
+        self._gradients.begin_pass(is_last)
 
-        It must be called before each pass, because it also begins to count the gradients that are complete.
-        """
-        self._missing = [set(bucket.parameters) for bucket in self._dense_buckets]
-        self._next = 0 if last else len(self._dense_buckets)
-        return nullcontext()
-
-    def _note_ready(self, number: int, parameter: Tensor) -> None:
-        """Note that a parameter of a bucket has its gradient; send complete buckets, in their order."""
-        self._missing[number].discard(parameter)
-        while self._next < len(self._dense_buckets) and not self._missing[self._next]:
-            self._send()
-            start = time.perf_counter()
-            while len(self._messages) > _MAX_BUCKETS_IN_FLIGHT:
-                self._receive()
-            self._seconds_in_hooks += time.perf_counter() - start
-
-    def _send(self) -> None:
-        bucket, gradients = self._dense_buckets[self._next], self._gradients[self._next]
-        sent = to_wire_type(gradients, self._compression)
+    def _send(self, bucket: ShardedBucket) -> None:
+        sent = to_wire_type(bucket.buffer(), self._compression)
         received = torch.empty_like(sent)
         work = dist.all_to_all_single(received, sent, async_op=True)
         assert work is not None
-        self._messages.append(_Message(bucket, gradients, sent, received, work))
-        self._next += 1
+        self._messages.append(_Message(bucket, sent, received, work))
+        start = time.perf_counter()
+        while len(self._messages) > _MAX_BUCKETS_IN_FLIGHT:
+            self._receive()
+        self._waited += time.perf_counter() - start
 
     def _receive(self) -> None:
         message = self._messages.pop(0)
@@ -119,7 +94,7 @@ class ShardedExchange(Exchange):
         shard = message.bucket.shard
         # The mean takes the memory of the gradients, which are all sent. The gradients of two bf16 shards or more have
         # at least as many bytes as one shard in fp32.
-        total = message.gradients.view(torch.float32)[: len(shard)]
+        total = message.bucket.buffer().view(torch.float32)[: len(shard)]
         torch.sum(message.received.view(self._ranks, -1), 0, dtype=torch.float32, out=total)
         shard.grad = total.div_(self._ranks)
 
@@ -134,9 +109,8 @@ class ShardedExchange(Exchange):
         Seconds of the last backward pass in which this rank waited for messages, because too many buckets were under
         way.
         """
-        waited, self._seconds_in_hooks = self._seconds_in_hooks, 0.0
-        while self._next < len(self._dense_buckets):  # buckets with parameters that no example has used
-            self._send()
+        waited, self._waited = self._waited, 0.0
+        self._gradients.send_rest()
         if self._rows and self._embedding_bucket:
             rows = self._rows.average(find_token_ids())
             set_gradient_rows(self.bare_model, rows)
@@ -162,8 +136,7 @@ class ShardedExchange(Exchange):
         The gradients of shards become None, and so does the word embedding's if it is exchanged by rows.
         """
         self.optimizer.zero_grad()
-        for gradients in self._gradients:
-            gradients.zero_()
+        self._gradients.clear()
         if self._rows:
             self._rows.clear()
 
@@ -172,7 +145,7 @@ class ShardedExchange(Exchange):
         self._shards.gather_weights()
 
 
-def _slice_gradient(weight: Tensor, bucket: Bucket) -> Tensor:
+def _slice_gradient(weight: Tensor, bucket: ShardedBucket) -> Tensor:
     """Return this rank's shard of the gradient of a weight that is alone in its bucket; a copy only if it is padded."""
     assert weight.grad is not None
     own = weight.grad.view(-1)[bucket.own]

@@ -104,12 +104,12 @@ class Objective:
         return Passes([partial(self._run_pass, setup, batch) for batch in batches], sum(one.tokens for one in batches))
 
     def _run_pass(self, setup: TrainingSetup, batch: Batch, factor: float, is_last: bool, clock: Clock) -> float:
-        with setup.exchange.micro_batch(last=is_last):
-            with autocast(setup.precision):
-                losses = self.losses(setup.exchange.forward_model, batch)
-            clock.lap("forward")
-            torch.autograd.backward(losses.sum() * factor)
-            clock.lap("backward")
+        setup.exchange.begin_pass(is_last)
+        with autocast(setup.precision):
+            losses = self.losses(setup.exchange.forward_model, batch)
+        clock.lap("forward")
+        torch.autograd.backward(losses.sum() * factor)
+        clock.lap("backward")
         return float(losses.detach().sum())
 
     def deal_to_ranks(self, setup: TrainingSetup, examples: Indices) -> list[Indices]:

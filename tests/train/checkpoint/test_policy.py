@@ -27,10 +27,9 @@ from cpuft.train.checkpoint.policy import (
     resume,
 )
 from cpuft.train.checkpoint.state import TrainingState
-from cpuft.train.loop import settle_bucket_layout
 from tests.comm.ranks import mpirun
 from tests.records import make_steps
-from tests.train.checkpoint.training import CONFIG, HEADER, Reading, compare, go, go_on, make_loop, make_writer
+from tests.train.checkpoint.training import CONFIG, HEADER, compare, go, go_on, make_loop, make_writer
 
 
 def make_linear_writer(root: Path, every: float, rank: int = 0) -> CheckpointWriter:
@@ -200,16 +199,6 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert capsys.readouterr().err.startswith(f"checkpoint {newer} is left out: state.safetensors is damaged (")
     assert (past.update, resumed["checksum"]) == (5, whole["checksum"])
     assert [update for update, _ in list_checkpoints(tmp_path)] == [5]
-
-
-@pytest.mark.usefixtures("_alone")
-@pytest.mark.parametrize("sent_as, passes", [("bf16", 1), ("int8", 0), ("powersgd", 0)])
-def test_what_keeps_something_back_sends_nothing_before_it_goes_on(sent_as: str, passes: int) -> None:
-    loop = make_loop(ALONE, 0.0)
-    loop.world, loop.compression = World(0, 3, 0, 3), sent_as
-    settle_bucket_layout(loop)
-    assert isinstance(loop.objective, Reading)
-    assert len(loop.objective.rows) == passes
 
 
 @pytest.mark.usefixtures("_alone")

@@ -25,7 +25,7 @@ from cpuft.train.checkpoint.policy import CheckpointWriter, ResumePoint, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.data.archive import Prepared, Tokens
 from cpuft.train.fast.elementwise import FastDropout
-from cpuft.train.loop import settle_bucket_layout, train
+from cpuft.train.loop import train
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.process_group import checksum_parameters
 from cpuft.train.setup import TrainingSetup
@@ -108,7 +108,6 @@ def go(loop: TrainingSetup, writer: CheckpointWriter | None = None, done: int = 
 def go_on(world: World, root: Path, dropout: float) -> tuple[ResumePoint, dict[str, Any]]:
     """From the newest checkpoint in `root`."""
     loop = make_loop(world, dropout)
-    settle_bucket_layout(loop)
     assert isinstance(loop.objective, Reading)
     loop.objective.rows.clear()
     past = resume(TrainingState(loop.model, loop.optimizer), root, world, vars(CONFIG), HEADER.data)

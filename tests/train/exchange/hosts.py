@@ -36,8 +36,8 @@ def train(compression: str) -> tuple[torch.Tensor, int]:
     exchange = choose_exchange(config, 4)(model, optimizer, config, "fp32")
     for _ in range(UPDATES):
         comm.take_traffic()
-        with exchange.micro_batch(last=True):
-            torch.autograd.backward(exchange.forward_model(WORDS[dist.get_rank()]).sum())
+        exchange.begin_pass(is_last=True)
+        torch.autograd.backward(exchange.forward_model(WORDS[dist.get_rank()]).sum())
         exchange.average_gradients(lambda: list(WORDS))
         optimizer.step()
         exchange.clear_gradients()

@@ -75,8 +75,8 @@ def of_gradients(rank: int) -> dict[str, object]:
     comm.take_traffic()
     sent = []
     for row, last in ((rank, False), (rank + 2, True)):
-        with exchange.micro_batch(last):
-            torch.autograd.backward(exchange.forward_model(WORDS[row]).sum() * 2 / 4)
+        exchange.begin_pass(last)
+        torch.autograd.backward(exchange.forward_model(WORDS[row]).sum() * 2 / 4)
         sent.append(comm.take_traffic().nbytes)
     waited = exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
     found: dict[str, object] = {"sent": [*sent, comm.take_traffic().nbytes], "waited": waited}
@@ -101,8 +101,8 @@ def of_parameters(rank: int) -> dict[str, object]:
     comm.take_traffic()
     values, sent = [], []
     for update in (1, 2, 3):
-        with exchange.micro_batch(last=True):
-            torch.autograd.backward(exchange.forward_model(WORDS[rank]).sum())
+        exchange.begin_pass(is_last=True)
+        torch.autograd.backward(exchange.forward_model(WORDS[rank]).sum())
         exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
         exchange.clip_gradients()
         exchange.clear_gradients()
@@ -127,8 +127,8 @@ def of_frozen(rank: int) -> dict[str, list[int]]:
         comm.take_traffic()
         exchange, optimizer = make(model, **options)
         sent = [comm.take_traffic().nbytes]
-        with exchange.micro_batch(last=True):
-            torch.autograd.backward(exchange.forward_model(WORDS[rank]).sum())
+        exchange.begin_pass(is_last=True)
+        torch.autograd.backward(exchange.forward_model(WORDS[rank]).sum())
         exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
         exchange.clip_gradients()
         optimizer.step()
@@ -147,8 +147,8 @@ def of_rungs(rank: int) -> dict[str, list[float]]:
         exchange, _ = make(Reader(), grad_compression=rung.name)
         for _ in range(1 + EXACT_UPDATES):
             comm.take_traffic()
-            with exchange.micro_batch(last=True):
-                torch.autograd.backward(exchange.forward_model(WORDS[rank::2]).sum())
+            exchange.begin_pass(is_last=True)
+            torch.autograd.backward(exchange.forward_model(WORDS[rank::2]).sum())
             exchange.average_gradients(lambda: [WORDS[::2], WORDS[1::2]])
             exchange.clear_gradients()
             exchange.finish_messages()
@@ -180,8 +180,8 @@ def of_late_rows(rank: int) -> dict[str, float]:
         for update in range(EXACT_UPDATES + 4):
             draw = torch.Generator().manual_seed(update)
             words = [torch.randint(5000, (4, 6), generator=draw) for _ in range(2)]
-            with exchange.micro_batch(last=True):
-                torch.autograd.backward(exchange.forward_model(input_ids=words[rank]).logits[:, 0].square().sum())
+            exchange.begin_pass(is_last=True)
+            torch.autograd.backward(exchange.forward_model(input_ids=words[rank]).logits[:, 0].square().sum())
             exchange.average_gradients(partial(list, words))
             exchange.clip_gradients()
             optimizer.step()

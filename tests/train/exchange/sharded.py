@@ -29,7 +29,7 @@ from cpuft.train.data.archive import Prepared
 from cpuft.train.exchange.optimizer_shards import OptimizerShards
 from cpuft.train.exchange.zero1 import ShardedExchange
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
-from cpuft.train.loop import settle_bucket_layout, train
+from cpuft.train.loop import train
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.optimizer import make_optimizer
 from cpuft.train.process_group import prove_equal_parameters
@@ -112,7 +112,6 @@ def count_bytes(loop: TrainingSetup) -> int:
 
 def go_on(world: World, way: str, shard: str, steps: int, root: Path) -> dict[str, Any]:
     loop = make_loop(world, way, shard, steps)
-    settle_bucket_layout(loop)
     state = make_state(loop)
     past = resume(state, root, world, vars(CONFIG), HEADER.data)
     loop.exchange.reset()
@@ -148,10 +147,10 @@ def sums_lie_with_gradients() -> bool:
     model = make_model("bert")
     optimizer = make_optimizer(model, CONFIG, "bf16")
     exchange = ShardedExchange(model, optimizer, CONFIG, "bf16")
-    blocks = {gradients.untyped_storage().data_ptr() for gradients in exchange._gradients}
+    blocks = {bucket.buffer().untyped_storage().data_ptr() for bucket in exchange._dense_buckets}
     batch = make_batch()
-    with exchange.micro_batch(last=True):
-        model(**batch).loss.backward()
+    exchange.begin_pass(is_last=True)
+    model(**batch).loss.backward()
     exchange.average_gradients(lambda: [batch["input_ids"]] * dist.get_world_size())
     sums = [bucket.shard.grad for bucket in exchange._dense_buckets]
     return bool(sums) and all(one is not None and one.untyped_storage().data_ptr() in blocks for one in sums)

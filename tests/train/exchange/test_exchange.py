@@ -31,8 +31,8 @@ def test_a_rank_alone_clips_and_clears(max_grad_norm: float, norm: float) -> Non
     model = torch.nn.Linear(2, 1, bias=False)
     exchange = _alone(model, max_grad_norm)
     assert exchange.forward_model is model
-    with exchange.micro_batch(last=False):
-        torch.autograd.backward(exchange.forward_model(torch.tensor([3.0, 4.0])).sum())
+    exchange.begin_pass(is_last=False)
+    torch.autograd.backward(exchange.forward_model(torch.tensor([3.0, 4.0])).sum())
     assert exchange.average_gradients(lambda: [torch.arange(1)]) == 0.0
     exchange.clip_gradients()
     assert model.weight.grad is not None
@@ -63,8 +63,8 @@ def test_the_gradient_of_the_word_embedding_is_not_written_whole_between_updates
         exchange = choose_exchange(TrainConfig(), 2)(model, optimizer, TrainConfig(), "fp32")
         batch, masters = make_batch(), getattr(model, MASTERS_ATTRIBUTE)
         for _ in range(2):
-            with exchange.micro_batch(last=True):
-                exchange.forward_model(**batch).loss.backward()
+            exchange.begin_pass(is_last=True)
+            exchange.forward_model(**batch).loss.backward()
             exchange.average_gradients(lambda: [batch["input_ids"].flatten()])
             gradient = masters.embedding.weight.grad
             written = gradient._version

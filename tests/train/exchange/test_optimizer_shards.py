@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cpuft.train.exchange.optimizer_shards import ALIGNMENT, ParameterInfo, find_pieces, plan_buckets, shard_length
+from cpuft.train.arena import ParameterInfo, plan_buckets
+from cpuft.train.exchange.optimizer_shards import ALIGNMENT, find_pieces, shard_length
 
 SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=12)
 RUNS = st.lists(st.tuples(st.integers(1, 4), st.sampled_from("ab"), st.integers(1, 90)), min_size=1, max_size=12)

@@ -1,0 +1,137 @@
+"""Trained parameters in buckets, whose gradients are sent as one message as soon as a backward pass has filled them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+B = TypeVar("B", bound="Bucket")
+
+
+@dataclass(frozen=True)
+class ParameterInfo:
+    """What decides in which bucket a parameter lies."""
+
+    size: int
+    """Number of elements."""
+    kind: Hashable
+    """Parameters of one kind may share a bucket."""
+    block: Hashable
+    """Parameters in one block of memory stay side by side: the fast path multiplies packed layers as one."""
+
+
+def plan_buckets(parameters: Sequence[ParameterInfo], min_elements: int) -> list[list[int]]:
+    """Return the numbers of the parameters in each bucket, ascending; an empty list without parameters.
+
+    Parameters have the numbers of their places in `parameters`. Each bucket has parameters of one kind and at least
+    `min_elements` elements, except the one with the first parameters of each kind. Buckets are in the order in which
+    their gradients are complete, if the backward pass goes through the parameters backwards: that with the last
+    parameters comes first.
+    """
+    open_buckets: dict[Hashable, list[int]] = {}
+    full: list[list[int]] = []
+    for number in reversed(range(len(parameters))):
+        parameter = parameters[number]
+        bucket = open_buckets.setdefault(parameter.kind, [])
+        is_full = sum(parameters[other].size for other in bucket) >= min_elements
+        if is_full and parameters[bucket[0]].block != parameter.block:
+            full.append(bucket)
+            bucket = open_buckets[parameter.kind] = []
+        bucket.insert(0, number)
+    return sorted([*full, *open_buckets.values()], key=lambda bucket: -bucket[0])
+
+
+class Bucket:
+    """Parameters of one type whose gradients lie side by side in memory.
+
+    It has the methods of torch's GradBucket, so that it can be given to what `make_reduce` returns.
+
+    Parameters
+    ----------
+    length: number of elements of the gradients with padding behind them; 0 for none.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], length: int = 0) -> None:
+        self._parameters, self._sizes = [*parameters], [parameter.numel() for parameter in parameters]
+        self._length, self._buffer, self._is_last = max(length, sum(self._sizes)), torch.empty(0), False
+
+    def parameters(self) -> list[nn.Parameter]:
+        """Return the parameters, in the order of the model."""
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        """Return the gradients of the parameters: views of the buffer."""
+        return self.split(self._buffer)
+
+    def buffer(self) -> Tensor:
+        """Return all gradients and the padding: one-dimensional, in the parameters' type."""
+        return self._buffer
+
+    def is_last(self) -> bool:
+        """Return whether this is the last bucket of an update."""
+        return self._is_last
+
+    def split(self, whole: Tensor) -> list[Tensor]:
+        """Return the part of each parameter, in its shape, of a tensor as long as the buffer; the parts are views."""
+        *found, _ = torch.split(whole, [*self._sizes, self._length - sum(self._sizes)])
+        return [value.view(parameter.shape) for value, parameter in zip(found, self._parameters, strict=True)]
+
+    def begin(self, is_last: bool) -> None:
+        """Make the buffer, of zeros, and let the parameters' gradients be views of it."""
+        self._is_last, self._buffer = is_last, torch.zeros(self._length, dtype=self._parameters[0].dtype)
+        self.clear()
+
+    def clear(self) -> None:
+        """Set the gradients to zero in place."""
+        self._buffer.zero_()
+        for parameter, gradient in zip(self._parameters, self.gradients(), strict=True):
+            parameter.grad = gradient
+
+
+class GradientBuckets(Generic[B]):
+    """Sends buckets in their order, each as soon as the last pass of an update has filled it and those before it.
+
+    Parameters
+    ----------
+    send: starts to send a bucket.
+    """
+
+    def __init__(self, buckets: Sequence[B], send: Callable[[B], None]) -> None:
+        self._buckets, self._send = buckets, send
+        self.begin_pass(is_last=False)
+        for number, bucket in enumerate(buckets):
+            bucket.begin(is_last=number == len(buckets) - 1)
+            parameters: list[Any] = [*bucket.parameters()]  # torch has no types for its hooks
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(partial(self._note_ready, number))
+
+    def begin_pass(self, is_last: bool) -> None:
+        """Begin a forward and a backward pass; in the last one of an update, buckets are sent."""
+        self._missing: list[set[Tensor]] = [set(bucket.parameters()) for bucket in self._buckets]
+        """For each bucket, the parameters whose gradients are not complete yet."""
+        self._next = 0 if is_last else len(self._buckets)
+        """Number of the bucket to send next; the number of buckets if none is to be sent."""
+
+    def _note_ready(self, number: int, parameter: Tensor) -> None:
+        self._missing[number].discard(parameter)
+        while self._next < len(self._buckets) and not self._missing[self._next]:
+            self._send_next()
+
+    def _send_next(self) -> None:
+        self._next += 1
+        self._send(self._buckets[self._next - 1])
+
+    def send_rest(self) -> None:
+        """Send the buckets with parameters that no example of this rank has used."""
+        while self._next < len(self._buckets):
+            self._send_next()
+
+    def clear(self) -> None:
+        """Set all gradients to zero in place."""
+        for bucket in self._buckets:
+            bucket.clear()
