@@ -11,6 +11,7 @@ from scripts.benchmarks.bench_memory import parse_arguments, run
 
 
 @pytest.mark.real
+@pytest.mark.proof
 @pytest.mark.alone  # other programs change when the kernel gives large pages
 def test_a_process_faults_unless_it_keeps_freed_memory(capsys: pytest.CaptureFixture[str]) -> None:
     run(parse_arguments(["--rounds", "3", "--repeats", "20"]))

@@ -77,6 +77,7 @@ def test_on_a_login_node_srun_starts_the_ranks(slurm: Slurm) -> None:
     assert "with srun; output" in (folder / "login" / "plan.sh").read_text()
 
 
+@pytest.mark.proof
 def test_a_sweep_in_a_job_trains_one_run_on_each_host(slurm: Slurm) -> None:
     """Three runs on two hosts: the host of the job's script starts its ranks itself, and srun those of the other."""
     words = ("sweep", *TRAINING, "--seed", "1,2,3", "--run-dir", "swept")

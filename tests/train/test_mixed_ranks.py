@@ -42,7 +42,7 @@ def read(folder: Path, done: subprocess.CompletedProcess[str]) -> Record:
     [
         {},
         {"grad_compression": "powersgd"},
-        {"fast_path": False, "grad_compression": "powersgd"},
+        pytest.param({"fast_path": False, "grad_compression": "powersgd"}, marks=pytest.mark.proof),
         {"shard": "optimizer"},
     ],
     ids=["exact", "powersgd", "powersgd without the fast path", "shards"],
@@ -99,6 +99,7 @@ def test_ranks_that_differ_at_the_end_save_the_model_before_they_say_so(tmp_path
     assert record.metrics
 
 
+@pytest.mark.proof
 def test_metrics_are_computed_by_one_rank(tmp_path: Path) -> None:
     read(tmp_path, train(tmp_path, "slow", max_steps=2, comm_timeout=20.0))
     calls = [json.loads((tmp_path / f"run.{rank}.json").read_text()) for rank in range(2)]

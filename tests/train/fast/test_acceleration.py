@@ -427,7 +427,7 @@ def gradient_moments(model: nn.Module, batch: dict[str, torch.Tensor], draws: in
 )
 def test_dropout_s_noise_in_the_gradients_is_the_plain_model_s(kind: str) -> None:
     """Masks that hang together, between elements, layers or steps, would make it larger; a wrong scale, biased."""
-    draws, batch = 400, make_batch()
+    draws, batch = 150, make_batch()
     plain, fast = make_model(kind, dropout=0.2), make_model(kind, dropout=0.2)
     accelerate(fast, make_optimizer(fast), precision="fp32")
     (mean, noise), (fast_mean, fast_noise) = (gradient_moments(model, batch, draws) for model in (plain, fast))

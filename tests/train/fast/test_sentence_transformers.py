@@ -138,6 +138,7 @@ def test_a_sentence_transformer_computes_every_token(tmp_path: Path, mode: str) 
             assert relative_error(mine, theirs) < 1e-5
 
 
+@pytest.mark.proof
 def test_two_ranks_of_a_launch_with_wrap_train_as_one_plain_process(tmp_path: Path) -> None:
     """The batches of two ranks are those of one process that adds up two micro-batches."""
     folder = save_architecture(tmp_path / "mpnet", "mpnet")
