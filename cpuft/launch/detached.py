@@ -37,7 +37,7 @@ from cpuft.hosts.cluster import (
     read_hosts,
 )
 from cpuft.hosts.hostfile import Host, find_job_hostfile, format_hostfile
-from cpuft.hosts.registry import FILE_NAME, INSIDE, Entry, format_entry, list_names, search_roots
+from cpuft.hosts.registry import FILE_NAME, INSIDE, format_entry, list_names, search_roots
 from cpuft.hosts.transport import try_hosts
 from cpuft.launch import results
 from cpuft.launch.detached_head import (
@@ -125,7 +125,7 @@ class Head:
 
     def with_settings(self, *command: str) -> tuple[str, ...]:
         """Return a command of the host with the variables that cpuft needs there."""
-        return ("env", *(f"{name}={value}" for name, value in self.access.settings.items()), *command)
+        return ("env", *(f"{name}={value}" for name, value in self.access.entry.settings.items()), *command)
 
     def action(self, *words: str) -> tuple[str, ...]:
         """Return the command of the host that carries out an action of `detached_head`."""
@@ -234,7 +234,7 @@ def plan_move(
         claimed = replace(cluster, token="").work_dir(there).removeprefix(f"{cluster.folder}/")
         order = replace(order, id=claimed.partition("/")[0], run_dir=there, claimed=claimed)
         name, files = _describe_cluster(cluster, find_folder(cluster.uid, place))
-        folder = os.getcwd() if cluster.access.shares_files else ""
+        folder = os.getcwd() if cluster.access.entry.shares_files else ""
         order = replace(order, cluster=name, files=files, work_folder=folder)
         left_out = {*_STAYS_HERE}
     options = [_format_option(name, value) for name, value in values.items() if name not in left_out]
@@ -252,30 +252,18 @@ def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str
     Ports and users of the hostfile are left out, as mpirun on the head host does not know them either.
     """
     access = cluster.access
-    name, config = access.cluster or _NO_CLUSTER, access.transport.config
+    name, config = access.entry.name or _NO_CLUSTER, access.transport.config
     place = f"{folder}/{name}"
     text = ""
-    if there := access.config_there or (config if access.shares_files else ""):
+    if there := access.entry.ssh_config_there or (config if access.entry.shares_files else ""):
         text = f"Include {shlex.quote(there)}\n"
     elif config:
         text = Path(config).expanduser().read_text(encoding="utf-8")
     # A restart may need hosts that the run does not use yet.
     known = tuple(access.transport.hosts.values()) or tuple(one.host for one in cluster.assignments)
     hosts = tuple(Host(one.name, one.slots, max_slots=one.max_slots) for one in known)
-    entry = Entry(
-        name,
-        INSIDE,
-        f"{place}/hostfile",
-        f"{place}/ssh_config" if text else "",
-        access.python,
-        access.settings,
-        ssh_config_there=access.config_there,
-        shares_files=access.shares_files,
-        notice=access.notice,
-        renewal=access.renewal,
-        until=access.until,
-        here=cluster.head,
-    )
+    entry = replace(access.entry, name=name, kind=INSIDE, options={}, python=access.python, here=cluster.head)
+    entry = replace(entry, hostfile=f"{place}/hostfile", ssh_config=f"{place}/ssh_config" if text else "")
     files = {FILE_NAME: format_entry(entry), "hostfile": format_hostfile(hosts)}
     return name, files | ({"ssh_config": text} if text else {})
 

@@ -393,7 +393,7 @@ def _plan_copies(
     options: fields of the steps.
     """
     if len(whys) < len(hosts):
-        env = [f"{name}={value}" for name, value in cluster.access.settings.items()]
+        env = [f"{name}={value}" for name, value in cluster.access.entry.settings.items()]
         start = (*(("env", *env) if env else ()), *module_command(cluster.python, "cpuft.launch.relay"), "receive")
         addresses = cluster.addresses
         receivers = tuple(Receiver(host, addresses.get(host, ""), reach(host, start)) for host in hosts)
@@ -426,7 +426,7 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
     whys = [f"copy the prepared examples to {name}" for name in names]
     whys = [f"copy the prepared examples to {len(names)} hosts"] if len(names) >= _RELAY_COPIES else whys
     order = RelayOrder(work, (PREPARED_DATA,), (cluster.folder, work), ())
-    settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
+    settings = tuple(Setting(name, value, "") for name, value in cluster.access.entry.settings.items())
     return (_plan_copies(cluster, cluster.python, order, names, reach, whys, settings=settings, host=cluster.head),)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -359,7 +358,7 @@ def diagnose_run(
 
     Raises CpuftError: the dumps cannot be written on the head host.
     """
-    run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport, sys.executable))
+    run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     dumps, silent = gather_dumps(run)
     write_dumps(run, dumps)
     say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")

@@ -25,6 +25,7 @@ from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.registry import NO_CLUSTER, Entry
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import detached
 from cpuft.launch.detached import (
@@ -62,7 +63,11 @@ class Answers(SshTransport):
 
 
 def make_head(*answers: Answer) -> Head:
-    return Head(Host("node1"), Access(Answers(answers=list(answers)), "/env/bin/python"), ("--cluster=lab",))
+    return Head(
+        Host("node1"),
+        Access(Answers(answers=list(answers)), replace(NO_CLUSTER, python="/env/bin/python")),
+        ("--cluster=lab",),
+    )
 
 
 @pytest.mark.parametrize(
@@ -105,7 +110,8 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     """Its files under their paths there, the hosts as mpirun there knows them, and no secret."""
     monkeypatch.chdir(tmp_path)
     Path("rows.csv").write_text("text,label\na,0\n")
-    access = Access(SshTransport(), "/env/bin/python", config_there="/opt/cpuft/clusters/lab/ssh_config", cluster="lab")
+    there = "/opt/cpuft/clusters/lab/ssh_config"
+    access = Access(SshTransport(), Entry("lab", "hosts", "", python="/env/bin/python", ssh_config_there=there))
     hosts = (Host("node1", 2, "ada", 2201), Host("node2", port=2202))
     cluster = replace(make_cluster((1, 1)), access=access, works_remotely=True, uid=1000)
     pairs = zip(cluster.assignments, hosts)
