@@ -60,7 +60,6 @@ from cpuft.launch.inputs import (
     LaunchNote,
     gather_missing,
     list_detached,
-    load_note,
     make_bundle,
     pack_script,
     pack_training,
@@ -76,18 +75,9 @@ from cpuft.plan import Plan, Step
 from cpuft.serialization import load, parse_json
 
 Say = Callable[[str], None]
-_STAYS_HERE = (
-    "cluster",
-    "hostfile",
-    "ssh_config",
-    "run_dir",
-    "detach",
-    "check",
-    "config",
-    "dry_run",
-    "script",
-    "action",
-)
+_PLACE = ("cluster", "hostfile", "ssh_config")
+"""Options that say where hosts are."""
+_STAYS_HERE = ("run_dir", "detach", "check", "config", "dry_run", "script", "action")
 """Options that the moved command gets in another way, or not at all: its hosts have been checked from here."""
 _NO_CLUSTER = "hosts"
 """Name of the entry of hosts that are no cluster of cpuft provision."""
@@ -224,11 +214,10 @@ def plan_move(
         bundles += (make_bundle((Path(path).absolute(),), cluster.inputs),)
         values = {**values, "conditions": f"{bundles[-1].remote_folder}/{Path(path).name}"}
     names = {f"{one.remote_folder}/{path.name}": str(path) for one in bundles for path in one.sources}
-    order = Order(place, place, verb, run_dir, (), cpuft.__version__, settings=settings, names=names)
+    order = Order(place, place, verb, run_dir, (), settings=settings, names=names)
     if not cluster.works_remotely:
         # The user is on the head host, and the command finds its hosts as it would without --detach.
-        order = replace(order, work_folder=os.getcwd())
-        left_out = {*_STAYS_HERE} - {"cluster", "hostfile", "ssh_config"}
+        order, left_out = replace(order, work_folder=os.getcwd()), _STAYS_HERE
     else:
         there = f"{find_folder(cluster.uid, place)}/run/{os.path.basename(run_dir)}"
         claimed = replace(cluster, token="").work_dir(there).removeprefix(f"{cluster.folder}/")
@@ -236,14 +225,14 @@ def plan_move(
         name, files = _describe_cluster(cluster, find_folder(cluster.uid, place))
         folder = os.getcwd() if cluster.access.entry.shares_files else ""
         order = replace(order, cluster=name, files=files, work_folder=folder)
-        left_out = {*_STAYS_HERE}
-    options = [_format_option(name, value) for name, value in values.items() if name not in left_out]
+        left_out = (*_PLACE, *_STAYS_HERE)
+    options = [
+        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
+        for name, value in values.items()
+        if name not in left_out
+    ]
     arguments = (verb, *options, "--no-check", f"--run-dir={order.run_dir}", *(("--", *script) if script else ()))
     return replace(order, arguments=arguments), bundles
-
-
-def _format_option(name: str, value: Any) -> str:
-    return format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
 
 
 def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str]]:
@@ -450,8 +439,7 @@ def list_heads(config: LaunchConfig) -> list[Head]:
 
 def list_place_options(config: LaunchConfig) -> tuple[str, ...]:
     """Return the options of `config` that say where its hosts are, as on a command line."""
-    names = ("cluster", "hostfile", "ssh_config")
-    return tuple(f"{format_flag(name)}={value}" for name in names if (value := getattr(config, name)))
+    return tuple(f"{format_flag(name)}={value}" for name in _PLACE if (value := getattr(config, name)))
 
 
 def find_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
@@ -503,10 +491,9 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
 
     Raises CpuftError: there is no such run, there are several, or its host does not answer.
     """
-    note = load_note(os.path.realpath(run), environ)
-    if not note.id:
-        same = [one for one in list_detached(environ) if run and one.id.startswith(run)]
-        note = same[0] if len(same) == 1 else note
+    folder, notes = os.path.realpath(run), [one for one in list_detached(environ) if run]
+    same = [one for one in notes if one.run_dir == folder] or [one for one in notes if one.id.startswith(run)]
+    note = same[0] if len(same) == 1 else LaunchNote()
     is_placed = config.cluster or config.hostfile or not note.id
     answers = list(map(list_runs, find_places(config, environ) if is_placed else [_find_place(note)]))
     # A run folder has the id of its run, also where nothing else is known about the run.

@@ -164,7 +164,7 @@ def test_a_command_on_its_own_head_host_keeps_its_paths(tmp_path: Path, monkeypa
     assert (order.work_folder, order.claimed, order.files, bundles) == (str(tmp_path), "", {}, ())
 
 
-ORDER = Order("0123456789ab", "f", "launch", "/var/tmp/there/x", (), "0.1.0", claimed="0123456789ab/x")
+ORDER = Order("0123456789ab", "f", "launch", "/var/tmp/there/x", (), claimed="0123456789ab/x")
 FOUND = Description(ORDER, "running", "", 1.0, has_results=True)
 RUN = Detached(make_head(), ORDER, "")
 
@@ -221,10 +221,10 @@ def test_a_viewer_reads_on_where_its_connection_broke(
 ) -> None:
     """A line that was cut is shown once. Paths are those of this machine, and the line with the run folder waits."""
     events = [
-        Event("errors", 0.0, "step 1/2 of /var/tmp/inputs/rows.csv\n"),
-        Event("errors", 0.0, "step 2/2 in /var/tmp/there/x\n"),
-        Event("output", 0.0, "run: /var/tmp/there/x\n"),
-        Event("end", 0.0, code=3),
+        Event("errors", "step 1/2 of /var/tmp/inputs/rows.csv\n"),
+        Event("errors", "step 2/2 in /var/tmp/there/x\n"),
+        Event("output", "run: /var/tmp/there/x\n"),
+        Event("end", code=3),
     ]
     lines = [f"{number} {json.dumps(asdict(event))}\n" for number, event in enumerate(events, start=1)]
     answers = {"0": "hello\n" + lines[0] + lines[1][:20], "1": "".join(lines[1:])}
@@ -239,7 +239,7 @@ def test_a_viewer_reads_on_where_its_connection_broke(
     "event, what",
     [
         (
-            Event("lost", 0.0),
+            Event("lost"),
             "was killed on node1, or the host was started again: continue it with cpuft launch --resume ",
         ),
         (
