@@ -26,7 +26,7 @@ import cpuft
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.config import LaunchConfig, TrainConfig, format_flag
-from cpuft.errors import RESUMABLE, CpuftError, escape_controls
+from cpuft.errors import RESUMABLE, CpuftError, escape_controls, last_line
 from cpuft.hosts.cluster import (
     FROM_STDIN,
     JOB,
@@ -130,11 +130,11 @@ class Head:
         """Carry out an action on the host, and return its output. Raises CpuftError: it failed there."""
         answer = self.access.transport.run(self.host, self.action(*words), seconds=_ANSWER_SECONDS)
         if answer.exit_code:
-            lines = answer.errors.strip().splitlines() or [f"exit code {answer.exit_code}"]
+            reason = last_line(answer.errors, f"exit code {answer.exit_code}")
             if answer.exit_code == CpuftError.exit_code:
-                raise CpuftError(lines[-1])
+                raise CpuftError(reason)
             raise CpuftError(
-                f"host {self.host.name} cannot say anything about detached runs ({lines[-1][:200]}): install the same "
+                f"host {self.host.name} cannot say anything about detached runs ({reason[:200]}): install the same "
                 "version of cpuft there and here"
             )
         return answer.output
@@ -169,7 +169,7 @@ def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
     if answer.exit_code == _NO_PROGRAM:
         raise CpuftError(f"host {name} has no Python at {python}, which would run the detached command: {advice}")
     if answer.exit_code:
-        reason = (answer.errors.strip().splitlines() or ["no reason was given"])[-1]
+        reason = last_line(answer.errors, "no reason was given")
         raise CpuftError(f"the Python of host {name}, {python}, cannot import cpuft ({reason}): {advice}")
     version, missing = parse_json(answer.output.splitlines()[-1])
     if version != cpuft.__version__:
@@ -217,7 +217,7 @@ def plan_move(
     order = Order(place, place, verb, run_dir, (), settings=settings, names=names)
     if not cluster.works_remotely:
         # The user is on the head host, and the command finds its hosts as it would without --detach.
-        order, left_out = replace(order, work_folder=os.getcwd()), _STAYS_HERE
+        order = replace(order, work_folder=os.getcwd())
     else:
         there = f"{find_folder(cluster.uid, place)}/run/{os.path.basename(run_dir)}"
         claimed = replace(cluster, token="").work_dir(there).removeprefix(f"{cluster.folder}/")
@@ -225,7 +225,7 @@ def plan_move(
         name, files = _describe_cluster(cluster, find_folder(cluster.uid, place))
         folder = os.getcwd() if cluster.access.entry.shares_files else ""
         order = replace(order, cluster=name, files=files, work_folder=folder)
-        left_out = (*_PLACE, *_STAYS_HERE)
+    left_out = (*_STAYS_HERE, *(_PLACE if cluster.works_remotely else ()))
     options = [
         format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
         for name, value in values.items()

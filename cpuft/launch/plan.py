@@ -380,8 +380,7 @@ def describe_host_memory(
     for assignment, facts in zip(cluster.assignments, cluster.facts):
         free = min(facts.memory_free, facts.memory_left) if facts.memory_left >= 0 else facts.memory_free
         hosts.append(HostMemory(assignment.host.name, assignment.ranks, free, facts.boot_id, facts.memory_free))
-    flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
-    precision = choose_precision(train.precision, train.emulate_bf16, flags).name
+    precision = find_run_precision(cluster, train, environ)
     return format_run_memory(RunMemory(tuple(hosts), precision, independent))
 
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, counted
+from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, counted, last_line
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
@@ -179,7 +179,7 @@ class RestartPolicy:
         if first.missed:
             hosts_by_rank = dict(enumerate(result.hosts))
             missed = ", ".join(f"rank {one} on {hosts_by_rank.get(one, 'its host')}" for one in sorted(first.missed))
-            return self._retry_once(result, f"{missed} did not answer the other ranks", _last_line(first.text))
+            return self._retry_once(result, f"{missed} did not answer the other ranks", last_line(first.text, ""))
         if first.code == RESUMABLE:
             # Whoever interrupted the run needs its hosts, or takes them away.
             return RestartDecision(False, f"{rank} was interrupted")
@@ -206,10 +206,6 @@ def _identify_error(failure: Failure) -> str:
     start = failure.text.rfind(_TRACEBACK)
     traceback = failure.text[start:].strip() if start >= 0 else ""
     return f"{failure.code} {re.sub('0x[0-9a-f]+', '0x', traceback)}"
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:

@@ -110,8 +110,8 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     """Its files under their paths there, the hosts as mpirun there knows them, and no secret."""
     monkeypatch.chdir(tmp_path)
     Path("rows.csv").write_text("text,label\na,0\n")
-    there = "/opt/cpuft/clusters/lab/ssh_config"
-    access = Access(SshTransport(), Entry("lab", "hosts", "", python="/env/bin/python", ssh_config_there=there))
+    ssh_config = "/opt/cpuft/clusters/lab/ssh_config"
+    access = Access(SshTransport(), Entry("lab", "hosts", "", python="/env/bin/python", ssh_config_there=ssh_config))
     hosts = (Host("node1", 2, "ada", 2201), Host("node2", port=2202))
     cluster = replace(make_cluster((1, 1)), access=access, works_remotely=True, uid=1000)
     pairs = zip(cluster.assignments, hosts)
