@@ -84,6 +84,11 @@ class Interrupted(Exception):
         self.exit_code = 128 + signal_number
 
 
+def last_line(text: str, default: str) -> str:
+    """Return the last line of a program's output, or `default` for an output without a line."""
+    return (text.strip().splitlines() or [default])[-1]
+
+
 def counted(number: int, noun: str) -> str:
     """Return a number with its noun: `0 hosts`, `1 host`, `2 hosts`. The plural is the noun with an s."""
     return f"{number} {noun}{'s' * (number != 1)}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import glob
 import hashlib
 import os
@@ -215,6 +216,20 @@ def hash_file(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def is_locked(path: str | Path) -> bool:
+    """Return whether a process holds an exclusive lock of a file.
+
+    False if the file cannot be opened, or its file system has no locks.
+    """
+    try:
+        with open(path) as file:
+            # NFSv4 refuses an exclusive lock of a file that is open for reading only, with EBADF.
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError as error:
+        return isinstance(error, BlockingIOError)
+    return False
 
 
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:

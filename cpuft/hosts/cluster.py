@@ -8,7 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -53,24 +53,13 @@ class Access:
     """How the hosts of a cluster are reached, and what is installed there. The default is the user's own ssh."""
 
     transport: Transport = SshTransport()
-    python: str = sys.executable
-    """Python of the training environment, the same path on every host."""
-    settings: dict[str, str] = field(default_factory=dict)
-    """Environment variables of cpuft's own commands on the hosts."""
-    shares_files: bool = False
-    """Whether the hosts see this machine's files under the same paths."""
-    config_there: str = ""
-    """ssh's client configuration on the head host's own disk, for mpirun; empty where it sees the transport's."""
-    notice: str = ""
-    """File or URL that announces a host's interruption, the default of --interruption-notice; empty for none."""
-    renewal: str = ""
-    """Command that a running launch executes on each host to extend the host's lease; empty for none."""
-    cluster: str = ""
-    """Name of the provisioned cluster; empty for none."""
-    until: int = 0
-    """End of the hosts' lease in seconds since 1970, as provisioning knew it last; 0 for no lease."""
-    simulated: bool = False
-    """Whether `cpuft provision local` made the hosts on one machine."""
+    entry: registry.Entry = registry.NO_CLUSTER
+    """What the registry knows about the provisioned cluster; without a name for other hosts."""
+
+    @property
+    def python(self) -> str:
+        """Python of the training environment, the same path on every host."""
+        return self.entry.python or sys.executable
 
     def any_python(self, *arguments: str) -> tuple[str, ...]:
         """Return the argv that runs the environment's Python, or `python3` where that is missing, with `arguments`.
@@ -98,9 +87,10 @@ class Access:
     def mpirun_options(self) -> tuple[str, ...]:
         """Options of the ssh commands by which mpirun starts its proxies: ("-F", path of ssh's client configuration).
 
-        The path is `config_there`, else that of the transport; the tuple is empty if both are empty.
+        The path is the entry's on the head host's own disk, else that of the transport; the tuple is empty if both are
+        empty.
         """
-        path = self.config_there or self.transport.config
+        path = self.entry.ssh_config_there or self.transport.config
         return ("-F", path) if path else ()
 
 
@@ -137,7 +127,7 @@ class Cluster:
     def is_simulated(self) -> bool:
         """Whether the hosts are parts of one machine."""
         is_one = len(self.facts) > 1 and len({one.boot_id for one in self.facts}) == 1
-        return self.access.simulated or is_one
+        return self.access.entry.kind == "local" or is_one
 
     @property
     def bootstrap(self) -> str:
@@ -211,7 +201,7 @@ class Cluster:
 
         True if the ranks work on the head host's own disk and the hosts do not see this machine's files.
         """
-        return self.works_remotely and not self.access.shares_files
+        return self.works_remotely and not self.access.entry.shares_files
 
     def sent_file(self, work: str, index: int) -> str:
         """Return the beginning of the paths of the files that were sent to a run's processes on one host.
@@ -339,19 +329,9 @@ def find_access(config: LaunchConfig) -> Access:
         return Access(mpijob.make_transport())
     if entry is None:
         in_job = None if config.hostfile else find_slurm(os.environ)
-        return Access(in_job or SshTransport(config.ssh_config), shares_files=bool(in_job))
-    return Access(
-        SshTransport(config.ssh_config or entry.ssh_config, entry.here or None),
-        python=entry.python or sys.executable,
-        settings=entry.settings,
-        shares_files=entry.shares_files,
-        config_there=entry.ssh_config_there,
-        notice=entry.notice,
-        renewal=entry.renewal,
-        cluster=entry.name,
-        until=entry.until,
-        simulated=entry.kind == "local",
-    )
+        transport = in_job or SshTransport(config.ssh_config)
+        return Access(transport, replace(registry.NO_CLUSTER, shares_files=bool(in_job)))
+    return Access(SshTransport(config.ssh_config or entry.ssh_config, entry.here or None), entry)
 
 
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
@@ -436,7 +416,7 @@ def gather_cluster(
     works_remotely = (
         is_moved
         or is_on_host_disk
-        or (bool(access.config_there) and len(used) > 1)
+        or (bool(access.entry.ssh_config_there) and len(used) > 1)
         or not (head_is_here or on_login_node)
     )
     return Cluster(
@@ -487,10 +467,10 @@ def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ..
     try:
         return tuple(map_hosts(gather, hosts))
     except CpuftError as error:
-        if not 0 < access.until < time.time():
+        if not 0 < access.entry.until < time.time():
             raise
-        ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(access.until))
+        ended = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(access.entry.until))
         raise CpuftError(
-            f"the lease of cluster {access.cluster} ended at {ended}, and its hosts shut down then: run cpuft "
-            f"provision down {access.cluster}, then rent the cluster again with cpuft provision aws ({error})"
+            f"the lease of cluster {access.entry.name} ended at {ended}, and its hosts shut down then: run cpuft "
+            f"provision down {access.entry.name}, then rent the cluster again with cpuft provision aws ({error})"
         ) from None

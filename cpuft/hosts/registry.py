@@ -62,6 +62,10 @@ class Entry:
     """End of the hosts' lease in seconds since 1970, as provisioning knew it last; 0 for no lease."""
 
 
+NO_CLUSTER = Entry("", "", "")
+"""Stands for the entry of hosts that are no cluster of `cpuft provision`."""
+
+
 def state_root(environ: Mapping[str, str]) -> Path:
     """Return the folder of the registry: $CPUFT_STATE, else $XDG_STATE_HOME/cpuft/clusters, else below ~/.local/state.
 

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from cpuft import execute
 from cpuft.argv import parse_slurm_counts
-from cpuft.errors import CpuftError, TransientError
+from cpuft.errors import CpuftError, TransientError, last_line
 from cpuft.execute import Answer
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import Transport
@@ -68,7 +68,7 @@ class SlurmTransport(Transport):
         """Run a command by srun. Raises CpuftError: srun cannot start it, or it takes longer than `seconds`."""
         answer = execute.run_command([*self._srun(host), *argv], seconds, stdin)
         if answer.exit_code and not _COMMAND_FAILED.search(answer.errors):
-            message = (answer.errors.strip().splitlines() or ["no answer"])[-1]
+            message = last_line(answer.errors, "no answer")
             raise TransientError(f"srun cannot use host {host.name} ({message[-200:]}): sinfo shows the host's state")
         return answer
 
@@ -119,7 +119,7 @@ def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
 def _query_slurm(command: Sequence[str]) -> str:
     answer = execute.run_command(command, _ANSWER_SECONDS)
     if answer.exit_code:
-        message = (answer.text.strip().splitlines() or ["no output"])[-1]
+        message = last_line(answer.text, "no output")
         raise CpuftError(
             f"Slurm does not name the job's hosts ({message[:200]}): check that {command[0]} works in the job"
         )

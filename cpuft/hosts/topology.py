@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cpuft.config import is_count
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, last_line
 from cpuft.hardware import parse_cpuinfo
 from cpuft.serialization import load, parse_json
 
@@ -121,7 +121,7 @@ def parse_facts(text: str, host: str) -> HostFacts:
         values["allowed_cpus"] = values.get("allowed_cpus") or None  # an empty list is not valid: nothing could run
         return load(HostFacts, values | {"cpu_model": cpu.model, "cpu_flags": list(cpu.flags)})
     except ValueError:
-        last = (text.strip().splitlines() or ["nothing"])[-1]
+        last = last_line(text, "nothing")
         raise CpuftError(
             f"host {host} did not report its facts (its last line: {last[:200]}): check that python3 runs there"
         ) from None

@@ -89,10 +89,6 @@ class HostError(CpuftError):
         self.is_transient = kind in (UNREACHABLE, TIMED_OUT)
 
 
-class _UnknownKeyError(Exception):
-    """A server showed a key that is in no known_hosts file."""
-
-
 @dataclass(frozen=True)
 class Transport(ABC):
     """How the hosts of a cluster are reached. Nothing else in cpuft runs a command on a host or copies a file to it.
@@ -424,7 +420,7 @@ def _try_to_log_in(
         known_name = name if port == 22 else f"[{name}]:{port}"
         for path in filter(os.path.exists, login.known_hosts or (os.path.expanduser("~/.ssh/known_hosts"),)):
             _load_host_keys(client, path, known_name)
-        client.set_missing_host_key_policy(_refuse_unknown_keys())
+        client.set_missing_host_key_policy(_refuse_unknown_keys(host))
         try:
             stream = _open_stream(login, bastion, seconds)
             client.connect(name, port, login.user or None, sock=stream, **options)
@@ -516,16 +512,18 @@ def _open_stream(login: Login, bastion: paramiko.SSHClient | None, seconds: floa
         raise OSError(f"{error.strerror or error} on port {login.port}") from None
 
 
-def _refuse_unknown_keys() -> paramiko.MissingHostKeyPolicy:
-    """Return a policy for paramiko that raises `_UnknownKeyError`, which tells this failure from others."""
+def _refuse_unknown_keys(host: Host) -> paramiko.MissingHostKeyPolicy:
+    """Return a policy for paramiko that raises HostError for a host whose key is in no known_hosts file."""
     import paramiko
 
     class Refusal(paramiko.MissingHostKeyPolicy):
         def missing_host_key(self, client: object, hostname: str, key: paramiko.PKey) -> None:
             shown = f"{key.get_name()} {key.get_base64()}"
-            raise _UnknownKeyError(
+            raise HostError(
+                host.name,
+                KEY_UNKNOWN,
                 f"its host key {key.get_name()} {fingerprint(shown)} is not in known_hosts, because this machine "
-                f"has not connected to the host before"
+                f"has not connected to the host before",
             )
 
     return Refusal()
@@ -538,8 +536,6 @@ def _raise_host_errors(host: Host, seconds: float = ssh_config.CONNECT_SECONDS) 
 
     try:
         yield
-    except _UnknownKeyError as error:
-        raise HostError(host.name, KEY_UNKNOWN, str(error)) from None
     except paramiko.BadHostKeyException as error:
         raise HostError(host.name, KEY_CHANGED, str(error)) from None
     except paramiko.AuthenticationException as error:

@@ -7,7 +7,7 @@ import os
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from cpuft import transfer
@@ -15,6 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, cache_path, hash_text, write_text
 from cpuft.hosts.cluster import Access, Cluster, find_slurm
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.stack_dumps import ActiveRun
 from cpuft.serialization import load, parse_json
@@ -126,7 +127,7 @@ def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
             f"the run in {run} has ended, and its launch was killed: look into {run}/logs for what its ranks printed"
         )
     transport = find_slurm(environ) or SshTransport(entry.ssh_config)
-    return ActiveRun(entry.work, entry.hosts, Access(transport, entry.python))
+    return ActiveRun(entry.work, entry.hosts, Access(transport, replace(NO_CLUSTER, python=entry.python)))
 
 
 def _entry_path(cache: Path, run_dir: str) -> Path:

@@ -26,7 +26,7 @@ import cpuft
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.config import LaunchConfig, TrainConfig, format_flag
-from cpuft.errors import RESUMABLE, CpuftError, escape_controls
+from cpuft.errors import RESUMABLE, CpuftError, escape_controls, last_line
 from cpuft.hosts.cluster import (
     FROM_STDIN,
     JOB,
@@ -37,7 +37,7 @@ from cpuft.hosts.cluster import (
     read_hosts,
 )
 from cpuft.hosts.hostfile import Host, find_job_hostfile, format_hostfile
-from cpuft.hosts.registry import FILE_NAME, INSIDE, Entry, format_entry, list_names, search_roots
+from cpuft.hosts.registry import FILE_NAME, INSIDE, format_entry, list_names, search_roots
 from cpuft.hosts.transport import try_hosts
 from cpuft.launch import results
 from cpuft.launch.active_runs import lock_run
@@ -61,7 +61,6 @@ from cpuft.launch.inputs import (
     LaunchNote,
     gather_missing,
     list_detached,
-    load_note,
     make_bundle,
     pack_script,
     pack_training,
@@ -77,18 +76,9 @@ from cpuft.plan import Plan, Step
 from cpuft.serialization import load, parse_json
 
 Say = Callable[[str], None]
-_STAYS_HERE = (
-    "cluster",
-    "hostfile",
-    "ssh_config",
-    "run_dir",
-    "detach",
-    "check",
-    "config",
-    "dry_run",
-    "script",
-    "action",
-)
+_PLACE = ("cluster", "hostfile", "ssh_config")
+"""Options that say where hosts are."""
+_STAYS_HERE = ("run_dir", "detach", "check", "config", "dry_run", "script", "action")
 """Options that the moved command gets in another way, or not at all: its hosts have been checked from here."""
 _NO_CLUSTER = "hosts"
 """Name of the entry of hosts that are no cluster of cpuft provision."""
@@ -126,7 +116,7 @@ class Head:
 
     def with_settings(self, *command: str) -> tuple[str, ...]:
         """Return a command of the host with the variables that cpuft needs there."""
-        return ("env", *(f"{name}={value}" for name, value in self.access.settings.items()), *command)
+        return ("env", *(f"{name}={value}" for name, value in self.access.entry.settings.items()), *command)
 
     def action(self, *words: str) -> tuple[str, ...]:
         """Return the command of the host that carries out an action of `detached_head`."""
@@ -141,11 +131,11 @@ class Head:
         """Carry out an action on the host, and return its output. Raises CpuftError: it failed there."""
         answer = self.access.transport.run(self.host, self.action(*words), seconds=_ANSWER_SECONDS)
         if answer.exit_code:
-            lines = answer.errors.strip().splitlines() or [f"exit code {answer.exit_code}"]
+            reason = last_line(answer.errors, f"exit code {answer.exit_code}")
             if answer.exit_code == CpuftError.exit_code:
-                raise CpuftError(lines[-1])
+                raise CpuftError(reason)
             raise CpuftError(
-                f"host {self.host.name} cannot say anything about detached runs ({lines[-1][:200]}): install the same "
+                f"host {self.host.name} cannot say anything about detached runs ({reason[:200]}): install the same "
                 "version of cpuft there and here"
             )
         return answer.output
@@ -180,7 +170,7 @@ def examine_python(head: Head, packages: Sequence[str] = ()) -> None:
     if answer.exit_code == _NO_PROGRAM:
         raise CpuftError(f"host {name} has no Python at {python}, which would run the detached command: {advice}")
     if answer.exit_code:
-        reason = (answer.errors.strip().splitlines() or ["no reason was given"])[-1]
+        reason = last_line(answer.errors, "no reason was given")
         raise CpuftError(f"the Python of host {name}, {python}, cannot import cpuft ({reason}): {advice}")
     version, missing = parse_json(answer.output.splitlines()[-1])
     if version != cpuft.__version__:
@@ -225,26 +215,25 @@ def plan_move(
         bundles += (make_bundle((Path(path).absolute(),), cluster.inputs),)
         values = {**values, "conditions": f"{bundles[-1].remote_folder}/{Path(path).name}"}
     names = {f"{one.remote_folder}/{path.name}": str(path) for one in bundles for path in one.sources}
-    order = Order(place, place, verb, run_dir, (), cpuft.__version__, settings=settings, names=names)
+    order = Order(place, place, verb, run_dir, (), settings=settings, names=names)
     if not cluster.works_remotely:
         # The user is on the head host, and the command finds its hosts as it would without --detach.
         order = replace(order, work_folder=os.getcwd())
-        left_out = {*_STAYS_HERE} - {"cluster", "hostfile", "ssh_config"}
     else:
         there = f"{find_folder(cluster.uid, place)}/run/{os.path.basename(run_dir)}"
         claimed = replace(cluster, token="").work_dir(there).removeprefix(f"{cluster.folder}/")
         order = replace(order, id=claimed.partition("/")[0], run_dir=there, claimed=claimed)
         name, files = _describe_cluster(cluster, find_folder(cluster.uid, place))
-        folder = os.getcwd() if cluster.access.shares_files else ""
+        folder = os.getcwd() if cluster.access.entry.shares_files else ""
         order = replace(order, cluster=name, files=files, work_folder=folder)
-        left_out = {*_STAYS_HERE}
-    options = [_format_option(name, value) for name, value in values.items() if name not in left_out]
+    left_out = (*_STAYS_HERE, *(_PLACE if cluster.works_remotely else ()))
+    options = [
+        format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
+        for name, value in values.items()
+        if name not in left_out
+    ]
     arguments = (verb, *options, "--no-check", f"--run-dir={order.run_dir}", *(("--", *script) if script else ()))
     return replace(order, arguments=arguments), bundles
-
-
-def _format_option(name: str, value: Any) -> str:
-    return format_flag(name, value) if isinstance(value, bool) else f"{format_flag(name)}={value}"
 
 
 def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str]]:
@@ -253,30 +242,18 @@ def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str
     Ports and users of the hostfile are left out, as mpirun on the head host does not know them either.
     """
     access = cluster.access
-    name, config = access.cluster or _NO_CLUSTER, access.transport.config
+    name, config = access.entry.name or _NO_CLUSTER, access.transport.config
     place = f"{folder}/{name}"
     text = ""
-    if there := access.config_there or (config if access.shares_files else ""):
+    if there := access.entry.ssh_config_there or (config if access.entry.shares_files else ""):
         text = f"Include {shlex.quote(there)}\n"
     elif config:
         text = Path(config).expanduser().read_text(encoding="utf-8")
     # A restart may need hosts that the run does not use yet.
     known = tuple(access.transport.hosts.values()) or tuple(one.host for one in cluster.assignments)
     hosts = tuple(Host(one.name, one.slots, max_slots=one.max_slots) for one in known)
-    entry = Entry(
-        name,
-        INSIDE,
-        f"{place}/hostfile",
-        f"{place}/ssh_config" if text else "",
-        access.python,
-        access.settings,
-        ssh_config_there=access.config_there,
-        shares_files=access.shares_files,
-        notice=access.notice,
-        renewal=access.renewal,
-        until=access.until,
-        here=cluster.head,
-    )
+    entry = replace(access.entry, name=name, kind=INSIDE, options={}, python=access.python, here=cluster.head)
+    entry = replace(entry, hostfile=f"{place}/hostfile", ssh_config=f"{place}/ssh_config" if text else "")
     files = {FILE_NAME: format_entry(entry), "hostfile": format_hostfile(hosts)}
     return name, files | ({"ssh_config": text} if text else {})
 
@@ -464,8 +441,7 @@ def list_heads(config: LaunchConfig) -> list[Head]:
 
 def list_place_options(config: LaunchConfig) -> tuple[str, ...]:
     """Return the options of `config` that say where its hosts are, as on a command line."""
-    names = ("cluster", "hostfile", "ssh_config")
-    return tuple(f"{format_flag(name)}={value}" for name in names if (value := getattr(config, name)))
+    return tuple(f"{format_flag(name)}={value}" for name in _PLACE if (value := getattr(config, name)))
 
 
 def find_places(config: LaunchConfig, environ: Mapping[str, str]) -> list[LaunchConfig]:
@@ -517,10 +493,9 @@ def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tupl
 
     Raises CpuftError: there is no such run, there are several, or its host does not answer.
     """
-    note = load_note(os.path.realpath(run), environ)
-    if not note.id:
-        same = [one for one in list_detached(environ) if run and one.id.startswith(run)]
-        note = same[0] if len(same) == 1 else note
+    folder, notes = os.path.realpath(run), [one for one in list_detached(environ) if run]
+    same = [one for one in notes if one.run_dir == folder] or [one for one in notes if one.id.startswith(run)]
+    note = same[0] if len(same) == 1 else LaunchNote()
     is_placed = config.cluster or config.hostfile or not note.id
     answers = list(map(list_runs, find_places(config, environ) if is_placed else [_find_place(note)]))
     # A run folder has the id of its run, also where nothing else is known about the run.

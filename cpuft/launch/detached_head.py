@@ -27,7 +27,7 @@ from typing import IO
 from cpuft import execute
 from cpuft.argv import module_command
 from cpuft.errors import CpuftError
-from cpuft.files import make_private_folder, write_text
+from cpuft.files import is_locked, make_private_folder, write_text
 from cpuft.hosts.cluster import JOB, WORK_ROOT
 from cpuft.launch.state import read_state
 from cpuft.rank.process import end_with_parent
@@ -65,8 +65,6 @@ class Order:
     """The run folder here."""
     arguments: tuple[str, ...]
     """The command line behind `cpuft`."""
-    version: str
-    """Of cpuft, where the command was typed."""
     files: dict[str, str] = field(default_factory=dict)
     """Texts of the cluster's entry, hostfile and ssh configuration, by name of the file."""
     cluster: str = ""
@@ -88,8 +86,6 @@ class Event:
     """One thing that happened."""
 
     kind: str
-    time: float
-    """Seconds since 1970 by this host's clock."""
     text: str = ""
     """What the command wrote, of OUTPUT and ERRORS."""
     code: int = 0
@@ -193,7 +189,7 @@ class _EventLog:
         self._file, self._lock = path.open("ab", buffering=0), threading.Lock()
 
     def write(self, kind: str, text: str = "", code: int = 0) -> None:
-        line = json.dumps(dataclasses.asdict(Event(kind, time.time(), text, code))) + "\n"
+        line = json.dumps(dataclasses.asdict(Event(kind, text, code))) + "\n"
         with self._lock, suppress(OSError):
             size = os.fstat(self._file.fileno()).st_size
             if self._file.write(line.encode()) != len(line):
@@ -243,18 +239,7 @@ def _read_order(folder: Path) -> Order:
 
 def _is_alive(folder: Path) -> bool:
     """Return whether a keeper has the lock of a detached run, which Linux releases however the keeper ends."""
-    return _is_locked(folder / _ALIVE)
-
-
-def _is_locked(path: str | Path) -> bool:
-    try:
-        with open(path) as lock:
-            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        pass
-    return False
+    return is_locked(folder / _ALIVE)
 
 
 def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int, str]]:
@@ -274,11 +259,8 @@ def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int,
                     return
                 continue
             file.seek(position)
-            if only_past:
-                yield position, json.dumps(dataclasses.asdict(Event(PAST, time.time())))
-                return
-            if not is_alive:
-                yield position, json.dumps(dataclasses.asdict(Event(LOST, time.time())))
+            if only_past or not is_alive:
+                yield position, json.dumps(dataclasses.asdict(Event(PAST if only_past else LOST)))
                 return
             time.sleep(_POLL_SECONDS)
 
@@ -286,7 +268,7 @@ def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int,
 def _describe(folder: Path) -> Description:
     order, text = _read_order(folder), (folder / _EVENTS).read_text(encoding="utf-8")
     events = text[: text.rfind("\n") + 1].splitlines()  # the last line may be written at this moment
-    last = load(Event, parse_json(events[-1])) if events else Event("", 0.0)
+    last = load(Event, parse_json(events[-1])) if events else Event("")
     is_alive, fetched, state = _is_alive(folder), folder / _FETCHED, None
     for place in (folder.parent.parent / order.claimed, order.run_dir):
         with suppress(CpuftError):
@@ -316,7 +298,7 @@ def _claim(folder: Path, who: str) -> None:
     with (folder / f"{_CLAIM}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         is_new = claim.exists() and time.time() - claim.stat().st_mtime < _CLAIM_SECONDS
-        if (is_new and claim.read_text(encoding="utf-8") != who) or _is_locked(f"{_read_order(folder).run_dir}.lock"):
+        if (is_new and claim.read_text(encoding="utf-8") != who) or is_locked(f"{_read_order(folder).run_dir}.lock"):
             raise CpuftError("another cpuft attach fetches the results")
         write_text(claim, who)
 
@@ -327,14 +309,6 @@ def _note_fetched(folder: Path, where: str) -> None:
     shutil.rmtree(folder / "run", ignore_errors=True)
 
 
-def _stop(folder: Path) -> None:
-    (folder / _STOP).touch()
-
-
-def _forget(folder: Path) -> None:
-    shutil.rmtree(folder)
-
-
 def main() -> None:
     """Carry out an action: `start`, `list`, or another one with the folder of a detached run and perhaps a word.
 
@@ -343,7 +317,7 @@ def main() -> None:
     action, *words = sys.argv[1:]
     root = Path(find_folder(os.geteuid()))
     acts: dict[str, Callable[..., object]] = {"keep": _keep, "claim": _claim, "fetched": _note_fetched}
-    acts |= {"stop": _stop, "forget": _forget}
+    acts |= {"stop": lambda folder: (folder / _STOP).touch(), "forget": shutil.rmtree}
     try:
         if action == "start":
             _start(sys.stdin)

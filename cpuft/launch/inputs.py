@@ -18,7 +18,7 @@ from typing import Any
 from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
 from cpuft.config import PredictConfig, TrainConfig
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, last_line
 from cpuft.files import (
     PRIVATE,
     REMOVE,
@@ -327,7 +327,7 @@ def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, s
         folders = (one.remote_folder for one in bundles)
         answer = cluster.access.run_transfer(host, "find-missing", cluster.folder, *folders)
         if answer.exit_code:
-            reason = (answer.errors.strip().splitlines() or ["check its disk"])[-1].removeprefix("cpuft: error: ")
+            reason = last_line(answer.errors, "check its disk").removeprefix("cpuft: error: ")
             raise CpuftError(f"host {host.name} has no safe folder for the files of the run: {reason}")
         return set(answer.output.split())
 
@@ -395,7 +395,7 @@ def _plan_copies(
     options: fields of the steps.
     """
     if len(whys) < len(hosts):
-        env = [f"{name}={value}" for name, value in cluster.access.settings.items()]
+        env = [f"{name}={value}" for name, value in cluster.access.entry.settings.items()]
         start = (*(("env", *env) if env else ()), *module_command(cluster.python, "cpuft.launch.relay"), "receive")
         addresses = cluster.addresses
         receivers = tuple(Receiver(host, addresses.get(host, ""), reach(host, start)) for host in hosts)
@@ -428,7 +428,7 @@ def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) ->
     whys = [f"copy the prepared examples to {name}" for name in names]
     whys = [f"copy the prepared examples to {len(names)} hosts"] if len(names) >= _RELAY_COPIES else whys
     order = RelayOrder(work, (PREPARED_DATA,), (cluster.folder, work), ())
-    settings = tuple(Setting(name, value, "") for name, value in cluster.access.settings.items())
+    settings = tuple(Setting(name, value, "") for name, value in cluster.access.entry.settings.items())
     return (_plan_copies(cluster, cluster.python, order, names, reach, whys, settings=settings, host=cluster.head),)
 
 
@@ -462,16 +462,9 @@ def plan_secrets(
     channel = "srun" if cluster.access.transport.bootstrap else "ssh"
     notes += [f"may be secret, so each rank gets them in a file of its own, over {channel}: {sent}"]
     notes += [f"may be secret, so they stay on this machine, and ranks do not get them: {local}"] if local else []
-    settings = tuple(
-        (
-            Setting(
-                SECRETS_PREFIX,
-                cluster.sent_file(run_dir, index),
-                f"each rank reads {sent} from its file and removes the file",
-            ),
-        )
-        for index in range(len(cluster.assignments))
-    )
+    files = [cluster.sent_file(run_dir, index) for index in range(len(cluster.assignments))]
+    reason = f"each rank reads {sent} from its file and removes the file"
+    settings = tuple((Setting(SECRETS_PREFIX, file, reason),) for file in files)
     is_far = cluster.works_remotely and bool(cluster.command_prefixes.get(cluster.head))
     without = () if is_far or not names else ("env", *(word for name in names for word in ("-u", name)))
     return settings, without, tuple(notes)

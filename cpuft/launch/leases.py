@@ -26,7 +26,7 @@ def renew_leases(access: Access, say: Callable[[str], None]) -> Iterator[None]:
     Hosts that the run does not use yet are among them, because a restart may need them. Each new end of the lease and
     each error is reported once with `say`, and none ends the run. Hosts without a lease are not asked.
     """
-    command, is_over, said = tuple(shlex.split(access.renewal)), threading.Event(), set[str]()
+    command, is_over, said = tuple(shlex.split(access.entry.renewal)), threading.Event(), set[str]()
     # With sessions of its own: the main thread may close those that it keeps at any moment.
     transport, known = SshTransport(access.transport.config, access.transport.here), access.transport
 

@@ -380,8 +380,7 @@ def describe_host_memory(
     for assignment, facts in zip(cluster.assignments, cluster.facts):
         free = min(facts.memory_free, facts.memory_left) if facts.memory_left >= 0 else facts.memory_free
         hosts.append(HostMemory(assignment.host.name, assignment.ranks, free, facts.boot_id, facts.memory_free))
-    flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
-    precision = choose_precision(train.precision, train.emulate_bf16, flags).name
+    precision = find_run_precision(cluster, train, environ)
     return format_run_memory(RunMemory(tuple(hosts), precision, independent))
 
 
@@ -585,7 +584,7 @@ def plan_launch(
     owner = resumed.owner + 1 if resumed else 1
     shared += (Setting(OWNER_VARIABLE, str(owner), "number of this start of the run"),)
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "the run folder; files that a script writes there are fetched"),)
-    if notice := find_notice(config.interruption_notice) if config.interruption_notice else cluster.access.notice:
+    if notice := find_notice(config.interruption_notice) if config.interruption_notice else cluster.access.entry.notice:
         reason = "interruption notice, which the first rank of each host looks for every 5 s"
         shared += (Setting(NOTICE_VARIABLE, notice, reason),)
     shared += (Setting("CPUFT_RESUMED", "1", "the run continues from what is in $CPUFT_RUN_DIR"),) if resumed else ()
@@ -602,7 +601,7 @@ def plan_launch(
         (*own, *_settings_on_hosts(cluster)),
         cluster.head,
     )
-    if renewal := cluster.access.renewal:
+    if renewal := cluster.access.entry.renewal:
         every = f"every {RENEWAL_SECONDS:.0f} s"
         notes += (f"until the launch ends, this command renews the lease of each host {every}: {renewal}",)
     return RunPlan(
@@ -652,7 +651,7 @@ def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
     reasons = {"XDG_CACHE_HOME": "the cache of the user who made the cluster"}
     return tuple(
         Setting(name, value, reasons.get(name, "so that Python finds cpuft on the hosts"))
-        for name, value in cluster.access.settings.items()
+        for name, value in cluster.access.entry.settings.items()
         if cluster.works_remotely
     )
 

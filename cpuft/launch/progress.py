@@ -67,12 +67,8 @@ class ProgressBar:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # tqdm warns where a notebook has no ipywidgets, and uses text
             from tqdm.auto import tqdm
-        content: dict[str, Any] = {
-            "total": event.updates,
-            "initial": event.update,
-            "desc": format_values(event),
-        }
-        return tqdm(file=self._stream, bar_format=_FORMAT, dynamic_ncols=True, mininterval=0.0, leave=False, **content)
+        look: dict[str, Any] = {"bar_format": _FORMAT, "dynamic_ncols": True, "mininterval": 0.0, "leave": False}
+        return tqdm(file=self._stream, total=event.updates, initial=event.update, desc=format_values(event), **look)
 
     def clear(self) -> None:
         """Remove the bar from the screen until `draw`, so that lines can be printed in its place."""

@@ -163,7 +163,7 @@ def run_on_head_host(
         them.
     Raises Interrupted: a signal came. What the ranks recorded until then has been fetched.
     """
-    config = cluster.access.config_there or cluster.access.transport.config
+    config = cluster.access.entry.ssh_config_there or cluster.access.transport.config
     order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), state, time_limit, config)
 
     def run_part(
@@ -215,7 +215,7 @@ def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
     """Return the step that starts the supervisor on the head host; its standard input is the order as JSON."""
     # By these, `cpuft.rank.kill` finds the supervisor, mpirun and its ssh processes, even before there are ranks.
     own = {"CPUFT_RUN_DIR": order.run_dir, OWNER_VARIABLE: str(order.state.owner)}
-    settings = tuple(Setting(name, value, "") for name, value in (cluster.access.settings | own).items())
+    settings = tuple(Setting(name, value, "") for name, value in (cluster.access.entry.settings | own).items())
     command = module_command(cluster.python, "cpuft.launch.remote")
     return Step("supervise the ranks", command, settings, cluster.head, json.dumps(dataclasses.asdict(order)))
 

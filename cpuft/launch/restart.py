@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, counted
+from cpuft.errors import IO_ERROR, RESUMABLE, CpuftError, counted, last_line
 from cpuft.files import remove_command
 from cpuft.hosts.cluster import FROM_STDIN, Cluster, gather_cluster, read_hosts
 from cpuft.hosts.hostfile import Host
@@ -77,22 +77,11 @@ class AttemptResult:
     """Names of the hosts of the attempt that do not answer."""
     update: int = 0
     """The last recorded update; 0 for none, and for a script."""
-    connection_lost: bool = False
-    """Whether the connection to the head host was lost."""
     leaving: frozenset[str] = frozenset()
     """Names of the hosts of the attempt that received an interruption notice."""
-    connection_error: str = ""
-    """Why a connection to a host failed before the ranks started, although the host answers."""
     hosts: tuple[str, ...] = ()
     """The name of each rank's host, indexed by rank."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """A finished attempt to run the job."""
-
-    result: AttemptResult
-    stopped_at: float
+    stopped_at: float = 0.0
     """Since when the run made no progress, in seconds since 1970."""
     error: CpuftError | None = None
     """The error that ended the attempt; None if its ranks ended with an exit code."""
@@ -176,21 +165,21 @@ class RestartPolicy:
             if names:
                 hosts = f"host{'s' * (len(names) > 1)} {', '.join(sorted(names))}"
                 return RestartDecision(True, f"{hosts} {what.format('were' if len(names) > 1 else 'was')}")
-        if result.connection_lost:
+        if isinstance(result.error, HeadHostLostError):
             return RestartDecision(True, "the connection to the head host was lost")
-        if result.connection_error:
-            return RestartDecision(True, result.connection_error)
+        if result.error and result.error.is_transient:
+            return RestartDecision(True, str(result.error))
         if not result.failures:
             if result.code in _REPEATS:
-                full = "a disk was full"
-                return RestartDecision(False, full if result.code == IO_ERROR else "its options or data were rejected")
+                what = "a disk was full" if result.code == IO_ERROR else "its options or data were rejected"
+                return RestartDecision(False, what)
             return self._retry_once(result, "mpirun failed", f"mpirun {result.code}")
         first = result.failures[0]
         rank = f"rank {first.rank} on {first.host}"
         if first.missed:
             hosts_by_rank = dict(enumerate(result.hosts))
             missed = ", ".join(f"rank {one} on {hosts_by_rank.get(one, 'its host')}" for one in sorted(first.missed))
-            return self._retry_once(result, f"{missed} did not answer the other ranks", _last_line(first.text))
+            return self._retry_once(result, f"{missed} did not answer the other ranks", last_line(first.text, ""))
         if first.code == RESUMABLE:
             # Whoever interrupted the run needs its hosts, or takes them away.
             return RestartDecision(False, f"{rank} was interrupted")
@@ -217,10 +206,6 @@ def _identify_error(failure: Failure) -> str:
     start = failure.text.rfind(_TRACEBACK)
     traceback = failure.text[start:].strip() if start >= 0 else ""
     return f"{failure.code} {re.sub('0x[0-9a-f]+', '0x', traceback)}"
-
-
-def _last_line(text: str) -> str:
-    return (text.strip().splitlines() or [""])[-1]
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
@@ -313,17 +298,17 @@ def run_with_restarts(
                 unreachable = cluster.access.transport.unresponsive
                 remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, unreachable, say)
             raise
-        if not tried.result.code or (tried.unfetched_from and fetch_if_finished(launch, plan, cluster, say)):
+        if not tried.code or (tried.unfetched_from and fetch_if_finished(launch, plan, cluster, say)):
             clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
             return 0
-        decision = policy.decide(tried.result)
+        decision = policy.decide(tried)
         reason = decision.reason
         if decision.restart and stop_signals:
             reason = f"{reason}, and {signal.Signals(stop_signals[0]).name} had asked the run to end"
         if not decision.restart or stop_signals:
             break
         policy.errors.add(decision.error_id)
-        history.leaving |= tried.result.leaving
+        history.leaving |= tried.leaving
         try:
             with cluster.access.transport.keep_sessions():
                 plan_next = partial(plan_next_attempt, launch, history, plan, cluster, tried, reason)
@@ -352,7 +337,7 @@ def run_with_restarts(
         return 128 + stop_signals[0]
     if tried.error:
         raise tried.error
-    return tried.result.code
+    return tried.code
 
 
 def _time_left(job: Job, begun: float) -> float:
@@ -364,7 +349,7 @@ def _time_left(job: Job, begun: float) -> float:
     return left if limit else 0.0
 
 
-def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[], int]) -> Attempt:
+def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[], int]) -> AttemptResult:
     """Start the ranks once, as the start with this owner number, and find out how they ended.
 
     Raises CpuftError: `start` raised it, and neither a lost host nor a failed connection is the reason.
@@ -383,24 +368,23 @@ def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[
             raise
         code, error = RESUMABLE, refusal
     if not code:
-        return Attempt(AttemptResult(0), 0.0)
+        return AttemptResult(0)
     failures = [] if error else read_failures(Path(launch.run_dir, "logs"), hosts)
     end = None if error else find_end(launch.run_dir, owner)
     transport.unresponsive.update(end.silent if end else ())
     if transport.unresponsive.intersection(hosts):
         # Another host may have been lost at the same moment: it has to be named, and nothing should wait for it later.
         transport.find_unresponsive([name for name in names if name not in transport.unresponsive])
-    result = AttemptResult(
+    return AttemptResult(
         code,
         failures=tuple(failures),
         unreachable=frozenset(transport.unresponsive.intersection(hosts)),
         update=_count_updates(launch.run_dir),
-        connection_lost=isinstance(error, HeadHostLostError),
         leaving=frozenset(end.leaving if end else ()),
-        connection_error=str(error) if error and error.is_transient else "",
         hosts=hosts,
+        stopped_at=_find_last_progress(launch.run_dir, begun),
+        error=error,
     )
-    return Attempt(result, _find_last_progress(launch.run_dir, begun), error)
 
 
 def _count_updates(run_dir: str) -> int:
@@ -440,7 +424,7 @@ def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS
 
 
 def plan_next_attempt(
-    launch: Launch, history: RestartHistory, plan: RunPlan, last: Cluster, tried: Attempt, reason: str
+    launch: Launch, history: RestartHistory, plan: RunPlan, last: Cluster, tried: AttemptResult, reason: str
 ) -> tuple[RunPlan, Cluster, int]:
     """Choose hosts for the next attempt and plan it. Kills ranks that are left on the hosts.
 
@@ -466,7 +450,7 @@ def plan_next_attempt(
     history.used_hosts.update({one.host.name: one.host for one in last.assignments})
     kill_ranks(last, run_dir, plan.owner)
     hosts, first_ranks = read_hosts(job.config), {one.host.name: one.ranks for one in history.first_cluster.assignments}
-    unreachable = _find_unreachable(transport, hosts, tried.result.unreachable)
+    unreachable = _find_unreachable(transport, hosts, tried.unreachable)
     remaining, np = choose_hosts(hosts, unreachable | history.leaving, first_ranks, job.config.np)
     if not np:
         raise CpuftError("no other host is left")
@@ -483,19 +467,12 @@ def plan_next_attempt(
     if finished := [copy.host for copy in copies if copy.is_finished]:
         cluster = gather_cluster(replace(job.config, np=1), tuple(finished[:1]), last.access, last.works_remotely)
         return plan_fetching(cluster, ResumedRun(run_dir, owner=plan.owner, host_copies=copies)), cluster, 0
-    updates, fetched_from = (
-        (-1, "") if tried.unfetched_from else (tried.result.update, last.head if last.works_remotely else "")
-    )
-    resumed = ResumedRun(
-        run_dir,
-        owner=plan.owner,
-        updates=updates,
-        host_copies=copies,
-        stopped_at=tried.stopped_at,
-        restart_reason=reason,
-        fetched_from=fetched_from,
-    )
-    resumed = complete_resumed_run(launch.job, resumed)
+    updates, fetched_from = -1, ""
+    if not tried.unfetched_from:
+        updates, fetched_from = tried.update, last.head if last.works_remotely else ""
+    resumed = find_resumed_run(launch.job, run_dir, copies, updates)
+    resumed = replace(resumed, owner=plan.owner, stopped_at=tried.stopped_at)
+    resumed = replace(resumed, restart_reason=reason, fetched_from=fetched_from)
     check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
     return plan_run(job, cluster, run_dir, launch.environ, resumed), cluster, find_newest_checkpoint(run_dir, copies)
 
@@ -609,23 +586,23 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
         say(f"cpuft: {names} did not answer at the end of the run: {FILES_LEFT}")
 
 
-def complete_resumed_run(job: Job, resumed: ResumedRun) -> ResumedRun:
-    """Return what is needed to continue a run: its recorded options, or those of `job` if nothing was recorded yet.
+def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:
+    """Return what is known about a run that is restarted: its recorded options, or those of `job` without a record.
 
-    Of `resumed`, the owner, the host copies, `stopped_at`, `restart_reason` and `fetched_from` are kept. `updates`
-    stays unless it is below 0, which means that the record of the last attempt is lost; then it is the largest number
-    of updates that a host knows, or 0.
+    Parameters
+    ----------
+    copies: what the hosts have of the run.
+    updates: made before the restart; below 0 if the record of the last attempt is lost. Then it is the largest number
+        of updates that a host knows, or 0.
     """
-    train, copies = job.train, resumed.host_copies
-    batch = train.batch_size * train.gradient_accumulation * job.config.np
+    batch = job.train.batch_size * job.train.gradient_accumulation * job.config.np
     try:
-        known = read_resumed_run(resumed.run_dir, bool(job.script), copies)
+        known = read_resumed_run(run_dir, bool(job.script), copies)
     except CpuftError:
-        known = ResumedRun(resumed.run_dir, train, job.config.np, 0, batch)
-    updates = [resumed.updates] if resumed.updates >= 0 else [max(one.steps, one.checkpoint_update) for one in copies]
-    known = replace(known, owner=resumed.owner, host_copies=copies, updates=max([0, *updates]))
-    known = replace(known, stopped_at=resumed.stopped_at)
-    return replace(known, restart_reason=resumed.restart_reason, fetched_from=resumed.fetched_from)
+        known = ResumedRun(run_dir, job.train, job.config.np, 0, batch)
+    if updates < 0:
+        updates = max([0, *(max(one.steps, one.checkpoint_update) for one in copies)])
+    return replace(known, host_copies=copies, updates=updates)
 
 
 def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host] | None = None) -> None:

@@ -180,7 +180,7 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: 
 
     Raises NotStoredError: it could not be fetched; the message says where it is and how it is fetched later.
     """
-    name = ("--cluster", cluster.access.cluster) if cluster.access.cluster else ()
+    name = ("--cluster", cluster.access.entry.name) if cluster.access.entry.name else ()
     command = shlex.join(("cpuft", "launch", "--resume", run_dir, *name))
     where = f"Its results are in {cluster.work_dir(run_dir)} on {cluster.head}, and {command} fetches them"
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -13,6 +12,7 @@ from typing import Any
 
 from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
 from cpuft.errors import CpuftError
+from cpuft.files import is_locked
 from cpuft.hosts.cluster import (
     FROM_STDIN,
     STATE_FILE,
@@ -195,7 +195,7 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     has_record, checkpoint = (path / FILE_NAME).exists(), find_checkpoint_here(str(path))
     exists = (path / "logs").is_dir() or any(copy.exists for copy in host_copies) or checkpoint is not None
     has_copied_record = checkpoint is not None and (checkpoint / FILE_NAME).exists()
-    if is_active or (has_record and _is_locked(path / FILE_NAME)):
+    if is_active or is_locked(path / FILE_NAME):
         raise CpuftError(f"run {run} is still active: wait until it ends, or stop it first")
     if not (has_record or headers or has_copied_record) and (state or exists):
         if is_script and exists:
@@ -234,19 +234,6 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
         measured=read_measurements(header),
         hostnames=frozenset(rank.host for rank in ranks),
     )
-
-
-def _is_locked(path: Path) -> bool:
-    """Return whether a run holds the lock of its record. False if the file system has no locks."""
-    with path.open() as file:
-        try:
-            # NFSv4 refuses an exclusive lock of a file that is open for reading only, with EBADF.
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:  # A file system without locks must not keep every interrupted run from being resumed.
-            return False
-    return False
 
 
 def gather_host_copies(

@@ -182,23 +182,16 @@ def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[
     Raises CpuftError: the last attempt raised one, for example because options or data were rejected or the time limit
     passed; --min-np is more than --np; or the results of a finished run could not be fetched or stored.
     """
-    with renew_leases(planned.cluster.access, say):
-        return _run_launch(request, planned, environ, say)
-
-
-def _run_launch(
-    request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[str, str], say: Say
-) -> tuple[int, str]:
     job, run_dir, cluster = planned.job, planned.run_dir, planned.cluster
     if not job:
         say(f"cpuft: the run has finished on {planned.finished_on}: fetching its results")
-        fetch_and_clean_up(planned.plan, run_dir, cluster, environ, True, say)
+        with renew_leases(cluster.access, say):
+            fetch_and_clean_up(planned.plan, run_dir, cluster, environ, True, say)
         save_note(run_dir, LaunchNote(), environ)
         return 0, f"run: {run_dir}"
     save_note(run_dir, planned.note, environ)
-    if (
-        planned.plan.resumed and cluster.works_remotely
-    ):  # a head host that does not answer may have left ranks on others
+    # A head host that does not answer may have left ranks on others.
+    if planned.plan.resumed and cluster.works_remotely:
         kill_ranks(cluster, run_dir, planned.plan.owner - 1, [one.host for one in cluster.assignments])
     grace = job.config.grace_period if job.train.engine == "torch" else None
     ctrl_c_seconds = TRAINING_STOP_SECONDS
@@ -206,7 +199,7 @@ def _run_launch(
         ctrl_c_seconds = SCRIPT_STOP_SECONDS if job.script[0] == sys.executable else 0.0
     stop_signals = list[int]()
     start = partial(run_attempt, say=say, grace=grace, ctrl_c_seconds=ctrl_c_seconds, stop_signals=stop_signals)
-    with show_progress(request.progress):
+    with renew_leases(cluster.access, say), show_progress(request.progress):
         code = run_with_restarts(Launch(job, run_dir, environ), planned.plan, cluster, start, say, stop_signals)
     if not code:
         save_note(run_dir, LaunchNote(), environ)

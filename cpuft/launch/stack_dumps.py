@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, last_line
 from cpuft.files import write_text
 from cpuft.hosts.cluster import FROM_STDIN, Access
 from cpuft.hosts.hostfile import Host
@@ -298,7 +297,7 @@ def gather_dumps(run: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
         try:
             return [parse_rank_dump(found, host.name) for found in load(list[Any], parse_json(answer.output))]
         except ValueError:
-            reason = (answer.errors.strip().splitlines() or ["no message"])[-1]
+            reason = last_line(answer.errors, "no message")
             raise CpuftError(
                 f"the stacks of the ranks on host {host.name} could not be read ({reason}): log in and look at them"
             ) from None
@@ -325,7 +324,7 @@ def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
     command = run.access.any_python("-c", _WRITE_FILES)
     answer = run.access.transport.run(head_host, command, json.dumps(files), _ANSWER_SECONDS)
     if answer.exit_code:
-        reason = (answer.errors.strip().splitlines() or ["no message"])[-1]
+        reason = last_line(answer.errors, "no message")
         raise CpuftError(f"host {head_host.name} could not store the stacks ({reason}): check its disk")
 
 
@@ -359,7 +358,7 @@ def diagnose_run(
 
     Raises CpuftError: the dumps cannot be written on the head host.
     """
-    run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport, sys.executable))
+    run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     dumps, silent = gather_dumps(run)
     write_dumps(run, dumps)
     say(f"stacks of all ranks: {run_dir}/logs/rank-N.stack")

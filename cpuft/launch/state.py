@@ -172,7 +172,7 @@ def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
         hosts=cluster.rank_hosts,
         checkpoints=earlier.checkpoints,
         seconds=earlier.seconds,
-        lease=cluster.access.until,
+        lease=cluster.access.entry.until,
     )
 
 

@@ -613,10 +613,8 @@ def _run_ranks(
     # mpirun ends without a message if it cannot write the output of the ranks.
     if not failures and not lost and shutil.disk_usage(logs).free < 1 << 16:
         raise DiskFullError(str(logs.parent))
-    mpirun_output, absent = (
-        (logs.parent / HEARTBEAT_FILE).read_text(errors="replace"),
-        describe_absent(failures, hosts, lost),
-    )
+    mpirun_output = (logs.parent / HEARTBEAT_FILE).read_text(errors="replace")
+    absent = describe_absent(failures, hosts, lost)
     if watchdog.diagnosis and not lost:
         absent = [watchdog.diagnosis.text]
     text = describe_failures(failures, mpirun_output, absent)

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from cpuft.config import is_count
-from cpuft.errors import CpuftError, counted
+from cpuft.errors import CpuftError, counted, last_line
 from cpuft.execute import open_memory_file
 from cpuft.files import REMOVE, hash_text
 from cpuft.hosts.cluster import WORK_ROOT
@@ -370,7 +370,7 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
         True: "remove the key; the environment stays, because another cluster uses it",
     }
     steps = tuple(
-        Step(why[_is_shared(own, comment)], command, host=member.address)
+        Step(why[any(one != comment for one in _list_keys(own).values())], command, host=member.address)
         for member, own in facts.servers
         if own.marked or own.stamp or own.key or comment in _list_keys(own).values()
     )
@@ -379,11 +379,6 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
     removal = plan_removal(facts.files, facts.directory, hostfile, f"{hostfile}.lock")
     stages = (steps, removal if is_ours(facts.files, facts.directory) else ())
     return Plan(tuple(stage for stage in stages if stage), command_prefixes=facts.command_prefixes)
-
-
-def _is_shared(server: ServerFacts, comment: str) -> bool:
-    """Return whether the key of another cluster than the one with this comment may log in on a server."""
-    return any(one != comment for one in _list_keys(server).values())
 
 
 def _list_keys(server: ServerFacts) -> dict[str, str]:
@@ -525,7 +520,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
 
         def log_in(address: str) -> str:
             answer = transport.run(Host(head), (*ssh, address, "true"), seconds=_SURVEY_SECONDS)
-            return (answer.text.strip().splitlines() or ["ssh said nothing"])[-1] if answer.exit_code else ""
+            return last_line(answer.text, "ssh said nothing") if answer.exit_code else ""
 
         said = zip(others, map_hosts(log_in, others, _PARALLEL_LOGINS))
         return {address: message for address, message in said if message}

@@ -334,10 +334,7 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
     files = {f"{PACKAGE}/{name}": found for name, found in made.items() if isinstance(found, bytes)}
     if not files:
         raise CpuftError(str(next(iter(made.values()))))
-    name, content = _make_wheel(PACKAGE, "py3-none-linux_x86_64", files)
-    with write_atomically(folder / name) as beside:
-        beside.write_bytes(content)
-    return folder / name
+    return _write_wheel(folder, *_make_wheel(PACKAGE, "py3-none-linux_x86_64", files))
 
 
 @cache
@@ -364,7 +361,10 @@ def write_own_wheel(folder: Path) -> Path:
 
     Raises CpuftError: this cpuft is not installed, or a folder or special file is at the path of the wheel.
     """
-    name, content = make_own_wheel()
+    return _write_wheel(folder, *make_own_wheel())
+
+
+def _write_wheel(folder: Path, name: str, content: bytes) -> Path:
     with write_atomically(folder / name) as beside:
         beside.write_bytes(content)
     return folder / name

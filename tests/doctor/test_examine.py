@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -136,7 +135,7 @@ class ManyTransport(OtherTransport):
 def test_the_head_host_may_log_in_to_many_hosts_that_do_not_answer() -> None:
     """Each round of 16 logins may take 8 s, and must not make the head host look as if it did not answer."""
     hosts = tuple(Host(f"n{number}") for number in range(1, 65))
-    state = examine_hosts(hosts, Access(ManyTransport(), sys.executable))
+    state = examine_hosts(hosts, Access(ManyTransport()))
     assert all("no Python here" in one.failure for one in state.hosts)
     limits = dict(ManyTransport.limits)
     assert limits.pop("n1") == pytest.approx(33 + 6.4 + 3 * 8)
@@ -168,7 +167,7 @@ def test_a_port_that_is_reached_from_another_network_is_a_finding(
 ) -> None:
     monkeypatch.setattr(examine, "_read_routes", lambda: ROUTES)
     monkeypatch.setattr(examine, "is_outside", lambda address, routes: behind and bool(routes))
-    state = examine_hosts((Host("node1"),), Access(OtherTransport(), sys.executable), try_outside=asked)
+    state = examine_hosts((Host("node1"),), Access(OtherTransport()), try_outside=asked)
     assert bool(state.hosts[0].outside_port) is reached
     found = [(finding.code, finding.severe) for finding in find_all(state)]
     assert (("CPUFT-036", False) in found) is reached
@@ -180,7 +179,7 @@ def test_ports_behind_a_firewall_are_no_finding(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(examine, "is_outside", lambda address, routes: True)
     monkeypatch.setattr(examine, "PORT_SECONDS", 0.5)
     monkeypatch.setattr(examine, "_reach", lambda address, port, greeting, ended: not ended.wait(20))
-    state = examine_hosts((Host("node1"),), Access(OtherTransport(), sys.executable), try_outside=True)
+    state = examine_hosts((Host("node1"),), Access(OtherTransport()), try_outside=True)
     assert state.hosts[0].failure == ""
     assert find_all(replace(state, hosts=(replace(state.hosts[0], health=None),))) == []
     assert "CPUFT-036" not in {finding.code for finding in find_all(state)}

@@ -13,6 +13,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import LOCAL, Access, Assignment, Cluster, assign_ranks, gather_cluster, gather_facts
 from cpuft.hosts.hostfile import Host, parse_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
+from cpuft.hosts.registry import Entry
 from cpuft.hosts.transport import SshTransport
 
 FOUR = "a\nb\nc\nd\n"
@@ -79,7 +80,7 @@ def test_this_machine_reports_its_facts() -> None:
 
 def test_the_message_says_that_the_lease_has_ended() -> None:
     hosts = (Host("127.0.0.2", port=9),)
-    ended = Access(cluster="lab", until=1_700_000_000)
+    ended = Access(entry=Entry("lab", "aws", "", until=1_700_000_000))
     with pytest.raises(CpuftError) as error:
         gather_facts(hosts, ended)
     assert str(error.value).startswith(
@@ -87,7 +88,7 @@ def test_the_message_says_that_the_lease_has_ended() -> None:
         "cpuft provision down lab, then rent the cluster again with cpuft provision aws (host 127.0.0.2 cannot be used"
     )
     with pytest.raises(CpuftError, match=r"^host 127\.0\.0\.2 cannot be used"):
-        gather_facts(hosts, Access(cluster="lab", until=1 << 40))
+        gather_facts(hosts, Access(entry=Entry("lab", "aws", "", until=1 << 40)))
 
 
 def test_users_have_a_folder_each_on_hosts_with_disks_of_their_own() -> None:

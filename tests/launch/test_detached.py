@@ -25,6 +25,7 @@ from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access, find_access, read_hosts
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.registry import NO_CLUSTER, Entry
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import detached
 from cpuft.launch.active_runs import lock_run
@@ -63,7 +64,11 @@ class Answers(SshTransport):
 
 
 def make_head(*answers: Answer) -> Head:
-    return Head(Host("node1"), Access(Answers(answers=list(answers)), "/env/bin/python"), ("--cluster=lab",))
+    return Head(
+        Host("node1"),
+        Access(Answers(answers=list(answers)), replace(NO_CLUSTER, python="/env/bin/python")),
+        ("--cluster=lab",),
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +111,8 @@ def test_what_is_moved_with_a_training(tmp_path: Path, monkeypatch: pytest.Monke
     """Its files under their paths there, the hosts as mpirun there knows them, and no secret."""
     monkeypatch.chdir(tmp_path)
     Path("rows.csv").write_text("text,label\na,0\n")
-    access = Access(SshTransport(), "/env/bin/python", config_there="/opt/cpuft/clusters/lab/ssh_config", cluster="lab")
+    ssh_config = "/opt/cpuft/clusters/lab/ssh_config"
+    access = Access(SshTransport(), Entry("lab", "hosts", "", python="/env/bin/python", ssh_config_there=ssh_config))
     hosts = (Host("node1", 2, "ada", 2201), Host("node2", port=2202))
     cluster = replace(make_cluster((1, 1)), access=access, works_remotely=True, uid=1000)
     pairs = zip(cluster.assignments, hosts)
@@ -159,7 +165,7 @@ def test_a_command_on_its_own_head_host_keeps_its_paths(tmp_path: Path, monkeypa
     assert (order.work_folder, order.claimed, order.files, bundles) == (str(tmp_path), "", {}, ())
 
 
-ORDER = Order("0123456789ab", "f", "launch", "/var/tmp/there/x", (), "0.1.0", claimed="0123456789ab/x")
+ORDER = Order("0123456789ab", "f", "launch", "/var/tmp/there/x", (), claimed="0123456789ab/x")
 FOUND = Description(ORDER, "running", "", 1.0, has_results=True)
 RUN = Detached(make_head(), ORDER, "")
 
@@ -216,10 +222,10 @@ def test_a_viewer_reads_on_where_its_connection_broke(
 ) -> None:
     """A line that was cut is shown once. Paths are those of this machine, and the line with the run folder waits."""
     events = [
-        Event("errors", 0.0, "step 1/2 of /var/tmp/inputs/rows.csv\n"),
-        Event("errors", 0.0, "step 2/2 in /var/tmp/there/x\n"),
-        Event("output", 0.0, "run: /var/tmp/there/x\n"),
-        Event("end", 0.0, code=3),
+        Event("errors", "step 1/2 of /var/tmp/inputs/rows.csv\n"),
+        Event("errors", "step 2/2 in /var/tmp/there/x\n"),
+        Event("output", "run: /var/tmp/there/x\n"),
+        Event("end", code=3),
     ]
     lines = [f"{number} {json.dumps(asdict(event))}\n" for number, event in enumerate(events, start=1)]
     answers = {"0": "hello\n" + lines[0] + lines[1][:20], "1": "".join(lines[1:])}
@@ -234,7 +240,7 @@ def test_a_viewer_reads_on_where_its_connection_broke(
     "event, what",
     [
         (
-            Event("lost", 0.0),
+            Event("lost"),
             "was killed on node1, or the host was started again: continue it with cpuft launch --resume ",
         ),
         (

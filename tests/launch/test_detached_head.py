@@ -18,7 +18,7 @@ from cpuft.errors import CpuftError
 from cpuft.launch import detached_head
 from cpuft.launch.detached_head import BEGUN, END, ERRORS, LOST, OUTPUT, PAST, STARTED, Event, Order, plan_session
 
-ORDER = Order("0123456789ab", "f", "launch", "", (), "0.1.0", claimed="0123456789ab/x")
+ORDER = Order("0123456789ab", "f", "launch", "", (), claimed="0123456789ab/x")
 KEEP = """
 import sys
 from pathlib import Path
@@ -74,7 +74,7 @@ def test_a_request_to_stop_reaches_the_command_and_is_consumed(tmp_path: Path) -
     signal.signal(signal.SIGINT, before)
     while "on" not in (tmp_path / "a" / "events.jsonl").read_text():
         time.sleep(0.05)
-    detached_head._stop(tmp_path / "a")
+    (tmp_path / "a" / "stop").touch()
     assert [event.text for event in events_of(tmp_path / "a")] == ["", "on\n", "stopped\n", ""]
     assert not (tmp_path / "a" / "stop").exists()
     keeper.wait(10)
@@ -93,9 +93,7 @@ def test_a_keeper_that_was_killed_ends_the_events(tmp_path: Path) -> None:
 
 
 def test_a_viewer_goes_on_where_its_connection_broke(tmp_path: Path) -> None:
-    (tmp_path / "events.jsonl").write_text(
-        "".join(json.dumps(asdict(Event(OUTPUT, 0.0, text))) + "\n" for text in "ab")
-    )
+    (tmp_path / "events.jsonl").write_text("".join(json.dumps(asdict(Event(OUTPUT, text))) + "\n" for text in "ab"))
     first, _ = next(detached_head._follow(tmp_path, 0, False))
     assert [event.text for event in events_of(tmp_path, first)] == ["b", ""]
 
@@ -106,7 +104,7 @@ def test_a_full_disk_does_not_stop_the_command() -> None:
 
 def test_what_was_printed_until_now_has_an_end(tmp_path: Path) -> None:
     """Else a viewer could not tell it from a connection that broke."""
-    (tmp_path / "events.jsonl").write_text(json.dumps(asdict(Event(OUTPUT, 0.0, "a"))) + "\n" + '{"kind": "outp')
+    (tmp_path / "events.jsonl").write_text(json.dumps(asdict(Event(OUTPUT, "a"))) + "\n" + '{"kind": "outp')
     found = [json.loads(line)["kind"] for _, line in detached_head._follow(tmp_path, 0, True)]
     assert found == [OUTPUT, PAST]
 

@@ -27,6 +27,7 @@ from cpuft.hosts import cluster as clusters
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import inputs
 from cpuft.launch.inputs import (
@@ -60,11 +61,14 @@ AWAY = Cluster(
     (Assignment(Host("a"), 1), Assignment(Host("b"), 1), Assignment(Host("c"), 1)),
     (),
     MpiImplementation("mpirun", "intel"),
-    access=Access(SshTransport("there.conf"), "/opt/cpuft/env/bin/python", config_there="/opt/config"),
+    access=Access(
+        SshTransport("there.conf"),
+        replace(NO_CLUSTER, python="/opt/cpuft/env/bin/python", ssh_config_there="/opt/config"),
+    ),
     works_remotely=True,
     command_prefixes={name: ("ssh", name) for name in "abc"},
 )
-SHARED = replace(AWAY, access=Access(shares_files=True))
+SHARED = replace(AWAY, access=Access(entry=replace(NO_CLUSTER, shares_files=True)))
 
 
 @pytest.fixture
@@ -485,7 +489,7 @@ def make_cluster(hosts: int) -> Cluster:
         AWAY,
         assignments=tuple(Assignment(Host(name), 1) for name in names),
         facts=tuple(make_facts(number) for number in range(1, hosts + 1)),
-        access=replace(AWAY.access, settings={"PYTHONPATH": "/opt/a b"}),
+        access=replace(AWAY.access, entry=replace(AWAY.access.entry, settings={"PYTHONPATH": "/opt/a b"})),
         command_prefixes={name: ("ssh", name) for name in names},
     )
 

@@ -15,6 +15,7 @@ from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
 from cpuft.hosts.hostfile import Host
+from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import leases
 from cpuft.launch.leases import renew_leases
@@ -30,7 +31,8 @@ LIMIT = 1_800_000_000
 
 
 def test_the_plan_of_a_run_on_rented_hosts_shows_lease_renewal_and_interruption_notice() -> None:
-    rented = replace(make_cluster((1, 1)), access=Access(python="python", notice=SOURCE, renewal=" ".join(WORDS)))
+    entry = replace(NO_CLUSTER, notice=SOURCE, renewal=" ".join(WORDS))
+    rented = replace(make_cluster((1, 1)), access=Access(entry=entry))
     plan = plan_launch(rented, LaunchConfig(np=2), "/runs/one", ("python", "train.py"), "gloo", {})
     every = "until the launch ends, this command renews the lease of each host every 300 s"
     assert f"{every}: /usr/local/sbin/cpuft-lease renew" in plan.notes
@@ -86,7 +88,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def rent(*names: str) -> Access:
     hosts = {name: Host(name) for name in names}
-    return Access(SshTransport("config", hosts=hosts), renewal=" ".join(WORDS))
+    return Access(SshTransport("config", hosts=hosts), replace(NO_CLUSTER, renewal=" ".join(WORDS)))
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -143,7 +145,7 @@ def test_an_error_of_the_program_does_not_end_the_renewals(monkeypatch: pytest.M
 
 def test_own_hosts_are_not_asked() -> None:
     before = threading.active_count()
-    with renew_leases(replace(rent("a"), renewal=""), print):
+    with renew_leases(replace(rent("a"), entry=NO_CLUSTER), print):
         assert threading.active_count() == before
 
 

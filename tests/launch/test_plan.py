@@ -16,6 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Access, Assignment, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
+from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch.plan import (
     LEAST_FREE_BYTES,
@@ -43,7 +44,7 @@ def make_cluster(ranks: tuple[int, ...], mpi: str = "intel") -> Cluster:
         tuple(Assignment(Host(f"node{number}"), count) for number, count in zip(numbers, ranks)),
         tuple(make_facts(number, target="10.0.0.1" if number > 1 else "10.0.0.2") for number in numbers),
         MpiImplementation("mpirun", mpi),
-        access=Access(python="python"),
+        access=Access(entry=dataclasses.replace(NO_CLUSTER, python="python")),
     )
 
 
@@ -78,11 +79,8 @@ def test_hosts_on_one_machine_have_different_cores_and_are_recorded_as_simulated
     assert plan(
         dataclasses.replace(apart, facts=tuple(dataclasses.replace(one, boot_id="x") for one in apart.facts))
     ) == (["0,1", "2,3"], True)
-    one = make_cluster((1,))
-    assert (
-        plan(one)[1],
-        plan(dataclasses.replace(one, access=dataclasses.replace(one.access, simulated=True)))[1],
-    ) == (False, True)
+    one, simulated = make_cluster((1,)), Access(entry=dataclasses.replace(NO_CLUSTER, kind="local"))
+    assert (plan(one)[1], plan(dataclasses.replace(one, access=simulated))[1]) == (False, True)
 
 
 def test_a_function_is_sent_to_every_host_with_a_disk_of_its_own(tmp_path: Path) -> None:
@@ -105,7 +103,8 @@ def test_a_function_is_sent_to_every_host_with_a_disk_of_its_own(tmp_path: Path)
 
 @pytest.mark.parametrize(("asked", "notice"), [("", "http://there/it"), ("/mine", "/mine")])
 def test_the_users_interruption_notice_replaces_that_of_the_cluster(asked: str, notice: str) -> None:
-    cluster = dataclasses.replace(make_cluster((1, 1)), access=Access(python="python", notice="http://there/it"))
+    entry = dataclasses.replace(NO_CLUSTER, notice="http://there/it")
+    cluster = dataclasses.replace(make_cluster((1, 1)), access=Access(entry=entry))
     plan = plan_launch(cluster, LaunchConfig(np=2, interruption_notice=asked), "/runs/one", ("true",), "gloo", {})
     ((ranks,),) = plan.ranks
     assert [words for words in zip(ranks.command, ranks.command[1:]) if "CPUFT_NOTICE" in words[0]] == [

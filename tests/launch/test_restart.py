@@ -21,24 +21,23 @@ from cpuft.hosts.hostfile import Host
 from cpuft.launch.failures import Failure
 from cpuft.launch.plan import Job, Launch, plan_run
 from cpuft.launch.restart import (
-    Attempt,
     AttemptResult,
     RestartDecision,
     RestartHistory,
     RestartPolicy,
     choose_hosts,
     clean_up_lost_hosts,
-    complete_resumed_run,
     describe_limit,
     describe_restart,
     find_limit,
+    find_resumed_run,
     make_attempt,
     plan_next_attempt,
     retry_connections,
     run_with_restarts,
 )
 from cpuft.launch.results import HeadHostLostError, NotStoredError
-from cpuft.launch.resume import HostCopy, ResumedRun, find_newest_checkpoint
+from cpuft.launch.resume import HostCopy, find_newest_checkpoint
 from cpuft.launch.state import FINISHED, LaterStartError, StateWriter, format_state, write_state
 from cpuft.plan import RunPlan, Step
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
@@ -159,7 +158,7 @@ def test_hosts_that_are_lost_at_the_same_moment_are_all_found() -> None:
     Path("run").mkdir()
     StateWriter("run", make_state(silent=(names[1],))).end(1)
     attempt = make_attempt(Launch(script(3), str(Path("run").absolute()), {}), three, 1, lambda: 1)
-    assert attempt.result.unreachable == {names[1], names[2]}
+    assert attempt.unreachable == {names[1], names[2]}
     assert asked == [names[0], names[2]]
 
 
@@ -326,7 +325,7 @@ def test_a_run_that_finished_on_an_earlier_head_host_is_fetched_from_there(monke
     second = replace(last, assignments=last.assignments[1:])
     error = HeadHostLostError("the connection to node2 was lost: look at it")
     error.unfetched_from = "node2"
-    tried, launch = Attempt(AttemptResult(1), 0.0, error), Launch(script(3), "/runs/run", {})
+    tried, launch = AttemptResult(1, error=error), Launch(script(3), "/runs/run", {})
     plan, cluster, _ = plan_next_attempt(launch, RestartHistory(last), RunPlan(), second, tried, "why")
     (fetch,), removals = plan.results
     assert (plan.ranks, cluster.head, fetch.why) == ((), "node1", "fetch the run from node1")
@@ -479,18 +478,10 @@ def test_updates_are_counted_in_the_record_or_on_the_hosts_if_it_is_lost(
     """The local record may be that of an earlier attempt."""
     write_run(tmp_path / "run", HEADER, *make_steps(20, [0.1]))
     copies = (HostCopy(Host("b"), checkpoint_update=12, steps=14), HostCopy(Host("c"), checkpoint_update=-1))
-    lost = ResumedRun(
-        str(tmp_path / "run"),
-        updates=recorded,
-        host_copies=copies,
-        stopped_at=5.0,
-        restart_reason="so",
-        fetched_from="a",
-    )
-    found = complete_resumed_run(Job(LaunchConfig(np=4), TrainConfig()), lost)
-    assert (found.updates, found.stopped_at, found.restart_reason, found.fetched_from) == (updates, 5.0, "so", "a")
+    found = find_resumed_run(Job(LaunchConfig(np=4), TrainConfig()), str(tmp_path / "run"), copies, recorded)
+    assert (found.updates, found.host_copies) == (updates, copies)
     assert (found.np, found.train, found.measured) == (2, TRAIN, read_measurements(HEADER))
-    nothing = complete_resumed_run(Job(LaunchConfig(np=4), TRAIN), replace(lost, run_dir="nowhere"))
+    nothing = find_resumed_run(Job(LaunchConfig(np=4), TRAIN), "nowhere", copies, recorded)
     assert (nothing.np, nothing.global_batch, nothing.measured) == (4, 64, None)
 
 
@@ -519,7 +510,10 @@ def failed(code: int, text: str = "", *missed: int) -> tuple[Failure, ...]:
             AttemptResult(75, failed(75), leaving=frozenset({"node3"})),
             RestartDecision(True, "host node3 received an interruption notice"),
         ),
-        (AttemptResult(75, connection_lost=True), RestartDecision(True, "the connection to the head host was lost")),
+        (
+            AttemptResult(75, error=HeadHostLostError("x")),
+            RestartDecision(True, "the connection to the head host was lost"),
+        ),
         (AttemptResult(137, failed(137)), RestartDecision(True, "rank 2 on node3 was killed by SIGKILL")),
         (AttemptResult(143, failed(143)), RestartDecision(True, "rank 2 on node3 was killed by signal 15")),
         (AttemptResult(75, failed(75)), RestartDecision(False, "rank 2 on node3 was interrupted")),

@@ -21,6 +21,7 @@ import pytest
 from cpuft import transfer
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.hosts.cluster import Cluster
+from cpuft.hosts.registry import NO_CLUSTER
 from cpuft.hosts.transport import SshTransport
 from cpuft.launch import results
 from cpuft.launch.results import NotStoredError, fetch_and_clean_up, fetch_results, plan_results
@@ -274,7 +275,9 @@ def test_a_finished_run_that_cannot_be_fetched_stays_and_the_command_that_fetche
     tmp_path: Path, run: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster, plan, work = planned(tmp_path, run)
-    cluster = replace(cluster, access=replace(cluster.access, transport=Unsteady(), cluster="lab"))
+    cluster = replace(
+        cluster, access=replace(cluster.access, transport=Unsteady(), entry=replace(NO_CLUSTER, name="lab"))
+    )
     pauses = break_fetches(monkeypatch, 100)
     with pytest.raises(NotStoredError) as raised:
         fetch_and_clean_up(plan, str(run), cluster, os.environ, True, lambda line: None)
