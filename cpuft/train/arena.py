@@ -82,15 +82,28 @@ class Bucket:
         return [value.view(parameter.shape) for value, parameter in zip(found, self._parameters, strict=True)]
 
     def begin(self, is_last: bool) -> None:
-        """Make the buffer, of zeros, and let the parameters' gradients be views of it."""
+        """Make the buffer, of zeros."""
         self._is_last, self._buffer = is_last, torch.zeros(self._length, dtype=self._parameters[0].dtype)
-        self.clear()
+        self._views = dict(zip(self._parameters, self.gradients(), strict=True))
+
+    def take(self, parameter: nn.Parameter) -> None:
+        """Let the gradient of a parameter be a view of the buffer: its first one of an update is copied, or zeros.
+
+        torch adds later ones in place. Zeroing the buffer, and adding the first one to it, would take three times as
+        long as the copy.
+        """
+        view = self._views[parameter]
+        if parameter.grad is None:
+            view.zero_()
+        elif parameter.grad is not view:
+            view.copy_(parameter.grad)
+        parameter.grad = view
 
     def clear(self) -> None:
-        """Set the gradients to zero in place."""
-        self._buffer.zero_()
-        for parameter, gradient in zip(self._parameters, self.gradients(), strict=True):
-            parameter.grad = gradient
+        """Forget the gradients, and set the padding to zero."""
+        self._buffer[sum(self._sizes) :].zero_()
+        for parameter in self._parameters:
+            parameter.grad = None
 
 
 class GradientBuckets(Generic[B]):
@@ -112,19 +125,23 @@ class GradientBuckets(Generic[B]):
 
     def begin_pass(self, is_last: bool) -> None:
         """Begin a forward and a backward pass; in the last one of an update, buckets are sent."""
-        self._missing: list[set[Tensor]] = [set(bucket.parameters()) for bucket in self._buckets]
+        self._missing: list[set[nn.Parameter]] = [set(bucket.parameters()) for bucket in self._buckets]
         """For each bucket, the parameters whose gradients are not complete yet."""
         self._next = 0 if is_last else len(self._buckets)
         """Number of the bucket to send next; the number of buckets if none is to be sent."""
 
-    def _note_ready(self, number: int, parameter: Tensor) -> None:
+    def _note_ready(self, number: int, parameter: nn.Parameter) -> None:
+        self._buckets[number].take(parameter)
         self._missing[number].discard(parameter)
         while self._next < len(self._buckets) and not self._missing[self._next]:
             self._send_next()
 
     def _send_next(self) -> None:
+        bucket = self._buckets[self._next]
+        for parameter in self._missing[self._next]:
+            bucket.take(parameter)
         self._next += 1
-        self._send(self._buckets[self._next - 1])
+        self._send(bucket)
 
     def send_rest(self) -> None:
         """Send the buckets with parameters that no example of this rank has used."""
@@ -132,6 +149,6 @@ class GradientBuckets(Generic[B]):
             self._send_next()
 
     def clear(self) -> None:
-        """Set all gradients to zero in place."""
+        """Forget all gradients."""
         for bucket in self._buckets:
             bucket.clear()

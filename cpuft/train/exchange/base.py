@@ -85,7 +85,7 @@ class Exchange:
             pass
 
     def begin_pass(self, is_last: bool) -> None:
-        """Begin a forward and a backward pass, of which the last one of an update sends gradients. Here nothing happens."""
+        """Begin a pass; in the last one of an update, gradients are sent. Here nothing happens."""
 
     def average_gradients(self, find_token_ids: Callable[[], Sequence[torch.Tensor]]) -> float:
         """Make the gradients the mean over ranks of the sums that each rank has accumulated. Blocks until they are.

@@ -100,10 +100,7 @@ class DataParallelExchange(Exchange):
             clip_gradients(self.optimizer, self.bare_model.parameters(), self.config.max_grad_norm, share_plain=share)
 
     def clear_gradients(self) -> None:
-        """Set the gradients to zero in place, because they are views of the buckets.
-
-        Only the word embedding's gradient becomes None if it is exchanged by rows.
-        """
+        """Set all gradients to None."""
         if self._rows:
             self._rows.clear()
         self._buckets.clear()

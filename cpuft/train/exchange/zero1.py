@@ -131,10 +131,7 @@ class ShardedExchange(Exchange):
             clip_gradients(self.optimizer, shards, self.config.max_grad_norm, dist.all_reduce)
 
     def clear_gradients(self) -> None:
-        """Set the parameters' gradients to zero in place, because they are views of the buckets.
-
-        The gradients of shards become None, and so does the word embedding's if it is exchanged by rows.
-        """
+        """Set all gradients to None, those of parameters and of shards."""
         self.optimizer.zero_grad()
         self._gradients.clear()
         if self._rows:
