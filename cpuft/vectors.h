@@ -53,7 +53,8 @@ typedef int32_t ivec __attribute__((vector_size(4 * W)));
 typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t half __attribute__((vector_size(2 * W)));
 
-inline vec all(float x) { return vec{} + x; }
+// 0 + x would be an addition, because it makes 0 of -0; x - 0 is x.
+inline vec all(float x) { return x - vec{}; }
 
 // Reads a V from p, which need not be aligned.
 template <class V> inline V read(const void *p) {
@@ -119,10 +120,21 @@ inline vec inverse(vec x) {
     vec r = _mm512_rcp14_ps(x);
     return r * (2.0f - x * r);
 }
+inline vec fused(vec x, vec y, vec sum) { return _mm512_fmadd_ps(x, y, sum); }
 inline float sum_of(vec x) { return _mm512_reduce_add_ps(x); }
 inline float most_of(vec x) { return _mm512_reduce_max_ps(x); }
 #else
 inline vec inverse(vec x) { return 1.0f / x; }
+// x * y + sum, rounded once. Which products and sums a compiler joins by itself depends on the CPU for which it tunes,
+// so sums that need the same bits on all ranks are made of these.
+inline vec fused(vec x, vec y, vec sum) {
+#if defined(__AVX2__) && defined(__FMA__)
+    return _mm256_fmadd_ps(x, y, sum);
+#else
+    for (int64_t i = 0; i < W; i++) sum[i] = std::fma(x[i], y[i], sum[i]);
+    return sum;
+#endif
+}
 // Loads and stores of the last numbers of a row. AVX2 can mask 32-bit numbers only; others are copied to a vector.
 template <class V, class T> inline V read_part(const T *p, int64_t n) {
     V x{};

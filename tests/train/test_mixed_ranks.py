@@ -68,7 +68,7 @@ TORCH, KERNELS = "ATEN_CPU_CAPABILITY=default", "ONEDNN_MAX_CPU_ISA=AVX"
         ([TORCH, KERNELS], {}),
         ([TORCH, KERNELS], {"grad_compression": "int8"}),
         ([TORCH, KERNELS], {"shard": "optimizer"}),
-        ([TORCH], {"grad_compression": "powersgd"}),
+        ([TORCH, KERNELS], {"grad_compression": "powersgd"}),
         ([TORCH], {"sync_every": 3, "outer_momentum": 0.9, "grad_compression": "none"}),
     ],
     ids=["exact", "int8", "shards", "powersgd", "averages"],

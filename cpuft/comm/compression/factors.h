@@ -71,7 +71,7 @@ inline float dot(const float *x, const float *y, int64_t n) {
     vec sums[PARTIAL_SUMS / W]{};
     for (int64_t j = 0; j < n; j += PARTIAL_SUMS)
         for (int64_t i = 0; i < PARTIAL_SUMS / W; i++)
-            sums[i] += read<vec>(x + j + i * W) * read<vec>(y + j + i * W);
+            sums[i] = fused(read<vec>(x + j + i * W), read<vec>(y + j + i * W), sums[i]);
     float sum = 0.0f;
     for (int64_t i = 0; i < PARTIAL_SUMS; i++) sum += sums[i / W][i % W];
     return sum;
@@ -85,7 +85,7 @@ inline float project(float *x, const float *rows, int64_t count, int64_t n) {
         for (int64_t k = 0; k < count; k++) parts[size_t(k)] = dot(x, rows + k * n, n);
         for (int64_t j = 0; j < n; j += W) {
             vec y = read<vec>(x + j);
-            for (int64_t k = 0; k < count; k++) y -= parts[size_t(k)] * read<vec>(rows + k * n + j);
+            for (int64_t k = 0; k < count; k++) y = fused(all(-parts[size_t(k)]), read<vec>(rows + k * n + j), y);
             std::memcpy(x + j, &y, sizeof y);
         }
     }
@@ -94,7 +94,7 @@ inline float project(float *x, const float *rows, int64_t count, int64_t n) {
 
 // y: orthonormal rows that span the rows of x, both (rank, cols), rounded to T, by classical Gram-Schmidt. A row that
 // depends on the i rows before it is replaced by the first unit vector whose square length after `project` is at least
-// half the mean of all unit vectors, 1 - i / cols. CPUs with AVX2 and AVX-512 give the same bits.
+// half the mean of all unit vectors, 1 - i / cols. All CPUs give the same bits.
 template <class T> void orthonormalise(const float *x, float *y, int64_t rank, int64_t cols, int) {
     int64_t n = filled_up(cols, PARTIAL_SUMS);
     std::vector<float> rows(size_t(rank * n));
@@ -229,7 +229,7 @@ void write_product(const float *p, const float *q, T *gradient, int64_t rows, in
         for (int64_t begin = 0; begin < rows; begin += SIDE) {
             for (int64_t first = 0; first < cols; first += BLOCK_WIDTH) {
                 int64_t n = std::min(BLOCK_WIDTH, cols - first);
-                multiply<float>(left.data() + begin * padded_rank, padded_rank, right.data() + first, padded_cols, sums,
+                multiply<Fused>(left.data() + begin * padded_rank, padded_rank, right.data() + first, padded_cols, sums,
                                 BLOCK_WIDTH, SIDE, filled_up(n, SIDE), rank);
                 for (int64_t i = 0; i < std::min(SIDE, rows - begin); i++) {
                     T *row = gradient + (begin + i) * cols + first;

@@ -153,7 +153,7 @@ def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return orthonormal rows that span those of a factor, rounded to `dtype`: fp32, in the factor's shape.
 
     A row that depends on those before it is replaced by one that is orthogonal to them. All ranks need the same rows:
-    kernels give the same bits on CPUs with AVX2 and AVX-512. NaNs stay NaNs.
+    kernels give the same bits on all CPUs. NaNs stay NaNs.
 
     Parameters
     ----------

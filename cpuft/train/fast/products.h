@@ -17,6 +17,11 @@ namespace {
 // Floats and pairs of bf16 are read as words.
 typedef uint32_t word __attribute__((may_alias));
 
+// A float in factors whose product has the same bits on all CPUs.
+struct Fused {
+    float value;
+};
+
 template <class T> constexpr int64_t IN_WORD = 4 / int64_t(sizeof(T));
 // Number of rows of sums, each of two vectors, that fit into registers.
 constexpr int64_t HIGH = W / 2;
@@ -34,6 +39,9 @@ inline int64_t filled_up(int64_t n, int64_t step) { return (n + step - 1) / step
 template <class T> inline vec add_product(vec sums, uint32_t left, uvec right);
 template <> inline vec add_product<float>(vec sums, uint32_t left, uvec right) {
     return sums + as_float(left) * (vec)right;
+}
+template <> inline vec add_product<Fused>(vec sums, uint32_t left, uvec right) {
+    return fused(all(as_float(left)), (vec)right, sums);
 }
 template <> inline vec add_product<bf16>(vec sums, uint32_t left, uvec right) {
 #ifdef __AVX512BF16__

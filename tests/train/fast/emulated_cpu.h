@@ -82,6 +82,10 @@ template <class Fold> float reduce(__m512 x, Fold fold) {
         for (int i = 0; i < n; i++) y.of[i] = fold(y.of[i], y.of[i + n]);
     return y.of[0];
 }
+inline __m512 fused(const __m512 &x, const __m512 &y, const __m512 &sum) {
+    return each<__m512, float>(
+        [&](int i) { return std::fma(number<float>(x, i), number<float>(y, i), number<float>(sum, i)); });
+}
 inline __m512 dot_bf16(__m512 sums, const __m512i &a, const __m512i &b) {
     return each<__m512, float>([&](int i) {
         float sum = number<float>(sums, i);
@@ -173,6 +177,7 @@ template <class... Words> __m512i set32(Words... words) {
     emulated::each<__m512i, uint16_t>([&, h = high, l = low](int i) { \
         return emulated::rounded_to_bf16(emulated::number<float>(i < 16 ? l : h, i % 16)); \
     })
+#define _mm512_fmadd_ps(x, y, sum) emulated::fused(x, y, sum)
 #define _mm512_dpbf16_ps(sums, a, b) emulated::dot_bf16(sums, emulated::as<__m512i>(a), emulated::as<__m512i>(b))
 #define _mm512_maskz_mov_ps(mask, x) \
     emulated::each<__m512, float>([&, m = mask, y = x](int i) { return m >> i & 1 ? emulated::number<float>(y, i) : 0.0f; })
