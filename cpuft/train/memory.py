@@ -1,48 +1,28 @@
 """Estimate how much memory a rank will need, and check that it fits on its host before any rank starts.
 
-The estimate is a function of the model's sizes, the options and the lengths of the examples. Activations are counted
-from what each layer keeps for the backward pass: for the fast path, the tensors that `cpuft.train.fast` saves; for the
-eager layers of transformers, what they were measured to keep. scripts/check-fit compares it with what ranks used.
+The estimate is a function of the model's sizes, the options and the lengths of the examples. No layer is run for it:
+that would take longer than all other preparations, and the head host may not have the kernels of the other hosts.
+Tests compare it with what autograd keeps, and scripts/check-fit with what ranks use.
 """
 
 from __future__ import annotations
 
-from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK, SHARDED_COMPRESSIONS
-from cpuft.config import (
-    DEFAULT_LORA_RANK,
-    HostMemory,
-    RunMemory,
-    TrainConfig,
-)
+from cpuft.config import DEFAULT_LORA_RANK, HostMemory, RunMemory, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.serialization import load, parse_json
 from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, TEXT_KINDS, find_task
-from cpuft.train.data.archive import Prepared, Tokens
+from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import count_updates, plan_epoch, select_for_rank
-from cpuft.train.decoder_memory import (
-    FAST_TYPES,
-    DecoderShape,
-    decoder_activation_bytes,
-    decoder_evaluation_bytes,
-    read_decoder_shape,
-)
-from cpuft.train.fast.architectures import (
-    ARCHITECTURES,
-    ATTENTION_DROPOUT_SETTINGS,
-    SIZE_SETTINGS,
-    count_position_groups,
-)
-from cpuft.train.model import find_config, find_model, load_config
+from cpuft.train.model_shape import ModelShape, find_shape
 
 SHARED_BYTES = 250_000_000
 """Part of `_PROCESS_BYTES` that all ranks of a host share: pages of libraries."""
@@ -56,34 +36,13 @@ SHARED_WEIGHTS = "shared weights"
 """Part of an estimate that all ranks of a host share: mapped weights of --base-precision."""
 _BUCKET_BYTES = 64_000_000
 """Gradients that are being sent: buckets, and a communication library's copies of them."""
-_EAGER_BYTES = {(4, True): (40, 8, 12), (4, False): (32, 8, 4), (2, True): (28, 4, 6), (2, False): (24, 4, 2)}
-"""Bytes that an eager layer keeps for each hidden number and each intermediate number of a token, and for each
-attention score; by the bytes of a number in products, and whether there is dropout. Measured."""
-
-
-@dataclass(frozen=True)
-class ModelShape:
-    """The sizes of a model that decide how much memory it takes. Without `layers`, activations are unknown (0)."""
-
-    linear_parameters: int
-    """Number of weights and biases of the layers' linear modules, which the fast path computes in bf16."""
-    other_parameters: int
-    """Number of all other parameters: embeddings, norms, and the pooler or head."""
-    layers: int = 0
-    """Number of layers, counted as often as the encoder runs them; 0 for a model that the fast path does not know, for
-    which all other sizes are 0, too."""
-    hidden: int = 0
-    """The hidden size."""
-    inner: int = 0
-    """The intermediate size, between both products of the feed-forward part."""
-    heads: int = 0
-    """Number of attention heads of a layer."""
-    has_dropout: bool = True
-    """Whether attention probabilities have dropout."""
-    vocab_size: int = 0
-    """Rows of the token embedding."""
-    relative_embeddings: int = 0
-    """Number of relative embeddings for DeBERTa's disentangled attention; 0 for another attention."""
+CHUNK_LOGITS = 1 << 26
+"""Largest number of logits that the loss of next-token prediction computes at once (`objective.chunked_loss`): 268 MB
+in fp32. The gradient of the head's weight is read and written once for each chunk, so that much smaller chunks would be
+slower."""
+KNOWN_ERROR = 0.1
+"""How far below its estimate a peak was measured (scripts/check-fit), as a share. A run within this error is not
+refused."""
 
 
 @dataclass(frozen=True)
@@ -98,8 +57,8 @@ class LargestBatch:
     """Tokens of all examples, without padding."""
     reads_all_tokens: bool = False
     """Whether the head reads all tokens, not only the first one of each example."""
-    masked: int = 0
-    """Number of masked tokens that the head predicts."""
+    targets: int = 0
+    """Number of tokens that the head predicts."""
 
     @property
     def positions(self) -> int:
@@ -107,60 +66,154 @@ class LargestBatch:
         return self.examples * self.length
 
 
-def read_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape | None:
-    """Return the shape of a model from its config.json; None if the fast path does not know the architecture.
+class Layer(NamedTuple):
+    """The bytes of one layer's activations."""
 
-    None also if one of the sizes is missing or not a positive whole number.
+    kept: int
+    """What autograd keeps for the backward pass."""
+    last: int
+    """What it keeps of the last layer, of which a head may read first tokens alone."""
+    inputs: int
+    """What it keeps with gradient checkpointing."""
+    again: int
+    """What backward then computes again at a time."""
+    scratch: int
+    """What is allocated and freed again beside `kept`, in feed-forward or attention."""
 
-    Parameters
-    ----------
-    settings: the content of config.json.
-    dropout: the value of --dropout; below 0, the configuration's own rate counts.
+
+def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> Layer:
+    """Return the bytes of the activations of one layer: a fast one, or one of transformers.
+
+    A fast layer keeps the inputs of products and norms; queries, keys and values, also before their norms; and what the
+    gradient of the activation needs. What a layer of transformers keeps was measured.
     """
+    size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
+    tokens, positions, pairs = batch.tokens, batch.positions, batch.positions * batch.length
+    relative, distances = shape.relative_embeddings, 2 * batch.length - 1
+    if _is_fast(shape, config) and shape.norms:  # fast.prenorm.run_layer
+        ends, packed = shape.norms - 2, shape.query + 2 * shape.key
+        widths = (4 + ends) * hidden + shape.query + (1 + shape.norms_heads) * packed + 3 * inner
+        kept = (size * widths + 4 * shape.norms) * tokens
+        inputs = (size * (1 + (ends > 0)) * hidden + 4) * tokens
+        last = inputs if config.gradient_checkpointing else kept
+        return Layer(kept, last, inputs, kept + inputs, 2 * size * inner * tokens)
+    if _is_fast(shape, config):  # fast.encoder.run_layer
+        # Relative embeddings, and what they give as positions of keys and of queries.
+        relations = size * (2 * distances + min(distances, relative)) * hidden if relative else 0
+        kept = (size * (8 * hidden + 2 * inner) + 16) * tokens + relations
+        last = size * (3 * tokens * hidden + batch.examples * (8 * hidden + 2 * inner)) + relations
+        again = (2 * size * (hidden + inner) + 8) * tokens
+        scratch = size * (3 * hidden + inner) * tokens
+        return Layer(kept, kept if batch.reads_all_tokens else last, (4 * size * hidden + 8) * tokens, again, scratch)
+    inputs = 4 * hidden * positions
+    # Autocast's copy of the weights.
+    weights = 2 * shape.linear_parameters // shape.layers if size == 2 and not _maps_weights(config) else 0
+    if shape.norms:
+        norm = 4 if config.lora_rank > 0 else 8  # with its result before it is scaled, where norms are trained
+        widths = hidden * (shape.norms * norm + (8 if size == 4 else 10)) + 4 * size * inner
+        widths += (shape.query + shape.key) * (2 * size + norm * shape.norms_heads)
+        has_mask = config.pack or tokens < positions
+        kept = widths * positions + size * pairs * has_mask + weights
+        return Layer(kept, kept, inputs, 2 * kept, 0)
+    scores, masks = pairs * shape.heads, 2 * shape.has_dropout
+    kept = (size * ((4 + masks) * hidden + 2 * inner) + 16 * hidden + 16) * positions + size * (1 + masks) * scores
+    if relative:  # products with all relative embeddings, and the numbers by which they are gathered
+        kept += size * (
+            (2 * shape.heads * relative + hidden) * positions + 2 * (batch.examples + 1) * relative * hidden
+        )
+        kept += scores * 5 // 4
+    kept += weights
+    return Layer(kept, kept, inputs, kept, 4 * max(2 * inner * positions, 3 * scores - 2 * inner * positions))
 
-    def size(*names: str) -> int:
-        found = next((settings[name] for name in names if name in settings), 0)
-        return found if type(found) is int and found > 0 else 0
 
-    sizes = {name: size(*names) for name, names in SIZE_SETTINGS.items()}
-    architecture = next((one for one in ARCHITECTURES if one.model_type == settings.get("model_type")), None)
-    if architecture is None or not all(sizes.values()):
-        return None
-    layers, hidden, inner, heads, vocab_size, positions = sizes.values()
-    different = layers
-    if architecture.shared_layers is not None:
-        groups, in_group = (size(name) or 1 for name in architecture.shared_layers.counts)
-        layers, different = layers * in_group, groups * in_group
-    relative = None
-    if architecture.relative_embeddings is not None:
-        relative = architecture.relative_embeddings.read_size(settings, hidden, positions)
-        if relative is None:
-            return None
-        positions = relative.absolute_positions
-    linears = different * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
-    linears += different * relative.layer_parameters if relative else 0
-    width = size("embedding_size") or hidden
-    embeddings = (vocab_size + positions + size("type_vocab_size") + 2) * width
-    # Norms; the pooler, or what a head has in its place; and the projection of narrow embeddings (ELECTRA, ALBERT).
-    embeddings += relative.embeddings * hidden if relative else 0
-    others = embeddings + different * 4 * hidden + (hidden + 1) * hidden + (width != hidden) * (width + 1) * hidden
-    rate = next((settings[name] for name in ATTENTION_DROPOUT_SETTINGS if name in settings), 0.1)
-    has_dropout = bool(rate if dropout < 0 else dropout)
-    return ModelShape(
-        linears, others, layers, hidden, inner, heads, has_dropout, vocab_size, relative.embeddings if relative else 0
-    )
+def _is_fast(shape: ModelShape, config: TrainConfig) -> bool:
+    return shape.may_be_fast and config.engine == "torch" and config.fast_path and not config.compile
 
 
-def estimate_memory(
-    shape: ModelShape | DecoderShape,
-    config: TrainConfig,
-    precision: str,
-    train: LargestBatch,
-    evaluation: LargestBatch,
-    ranks: int,
-    writes_checkpoints: bool,
+def _maps_weights(config: TrainConfig) -> bool:
+    return config.lora_rank > 0 and config.base_precision != "auto"
+
+
+def measure_activations(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -> tuple[int, int, int]:
+    """Return the bytes of the activations of a training step; `shape` has layers.
+
+    They are what the forward pass keeps for backward before it comes to the head; the most that there is at a time,
+    with the head; and what gradient checkpointing leaves unusable in the heap.
+    """
+    layer = measure_layer(shape, config, batch)
+    if shape.norms:
+        copies = 3  # of the embeddings and around the last norm
+    elif _is_fast(shape, config):
+        copies = 1 + batch.reads_all_tokens
+    else:
+        copies = 1 + shape.has_dropout + (config.precision != "bf16")  # also a mask, and the head's input in fp32
+    kept = (4 * copies * shape.hidden + 24) * batch.positions + layer.last
+    kept += (layer.inputs if config.gradient_checkpointing else layer.kept) * (shape.layers - 1)
+    if config.gradient_checkpointing and shape.relative_embeddings and not _is_fast(shape, config):
+        kept += 8 * (batch.examples + 1) * batch.length**2  # the mask of each pair, and the number of its embedding
+    most = kept + max(layer.scratch, head_bytes(shape, config, batch.targets))
+    if not config.gradient_checkpointing:
+        return kept, most, 0
+    # Backward has freed what the last layer keeps before it comes to the others. Small tensors that stay divide the
+    # memory that forward layers have freed, so that the layers which backward recomputes do not fit there.
+    most = max(most, kept - layer.last + layer.again + layer.scratch)
+    return kept, most, 2 * layer.again + layer.scratch if _is_fast(shape, config) else layer.kept
+
+
+def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: bool = True) -> int:
+    """Return the most bytes that predicting `targets` tokens takes: logits with gradients, and those of the weight.
+
+    Decoders compute a chunk of the logits at once. The head's weight is as large as the embedding.
+    """
+    if not targets:
+        return 0
+    is_bf16, weight = config.precision == "bf16", shape.vocab_size * shape.hidden
+    # A weight in fp32 is copied to bf16 as a whole. One that is held in bf16 is not.
+    copy = 2 * weight if is_bf16 and not (_maps_weights(config) and config.base_precision != "fp32") else 0
+    if not shape.norms:
+        return 12 * targets * shape.vocab_size + copy
+    chunk = min(targets * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
+    # A second gradient: that of a tied embedding, or the one to which a rank's buckets add it.
+    gradient = (4 + 2 * is_bf16) * weight if trains and config.lora_rank <= 0 else 0
+    return (8 + 2 * is_bf16) * chunk + copy + gradient + 4 * targets * shape.hidden
+
+
+def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[LargestBatch, LargestBatch]:
+    """Return the batch with the most tokens that rank 0 of `ranks` has in the first epoch, and that of evaluation.
+
+    Examples of an embedding model are its texts, of which only those of --micro-batch rows are in memory at a time.
+    `prepared` must have training and validation examples.
+    """
+    lengths, texts = prepared.train.lengths, 1
+    if prepared.kind in EMBEDDING_KINDS:
+        texts, longest = len(prepared.texts), min(config.max_length, int(lengths.max()))
+        rows = config.micro_batch or config.batch_size
+        config = replace(config, batch_size=rows, gradient_accumulation=1, padding="max_length", max_length=longest)
+    size = config.batch_size * config.gradient_accumulation * ranks
+    updates = count_updates(len(lengths), size, config.epochs, config.max_steps)
+    plans = plan_epoch(lengths, size, config.seed, 0, config.padding == "dynamic")[: max(1, updates)]
+    batches = [lengths[select_for_rank(examples, 0, ranks)[: config.batch_size]] for examples in plans]
+    largest = max(batches, key=lambda batch: int(batch.sum()))
+    evaluated = np.sort(np.concatenate([tokens.lengths for tokens in prepared.validation.values()]))[::-1]
+    evaluated = evaluated[: config.eval_batch_size * ranks : ranks]
+    share = float(prepared.kind in DECODER_KINDS)
+    if prepared.kind == "masked":
+        share = config.mlm_probability
+    elif prepared.kind == "chat":
+        share = float(prepared.train.labels[:1_000_000].mean())  # of tokens that the assistant says
+
+    def describe(lengths: NDArray[np.int64], length: int, texts: int) -> LargestBatch:
+        reads_all_tokens, tokens = prepared.kind in ("tags", *TEXT_KINDS, *EMBEDDING_KINDS), int(lengths.sum())
+        return LargestBatch(len(lengths) * texts, length, tokens, reads_all_tokens, round(share * tokens))
+
+    length = config.max_length if config.padding == "max_length" else int(largest.max())
+    return describe(largest, length, texts), describe(evaluated, int(evaluated[0]), 1)
+
+
+def estimate_rank(
+    shape: ModelShape, config: TrainConfig, prepared: Prepared, ranks: int, writes_checkpoints: bool
 ) -> dict[str, int]:
-    """Return the bytes that a rank holds at its peak, by part.
+    """Return the bytes that a rank holds at its peak, by part, with the largest batches of these examples.
 
     The parts are weights, shared weights (mapped ones of --base-precision), masters (fp32 master weights), moments (of
     AdamW), gradients, activations, checkpoint's copy, buffers (of the exchange) and process (the interpreter, libraries
@@ -169,37 +222,45 @@ def estimate_memory(
 
     Parameters
     ----------
-    precision: what the ranks compute in: fp32, bf16 or int8.
-    train, evaluation: the largest batch of training and of evaluation.
+    config: its precision is fp32, bf16 or int8.
     ranks: number of ranks that train together.
     writes_checkpoints: whether this rank holds a copy of the state while it writes checkpoints.
     """
-    if isinstance(shape, DecoderShape):
-        return _estimate_decoder(shape, config, precision, train, evaluation, ranks, writes_checkpoints)
-    size, fast = 2 if precision == "bf16" else 4, config.engine == "torch" and config.fast_path and not config.compile
-    weight_size, shards = size if fast else 4, ranks if config.shard == "optimizer" else 1
-    # --lora-rank trains two factors for each of attention's linear layers, and the head's product.
-    adapters = 8 * config.lora_rank * shape.layers * shape.hidden + (shape.hidden + 1) * shape.hidden
-    linears, others = (0, adapters) if config.lora_rank > 0 else (shape.linear_parameters, shape.other_parameters)
-    trained = linears + others
-    temporary = temporary_bytes(shape, fast, size, train)
-    training = activation_bytes(shape, fast, config.gradient_checkpointing, size, train)[1]
-    training += max(temporary, logit_bytes(shape, size, train.masked))
-    training += shape.linear_parameters * (precision == "int8")  # the weights in 8 bits, which backward needs, too
-    evaluating = evaluation_bytes(shape, fast, size, evaluation) + logit_bytes(shape, size, evaluation.masked)
-    feedback = 0  # of --sync-every, the averaged parameters and the outer momentum; of a compression, the unsent rest
-    if config.sync_every > 1:
-        feedback = 16 * trained
-    elif config.grad_compression in COMPRESSIONS_WITH_FEEDBACK:
-        feedback = 4 * trained
+    size, adapts = 2 if config.precision == "bf16" else 4, config.lora_rank > 0
+    weight_size = size if _is_fast(shape, config) else 4
+    linears, others = shape.linear_parameters, shape.other_parameters
+    weights, shared = weight_size * linears + 4 * others, 0
+    if _maps_weights(config):
+        linear_size, table_size = {"fp32": (4, 4), "bf16": (2, 2), "int8": (1, 2)}[config.base_precision]
+        shared = linear_size * linears + table_size * shape.tables
+        # The largest product is expanded in a buffer: queries, keys and values, or feed-forward's first.
+        expanded = max(shape.query + 2 * shape.key, (2 if shape.norms else 1) * shape.inner) * shape.hidden
+        weights = 4 * (others - shape.tables) + size * expanded
+    if adapts:
+        # Two factors of each linear module of attention. Encoders train their head, and decoders adapt feed-forward.
+        widths, others = 4 * shape.hidden + 2 * shape.query + 2 * shape.key, (shape.hidden + 1) * shape.hidden
+        if shape.norms:
+            widths, others = widths + 3 * (shape.hidden + shape.inner), 0
+        linears = config.lora_rank * shape.layers * widths
+        weights += weight_size * linears
+    trained, shards = linears + others, ranks if config.shard == "optimizer" else 1
+    train, evaluation = find_batches(prepared, config, ranks)
+    activations = gaps = 0
+    if shape.layers:
+        _, activations, gaps = measure_activations(shape, config, train)
+        activations += shape.linear_parameters * (
+            config.precision == "int8"
+        )  # backward needs the weights in 8 bits, too
+        # Without gradients, there are the activations of one layer at a time; in eager attention two copies of scores.
+        widths = 3 * shape.query + 2 * shape.key + (3 if shape.norms else 2) * shape.inner
+        if not shape.norms and not _is_fast(shape, config):
+            widths = max(widths, 7 * shape.hidden + 2 * evaluation.length * shape.heads)
+        evaluating = (12 * shape.hidden + size * widths) * evaluation.positions
+        evaluating += head_bytes(shape, config, evaluation.targets, trains=False)
+        activations = max(activations, evaluating)
+    # Of --sync-every, the averaged parameters and the outer momentum; of a compression, what is not sent yet.
+    feedback = 16 if config.sync_every > 1 else 4 * (config.grad_compression in COMPRESSIONS_WITH_FEEDBACK)
     keeps_copy = writes_checkpoints and (config.checkpoint_every or config.save_best) and config.engine == "torch"
-    if config.lora_rank > 0 and config.base_precision != "auto":
-        table = min(shape.vocab_size * shape.hidden, shape.other_parameters)  # narrow in ALBERT and ELECTRA
-        shared = _mapped_bytes(config.base_precision, shape.linear_parameters, table)
-        # Those of queries, keys and values, or of the first product of feed-forward, are expanded in a buffer.
-        weights = 4 * (shape.other_parameters - table) + size * max(3 * shape.hidden, shape.inner) * shape.hidden
-    else:
-        shared, weights = 0, weight_size * shape.linear_parameters + 4 * shape.other_parameters
     parts = {
         "weights": weights,
         SHARED_WEIGHTS: shared,
@@ -208,197 +269,18 @@ def estimate_memory(
         # A single rank frees them before the forward pass, but the gaps that activations leave do not fit them.
         "gradients": weight_size * linears + 4 * others + (4 * trained // shards if shards > 1 else 0),
         # At the end, ranks with sharded master weights hold all of them for a moment.
-        "activations": max(training, evaluating, 4 * linears if shards > 1 else 0),
+        "activations": max(activations, 4 * linears if shards > 1 else 0),
         "checkpoint's copy": 12 * trained if keeps_copy else 0,
-        "buffers": _BUCKET_BYTES + feedback if ranks > 1 else 0,
+        "buffers": _BUCKET_BYTES + feedback * trained if ranks > 1 else 0,
     }
-    gaps = _FRAGMENTATION * (parts["moments"] + parts["gradients"] + parts["activations"])
-    if config.gradient_checkpointing and shape.layers:
-        # Small tensors that stay divide the memory that forward layers have freed, so that the layers which backward
-        # recomputes do not fit there.
-        gaps += 2 * _recompute_bytes(shape, fast, size, train) + temporary
-    return parts | {"process": _PROCESS_BYTES + round(gaps)}
+    share = _ADAPTER_FRAGMENTATION if adapts and shape.norms else _FRAGMENTATION
+    gaps += round(share * (parts["moments"] + parts["gradients"] + parts["activations"]))
+    return parts | {"process": _PROCESS_BYTES + gaps}
 
-
-def _estimate_decoder(
-    shape: DecoderShape,
-    config: TrainConfig,
-    precision: str,
-    train: LargestBatch,
-    evaluation: LargestBatch,
-    ranks: int,
-    writes_checkpoints: bool,
-) -> dict[str, int]:
-    """Return what `estimate_memory` does, for a decoder. Weights of transformers' own layers are in fp32."""
-    size, adapts = 2 if precision == "bf16" else 4, config.lora_rank > 0
-    shape = replace(shape, base_precision=config.base_precision if adapts else "auto")
-    fast = shape.may_be_fast and config.engine == "torch" and config.fast_path and not config.compile
-    adapters = shape.count_adapter_parameters(max(0, config.lora_rank))
-    trained, shards = adapters if adapts else shape.parameters, ranks if config.shard == "optimizer" else 1
-    has_mask = config.pack or train.tokens < train.positions
-    training = decoder_activation_bytes(
-        shape,
-        size,
-        adapts,
-        config.gradient_checkpointing,
-        train.positions,
-        train.positions * train.length * has_mask,
-        train.masked,
-        train.tokens if fast else 0,
-    )
-    weight_size = size if fast else 4
-    linears = shape.layers * shape.layer_parameters
-    others = shape.parameters - linears
-    low = (adapters if adapts else linears) if weight_size == 2 else 0
-    feedback = 16 * trained if config.sync_every > 1 else 0
-    if config.grad_compression in COMPRESSIONS_WITH_FEEDBACK:
-        feedback = 4 * trained
-    keeps_copy = writes_checkpoints and (config.checkpoint_every or config.save_best)
-    shared, weights = 0, weight_size * (linears + adapters) + 4 * others
-    if shape.base_precision != "auto":
-        tables = (2 - shape.is_tied) * shape.embedding_parameters
-        shared, weights = _mapped_bytes(config.base_precision, linears, tables), weight_size * adapters
-        # Those of gate and up, the largest product, are expanded in a buffer.
-        weights += 4 * (others - tables) + 2 * size * shape.inner * shape.hidden
-    parts = {
-        "weights": weights,
-        SHARED_WEIGHTS: shared,
-        "masters": 4 * low // shards,
-        "moments": 8 * trained // shards,
-        "gradients": 4 * trained - 2 * low + (4 * trained // shards if shards > 1 else 0),
-        "activations": max(training, decoder_evaluation_bytes(shape, size, evaluation.positions, evaluation.masked)),
-        "checkpoint's copy": 12 * trained if keeps_copy else 0,
-        "buffers": _BUCKET_BYTES + feedback if ranks > 1 else 0,
-    }
-    share = _ADAPTER_FRAGMENTATION if adapts else _FRAGMENTATION
-    gaps = share * (parts["moments"] + parts["gradients"] + parts["activations"])
-    return parts | {"process": _PROCESS_BYTES + round(gaps)}
-
-
-def _mapped_bytes(base_precision: str, linears: int, tables: int) -> int:
-    """Bytes of mapped weights: of linear layers, and of embedding and head, which are bf16 with int8."""
-    if base_precision == "int8":
-        return linears + 2 * tables
-    return (4 if base_precision == "fp32" else 2) * (linears + tables)
-
-
-def activation_bytes(
-    shape: ModelShape, fast: bool, gradient_checkpointing: bool, size: int, batch: LargestBatch
-) -> tuple[int, int]:
-    """Return the bytes that the forward pass keeps for backward, and the most that is there during backward.
-
-    The second number may be larger with gradient checkpointing, which adds one recomputed layer at a time; without it,
-    both are equal. Both are 0 for a shape without layers.
-
-    Parameters
-    ----------
-    fast: whether the model has the fast layers.
-    size: bytes of a number in products: 2 for bf16, else 4.
-    """
-    if not shape.layers:
-        return 0, 0
-    layer = _layer_bytes(shape, fast, size, batch)
-    last = _last_layer_bytes(shape, size, batch) if fast and not batch.reads_all_tokens else layer
-    # Embeddings are summed and normed in fp32. Eager ones also keep a dropout mask, and the head's input in fp32.
-    copies = 1 + batch.reads_all_tokens if fast else 1 + shape.has_dropout + (size == 4)
-    embeddings = (4 * copies * shape.hidden + 24) * batch.positions
-    # With gradient checkpointing, an eager layer keeps its input; a fast one also the attention's context, the product
-    # of that, and the sum before the last norm.
-    inputs = (4 * size * shape.hidden + 8) * batch.tokens if fast else 4 * batch.positions * shape.hidden
-    if gradient_checkpointing and shape.relative_embeddings and not fast:
-        # All layers share the mask of each pair of tokens, and the number of its relative embedding.
-        embeddings += 8 * (batch.examples + 1) * batch.length**2
-    kept = embeddings + (inputs if gradient_checkpointing else layer) * (shape.layers - 1) + last
-    if not gradient_checkpointing:
-        return kept, kept
-    # The last layer is not recomputed, and backward has freed what it keeps before it comes to the others.
-    return kept, max(kept, kept - last + _recompute_bytes(shape, fast, size, batch))
-
-
-def _recompute_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
-    """Bytes of the part of a layer that is recomputed at once: in a fast layer, feed-forward or attention."""
-    if not fast:
-        return _layer_bytes(shape, fast, size, batch)
-    feed_forward = (2 * size * (shape.hidden + shape.inner) + 8) * batch.tokens
-    return max(feed_forward, 3 * size * batch.tokens * shape.hidden)
-
-
-def _layer_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
-    """Bytes that one layer keeps for backward.
-
-    In `fast.encoder.run_layer`: the inputs of four products and of two norms; queries, keys and values; the slope and
-    the result of GELU. In an eager layer: what was measured, and autocast's copy of the weights.
-    """
-    if fast:
-        return (size * (8 * shape.hidden + 2 * shape.inner) + 16) * batch.tokens + _position_bytes(shape, size, batch)
-    hidden, inner, score = _EAGER_BYTES[size, shape.has_dropout]
-    scores = batch.positions * batch.length * shape.heads
-    weights = 2 * shape.linear_parameters // shape.layers if size == 2 else 0
-    kept = batch.positions * (hidden * shape.hidden + inner * shape.inner + 16) + score * scores + weights
-    if not (relative := shape.relative_embeddings):
-        return kept
-    # Products with all positions, which are repeated for each example, and the numbers by which they are gathered.
-    kept += size * batch.positions * (2 * shape.heads * relative + shape.hidden)
-    return kept + 2 * size * (batch.examples + 1) * relative * shape.hidden + scores * 5 // 4
-
-
-def _last_layer_bytes(shape: ModelShape, size: int, batch: LargestBatch) -> int:
-    """Bytes that a fast last layer keeps if the head reads only first tokens: keys and values of all, else of those."""
-    own = size * (3 * batch.tokens * shape.hidden + batch.examples * (8 * shape.hidden + 2 * shape.inner))
-    return own + _position_bytes(shape, size, batch)
-
-
-def _position_bytes(shape: ModelShape, size: int, batch: LargestBatch) -> int:
-    """Bytes that a fast layer keeps for disentangled attention: embeddings, and positions of keys and of queries."""
-    distances = 2 * batch.length - 1
-    rows = 2 * distances + min(distances, shape.relative_embeddings)
-    return size * rows * shape.hidden if shape.relative_embeddings else 0
-
-
-def temporary_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
-    """Return the bytes that one layer allocates and frees again: in feed-forward, or in eager attention after that.
-
-    Parameters
-    ----------
-    fast, size: as for `activation_bytes`: whether layers are fast ones, and the bytes of a number in products (2 or 4).
-    """
-    scores, inner = batch.positions * batch.length * shape.heads, batch.tokens * shape.inner
-    if not fast:
-        return 4 * max(2 * inner, 3 * scores - 2 * inner)
-    positions = 0  # the gradients of both arrays of positions, in fp32
-    if shape.relative_embeddings:
-        groups = count_position_groups(batch.examples, shape.heads)
-        positions = 8 * groups * (2 * batch.length - 1) * shape.hidden
-    return size * 3 * batch.tokens * shape.hidden + max(size * inner, positions)
-
-
-def logit_bytes(shape: ModelShape, size: int, masked: int) -> int:
-    """Return the bytes for predicting masked tokens; 0 if `masked`, their number, is 0.
-
-    They are three fp32 numbers for each masked token and each token of the vocabulary (logits and their gradients), and
-    with `size` 2 (bf16) autocast's copy of the weights.
-    """
-    return (12 * masked + (2 * shape.hidden if size == 2 and masked else 0)) * shape.vocab_size
-
-
-def evaluation_bytes(shape: ModelShape, fast: bool, size: int, batch: LargestBatch) -> int:
-    """Return the bytes of activations in evaluation: those of one layer at a time.
-
-    Parameters
-    ----------
-    fast, size: as for `activation_bytes`: whether layers are fast ones, and the bytes of a number in products (2 or 4).
-    """
-    attention = 0 if fast else 7 * shape.hidden + 2 * batch.length * shape.heads
-    return batch.positions * (8 * shape.hidden + size * max(attention, 4 * shape.hidden + 2 * shape.inner))
-
-
-KNOWN_ERROR = 0.1
-"""How far below its estimate a peak was measured (scripts/check-fit), as a share. A run within this error is not
-refused."""
 
 Estimator = Callable[[TrainConfig, int, bool], dict[str, int]]
 """From options, the number of ranks, and whether the rank writes checkpoints, to the rank's bytes by part, as
-`estimate_memory` returns them."""
+`estimate_rank` returns them."""
 
 
 class Shortage(NamedTuple):
@@ -424,112 +306,14 @@ def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> Non
     ----------
     memory: the free memory of each host of the run, and the precision.
     """
-    shape = find_shape(config, prepared.vocab_size)
+    shape, config = find_shape(config, prepared.vocab_size), replace(config, precision=memory.precision)
 
     @cache
     def estimate(config: TrainConfig, ranks: int, writes_checkpoints: bool) -> dict[str, int]:
-        return estimate_rank(shape, config, memory.precision, prepared, ranks, writes_checkpoints)
+        return estimate_rank(shape, config, prepared, ranks, writes_checkpoints)
 
     if shortage := find_shortage(config, memory, estimate, 1 - KNOWN_ERROR):
-        raise CpuftError(f"{describe_shortage(shortage)}: {suggest_changes(config, memory, estimate)}")
-
-
-def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape | DecoderShape:
-    """Return the shape of the model that the options name; for next-token prediction that of a decoder.
-
-    For an architecture that is not known, and for a model on the hub, it has no layers, and only the
-    parameters in the folder's safetensors files (0 if there are none).
-
-    Parameters
-    ----------
-    vocab_size: of the tokenizer, for an untrained model.
-
-    Raises CpuftError: the model's folder or --from-config names no model.
-    """
-    if config.from_config:
-        settings = load_config(config, {}, vocab_size).to_dict()
-        return read_shape_for(config, settings) or ModelShape(0, 0)
-    source = Path(find_model(config.model))
-    try:  # not through transformers, whose import takes longer than the whole check
-        path = Path(find_config(str(source)), "config.json")
-        settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):
-        settings = {}
-    nbytes = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    return read_shape_for(config, settings) or ModelShape(0, nbytes // 4)
-
-
-def read_shape_for(config: TrainConfig, settings: Mapping[str, Any]) -> ModelShape | DecoderShape | None:
-    """Return what `read_decoder_shape` does for a task of decoders, else what `read_shape` does.
-
-    For labels, a decoder has a small head in place of the one that shares its size with the embedding.
-    """
-    if find_task(config.task, config.causal).kind in DECODER_KINDS:
-        return read_decoder_shape(settings)
-    if settings.get("model_type") in FAST_TYPES and (found := read_decoder_shape(settings)):
-        return replace(found, is_tied=True)
-    return read_shape(settings, config.dropout)
-
-
-def estimate_rank(
-    shape: ModelShape | DecoderShape,
-    config: TrainConfig,
-    precision: str,
-    prepared: Prepared,
-    ranks: int,
-    writes_checkpoints: bool,
-) -> dict[str, int]:
-    """Return the bytes that a rank holds at its peak, by part, with the largest batches of these examples.
-
-    The parts are those of `estimate_memory`: weights, masters, moments, gradients, activations, checkpoint's copy,
-    buffers, process. `prepared` must have validation examples.
-    """
-    reads_all_tokens = prepared.kind in ("tags", *TEXT_KINDS, *EMBEDDING_KINDS)
-    if prepared.kind in EMBEDDING_KINDS:
-        train = find_largest_text_batch(prepared, config, ranks)
-    else:
-        train = find_largest_batch(prepared.train, config, ranks, reads_all_tokens)
-    lengths = np.sort(np.concatenate([tokens.lengths for tokens in prepared.validation.values()]))
-    evaluated = lengths[::-1][: config.eval_batch_size * ranks : ranks]
-    evaluation = LargestBatch(len(evaluated), int(evaluated[0]), int(evaluated.sum()))
-    if prepared.kind == "masked":
-        train, evaluation = (
-            replace(batch, masked=round(config.mlm_probability * batch.tokens)) for batch in (train, evaluation)
-        )
-    if prepared.kind in DECODER_KINDS:
-        train, evaluation = (replace(batch, masked=batch.tokens) for batch in (train, evaluation))
-    return estimate_memory(shape, config, precision, train, evaluation, ranks, writes_checkpoints)
-
-
-def find_largest_text_batch(prepared: Prepared, config: TrainConfig, ranks: int) -> LargestBatch:
-    """Return the largest batch of an embedding model: its examples are the texts, of which an example has several.
-
-    Only --micro-batch examples are in memory at the same time. The batches are those of `find_largest_batch`, in random
-    order.
-    """
-    size, texts = config.micro_batch or config.batch_size, len(prepared.texts)
-    one_batch = replace(config, batch_size=size, gradient_accumulation=1, padding="max_length")
-    found = find_largest_batch(prepared.train, one_batch, ranks, True)
-    longest = int(prepared.train.lengths.max())
-    length = min(config.max_length, longest)
-    return replace(found, examples=found.examples * texts, length=length)
-
-
-def find_largest_batch(tokens: Tokens, config: TrainConfig, ranks: int, reads_all_tokens: bool = False) -> LargestBatch:
-    """Return the batch with the most tokens that rank 0 of `ranks` has in the first epoch.
-
-    Parameters
-    ----------
-    tokens: the training split, with at least one example.
-    reads_all_tokens: copied into the result: whether the head reads all tokens.
-    """
-    lengths, size = tokens.lengths, config.batch_size * config.gradient_accumulation * ranks
-    updates = count_updates(len(lengths), size, config.epochs, config.max_steps)
-    plans = plan_epoch(lengths, size, config.seed, 0, config.padding == "dynamic")[: max(1, updates)]
-    batches = [lengths[select_for_rank(examples, 0, ranks)[: config.batch_size]] for examples in plans]
-    largest = max(batches, key=lambda batch: int(batch.sum()))
-    length = config.max_length if config.padding == "max_length" else int(largest.max())
-    return LargestBatch(len(largest), length, int(largest.sum()), reads_all_tokens)
+        raise CpuftError(f"{_describe_shortage(shortage)}: {suggest_changes(config, memory, estimate)}")
 
 
 def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, factor: float = 1.0) -> Shortage | None:
@@ -563,7 +347,7 @@ def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, f
     return worst if worst.needed_bytes * factor > worst.host.free_bytes else None
 
 
-def describe_shortage(shortage: Shortage) -> str:
+def _describe_shortage(shortage: Shortage) -> str:
     """Return one clause on how much memory a host has and how much its ranks need, with the three largest parts.
 
     For example: `node1 has 4.0 GB free, and its 2 ranks need 6.1 GB (activations 3.0 GB, moments 1.8 GB, process 1.1
@@ -584,30 +368,35 @@ def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator)
     with one rank each (`take 4 hosts like node1 with one rank each: --np 4 --batch-size 8`); for decoders, LoRA (`add
     --lora-rank 16, which trains adapters instead of all weights`); `take a smaller model, or hosts with more memory`.
     """
+    for text, changes, hosts in _list_advice(config, memory):
+        if not find_shortage(replace(config, **changes), replace(memory, hosts=hosts), estimate):
+            return text
+    return "take a smaller model, or hosts with more memory"
+
+
+def _list_advice(
+    config: TrainConfig, memory: RunMemory
+) -> Iterator[tuple[str, dict[str, Any], tuple[HostMemory, ...]]]:
+    """List what `suggest_changes` may return: the text, new values of options, and the hosts."""
     smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
-    for changes in list_changes(config, 1 if memory.independent else ranks):
-        if not find_shortage(replace(config, **changes), memory, estimate):
-            return f"add {_format_options(changes)}"
-    may_share = config.lora_rank > 0 and not config.compile
-    for base_precision in ("bf16", "int8") if may_share and config.base_precision != "int8" else ():
-        narrow: dict[str, Any] = {"base_precision": base_precision}
-        for changes in (narrow, narrow | {"gradient_checkpointing": True}):
-            if not find_shortage(replace(config, **changes), memory, estimate):
-                return f"add {_format_options(changes)}"
+    found = list_changes(config, 1 if memory.independent else ranks)
+    if config.lora_rank > 0 and not config.compile and config.base_precision != "int8":
+        for narrow in ({"base_precision": "bf16"}, {"base_precision": "int8"}):
+            found += [narrow, narrow | {"gradient_checkpointing": True}]
+    yield from ((f"add {_format_options(changes)}", changes, memory.hosts) for changes in found)
     count = ranks
     while count <= 64:
-        more = replace(memory, hosts=(HostMemory(smallest.host, 1, smallest.free_bytes),) * count)
         smaller: dict[str, Any] = {"batch_size": max(1, config.batch_size * ranks // count)}
-        for changes in (smaller, *([smaller | {"shard": "optimizer"}] if _can_shard(config, count) else [])):
-            if not find_shortage(replace(config, **changes), more, estimate):
-                options = _format_options({"np": count} | changes)
-                return f"take {count} hosts like {smallest.host} with one rank each: {options}"
+        for changes in (smaller, *[smaller | {"shard": "optimizer"}] * _can_shard(config, count)):
+            options = _format_options({"np": count} | changes)
+            text = f"take {count} hosts like {smallest.host} with one rank each: {options}"
+            yield text, changes, (HostMemory(smallest.host, 1, smallest.free_bytes),) * count
         count *= 2
     adapters: dict[str, Any] = {"lora_rank": DEFAULT_LORA_RANK, "gradient_checkpointing": True}
     may_adapt = find_task(config.task, config.causal).kind in DECODER_KINDS and not config.from_config
-    if may_adapt and config.lora_rank <= 0 and not find_shortage(replace(config, **adapters), memory, estimate):
-        return f"add {_format_options(adapters)}, which trains adapters instead of all weights"
-    return "take a smaller model, or hosts with more memory"
+    if may_adapt and config.lora_rank <= 0:
+        text = f"add {_format_options(adapters)}, which trains adapters instead of all weights"
+        yield text, adapters, memory.hosts
 
 
 def _can_shard(config: TrainConfig, ranks: int) -> bool:
@@ -626,20 +415,21 @@ def list_changes(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
     ----------
     ranks: number of ranks that train together.
     """
-    divisors = [2**power for power in range(config.batch_size.bit_length()) if config.batch_size % 2**power == 0]
-    smaller = [
-        {"batch_size": config.batch_size // n, "gradient_accumulation": config.gradient_accumulation * n}
-        for n in divisors[1:]
-    ]
+    rows, micro_batches = config.batch_size, config.gradient_accumulation
     # Each choice with its cost: the share by which a step takes longer; without checkpoints, what a loss may cost.
-    shards = [(0.05, {"shard": "optimizer"})] * _can_shard(config, ranks)
-    can_recompute = config.engine == "torch" and not config.gradient_checkpointing
-    recompute = [(0.3, {"gradient_checkpointing": True})] * can_recompute
-    no_checkpoints = [(0.5, {"checkpoint_every": 0})] * bool(config.checkpoint_every)
-    choices = [shards, [(0.08 * number, one) for number, one in enumerate(smaller, 1)], recompute, no_checkpoints]
-    nothing: list[tuple[float, dict[str, Any]]] = [(0.0, {})]
-    combined = [tuple(zip(*some)) for some in product(*(nothing + choice for choice in choices))]
-    return [dict(ChainMap(*reversed(changes))) for _, changes in sorted(combined, key=lambda one: sum(one[0]))[1:]]
+    choices: list[list[tuple[float, dict[str, Any]]]] = [
+        [(0.05, {"shard": "optimizer"})] * _can_shard(config, ranks),
+        [
+            (0.08 * power, {"batch_size": rows >> power, "gradient_accumulation": micro_batches << power})
+            for power in range(1, rows.bit_length())
+            if rows % (1 << power) == 0
+        ],
+        [(0.3, {"gradient_checkpointing": True})] * (config.engine == "torch" and not config.gradient_checkpointing),
+        [(0.5, {"checkpoint_every": 0})] * bool(config.checkpoint_every),
+    ]
+    every = product(*([(0.0, {}), *choice] for choice in choices))
+    combined = sorted(every, key=lambda some: sum(cost for cost, _ in some))
+    return [{name: new for _, changes in some for name, new in changes.items()} for some in combined[1:]]
 
 
 def _format_options(changes: dict[str, Any]) -> str:

@@ -105,6 +105,19 @@ def read_config(source: str, **settings: Any) -> Any:
     return transformers.AutoConfig.from_pretrained(find_config(source), trust_remote_code=False, **settings)
 
 
+def read_config_file(config: TrainConfig) -> dict[str, Any]:
+    """Return the content of the model's config.json, or of the file that --from-config names, without transformers.
+
+    It is empty for a hub name, for a size such as bert-base, and for a file that cannot be read, which is refused
+    where the model is loaded.
+    """
+    path = Path(config.from_config or f"{find_config(find_model(config.model))}/config.json")
+    try:
+        return load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError):
+        return {}
+
+
 def get_model_name(config: TrainConfig) -> str:
     """Return the name of what is trained, as the user gave it: the value of --from-config, else that of --model."""
     return config.from_config or config.model
@@ -184,12 +197,7 @@ def check_trainable(config: TrainConfig) -> None:
 
     A hub name passes; its configuration is checked where the model is loaded.
     """
-    path = Path(config.from_config or f"{find_config(find_model(config.model))}/config.json")
-    try:
-        settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError):  # a hub name, one of SIZES, or what is refused elsewhere
-        return
-    _refuse_quantised(settings.get("quantization_config"), get_model_name(config))
+    _refuse_quantised(read_config_file(config).get("quantization_config"), get_model_name(config))
 
 
 def _refuse_quantised(quantisation: Any, name: str) -> None:

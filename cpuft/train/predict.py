@@ -272,11 +272,10 @@ def read_finished_run(run: str) -> FinishedRun:
     try:
         options = {name: value for name, value in header.options.items() if name in option_names(TrainConfig)}
         train = load(TrainConfig, options, "the record")
+        settings = load(dict[str, Any], parse_json((model / "config.json").read_text(encoding="utf-8")))
         if header.task in TASKS and find_task(header.task, train.causal).kind in DECODER_KINDS:
-            load(dict[str, Any], parse_json((model / "config.json").read_text(encoding="utf-8")))
             task = find_task(header.task, train.causal)
             return FinishedRun(model, train, last.precision, last.world_size, task)
-        settings = load(dict[str, Any], parse_json((model / "config.json").read_text(encoding="utf-8")))
         named = load(dict[str, str], settings.get("id2label", {}))
         labels = tuple(named[str(number)] for number in range(len(named)))
         (architecture,) = load(list[str], settings.get("architectures"))

@@ -8,7 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpuft.config import TrainConfig
@@ -17,8 +17,9 @@ from cpuft.serialization import load
 from cpuft.terminal import format_table
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare
-from cpuft.train.memory import estimate_rank, find_shape
+from cpuft.train.memory import estimate_rank
 from cpuft.train.model import find_model
+from cpuft.train.model_shape import find_shape
 
 MOST_WRONG = 0.10
 COLUMNS = ("model", "rows", "length", "precision", "ranks", "options", "s a step", "GB", "foretold", "off by")
@@ -93,11 +94,9 @@ def plan_launch(case: Case, folder: Path, asked: argparse.Namespace, run_dir: Pa
 
 def estimate(case: Case, record: Record) -> dict[str, int]:
     """Return the memory estimate of the first rank by part, as the preparation of a run reports it."""
-    config = load(TrainConfig, record.header.options)
+    config = replace(load(TrainConfig, record.header.options), precision=record.header.precision)
     prepared = read_prepared(str(prepare(config)))
-    return estimate_rank(
-        find_shape(config, prepared.vocab_size), config, record.header.precision, prepared, case.ranks, True
-    )
+    return estimate_rank(find_shape(config, prepared.vocab_size), config, prepared, case.ranks, True)
 
 
 def format_row(case: Case, record: Record, foretold: int) -> list[str]:

@@ -29,8 +29,9 @@ from cpuft.train.fast import frozen
 from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.fast.frozen import FrozenEmbedding, FrozenLinear, dequantise, list_frozen_weights, quantise
 from cpuft.train.loop import train
-from cpuft.train.memory import estimate_rank, find_shape
+from cpuft.train.memory import estimate_rank
 from cpuft.train.model import choose_lora, find_model
+from cpuft.train.model_shape import find_shape
 from cpuft.train.objective.labels import Classification
 from cpuft.train.objective.next_token import Chat
 from cpuft.train.setup import TrainingSetup
@@ -329,8 +330,8 @@ def test_the_estimate_counts_the_weights_that_a_model_has(
     kind: str, base_precision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(frozen, "_buffers", threading.local())  # there is no buffer of another test
-    config, load, prepared = make_large_config(kind, tmp_path, base_precision=base_precision)
-    parts = estimate_rank(find_shape(config, 30_000), config, "fp32", prepared, 1, False)
+    config, load, prepared = make_large_config(kind, tmp_path, base_precision=base_precision, precision="fp32")
+    parts = estimate_rank(find_shape(config, 30_000), config, prepared, 1, False)
     model = load(config)
     mapped = {one.data_ptr(): one.nbytes for one in list_frozen_weights(model)}
     own = {one.data_ptr(): one.nbytes for one in model.parameters() if one.data_ptr() not in mapped}

@@ -2,29 +2,35 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
-from cpuft.train.decoder_memory import (
-    CHUNK_LOGITS,
-    FAST_TYPES,
-    DecoderShape,
-    decoder_activation_bytes,
-    fast_layer_bytes,
-    head_bytes,
-    layer_bytes,
-    read_decoder_shape,
-)
+from cpuft.config import TrainConfig
+from cpuft.train.data.archive import Prepared
 from cpuft.train.fast.acceleration import patch_model
 from cpuft.train.lora import add_adapters
+from cpuft.train.memory import (
+    CHUNK_LOGITS,
+    LargestBatch,
+    estimate_rank,
+    find_batches,
+    head_bytes,
+    measure_activations,
+    measure_layer,
+)
+from cpuft.train.model_shape import FAST_DECODERS, ModelShape, read_decoder_shape
 from cpuft.train.precision import autocast
 from tests.train.decoders import FAMILIES
+from tests.train.tokens import make_tokens
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 160, "vocab_size": 64, "max_position_embeddings": 1024}
 ROWS, LENGTH = 2, 256
+BATCH = LargestBatch(ROWS, LENGTH, ROWS * LENGTH)
 
 
 def make_model(family: str, layers: int) -> Any:
@@ -33,7 +39,7 @@ def make_model(family: str, layers: int) -> Any:
     return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(family, **settings)).train()
 
 
-def read(model: Any) -> DecoderShape:
+def read(model: Any) -> ModelShape:
     shape = read_decoder_shape(model.config.to_dict())
     assert shape
     return shape
@@ -71,31 +77,34 @@ def count_kept(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_keeps_what_is_estimated(family: str, precision: str, adapts: bool, masks: bool) -> None:
     counted = count_kept(family, 4, precision, adapts, masks) - count_kept(family, 3, precision, adapts, masks)
-    scores = ROWS * LENGTH * LENGTH if masks else 0
-    shape = read(make_model(family, 1))
-    found = layer_bytes(shape, 2 if precision == "bf16" else 4, adapts, ROWS * LENGTH, scores)
+    config = TrainConfig(precision=precision, fast_path=False, pack=masks, lora_rank=2 * adapts)
+    found = measure_layer(read(make_model(family, 1)), config, BATCH).kept
     assert found == pytest.approx(counted, rel=0.12)
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["kept", "again"])
 @pytest.mark.parametrize("adapts", [False, True], ids=["whole", "adapters"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("family", FAST_TYPES)
+@pytest.mark.parametrize("family", FAST_DECODERS)
 def test_a_fast_layer_keeps_what_is_estimated(family: str, precision: str, adapts: bool, again: bool) -> None:
     three, four = (count_kept(family, layers, precision, adapts, True, True, again) for layers in (3, 4))
-    size = 2 if precision == "bf16" else 4
-    found = fast_layer_bytes(read(make_model(family, 1)), size, ROWS * LENGTH, again)
-    assert found == pytest.approx(four - three, rel=0.12)
+    config = TrainConfig(precision=precision, lora_rank=2 * adapts)
+    layer = measure_layer(read(make_model(family, 1)), config, BATCH)
+    assert (layer.inputs if again else layer.kept) == pytest.approx(four - three, rel=0.12)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_shape_has_as_many_parameters_as_its_model_and_its_adapters(family: str) -> None:
     model = make_model(family, 3)
     shape = read(model)
-    assert shape.parameters == pytest.approx(model.num_parameters(), rel=0.01)
+    assert shape.linear_parameters + shape.other_parameters == pytest.approx(model.num_parameters(), rel=0.01)
     adapted = add_adapters(model, 4, "", ())
     trained = sum(one.numel() for one in adapted.parameters() if one.requires_grad)
-    assert shape.count_adapter_parameters(4) == trained
+    tokens = make_tokens([8] * 2)
+    prepared = Prepared((), (), "", 0, tokens, {"": tokens}, "causal")
+    assert (
+        estimate_rank(shape, TrainConfig(precision="fp32", lora_rank=4), prepared, 1, False)["moments"] == 8 * trained
+    )
 
 
 def test_other_configurations_have_no_shape() -> None:
@@ -104,20 +113,33 @@ def test_other_configurations_have_no_shape() -> None:
     assert read_decoder_shape({name: one for name, one in settings.items() if name != "num_key_value_heads"}) is None
 
 
-SHAPE = DecoderShape(28, 1024, 3072, 2048, 1024, 16, 151_936, True, norms_heads=True)
+SHAPE = ModelShape(440_401_920, 155_642_880, 28, 1024, 3072, 2048, 1024, 16, 151_936, norms=2, norms_heads=True)
 """Qwen3-0.6B."""
+ADAPTERS, WHOLE = (TrainConfig(precision="fp32", lora_rank=rank) for rank in (16, 0))
 
 
 def test_the_head_needs_one_chunk_of_logits_however_many_tokens_there_are() -> None:
-    assert SHAPE.parameters == pytest.approx(596e6, rel=0.01)
-    logits = {count: head_bytes(SHAPE, 4, True, count) - 4 * count * SHAPE.hidden for count in (10, 1000, 10_000)}
+    counts = (10, 1000, 10_000)
+    logits = {count: head_bytes(SHAPE, ADAPTERS, count) - 4 * count * SHAPE.hidden for count in counts}
     assert logits == {10: 8 * 10 * SHAPE.vocab_size, 1000: 8 * CHUNK_LOGITS, 10_000: 8 * CHUNK_LOGITS}
-    whole = head_bytes(SHAPE, 4, False, 1000) - head_bytes(SHAPE, 4, True, 1000)
-    assert whole == 4 * SHAPE.embedding_parameters
+    whole = head_bytes(SHAPE, WHOLE, 1000) - head_bytes(SHAPE, ADAPTERS, 1000)
+    assert whole == 4 * SHAPE.vocab_size * SHAPE.hidden
+    assert head_bytes(SHAPE, WHOLE, 0) == 0
 
 
 def test_gradient_checkpointing_saves_most_of_the_activations() -> None:
-    def estimate(checkpoints: bool) -> int:
-        return decoder_activation_bytes(SHAPE, 4, True, checkpoints, 8192, 0, 8191) - head_bytes(SHAPE, 4, True, 8191)
+    def measure(**options: Any) -> int:
+        config = dataclasses.replace(ADAPTERS, **options)
+        return measure_activations(SHAPE, config, LargestBatch(16, 512, 8192, True))[1]
 
-    assert estimate(True) < 0.15 * estimate(False)
+    assert measure(gradient_checkpointing=True) < 0.15 * measure()
+
+
+def test_only_what_the_assistant_says_has_logits() -> None:
+    tokens = make_tokens([100] * 8)
+    said = dataclasses.replace(tokens, labels=np.repeat([0, 1, 0, 0], 200).astype(np.int8))
+    batches = [
+        find_batches(Prepared((), (), "", 0, one, {"": tokens}, kind), TrainConfig(batch_size=8), 1)[0]
+        for one, kind in ((said, "chat"), (tokens, "causal"))
+    ]
+    assert [batch.targets for batch in batches] == [200, 800]

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.train.data.tokenizer import load_tokenizer
-from cpuft.train.memory import find_shape
 from cpuft.train.model import check_trainable, check_weights, describe_load_failure, find_model, load_config
+from cpuft.train.model_shape import find_shape
 from cpuft.train.objective.labels import Classification
 from tests.train.tiny import save_tiny
 

@@ -13,8 +13,8 @@ from cpuft.config import TrainConfig, is_count
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.data.archive import UNTAGGED, Prepared
-from cpuft.train.memory import find_shape
 from cpuft.train.model import get_model_name
+from cpuft.train.model_shape import find_shape
 
 LOWER_IS_BETTER = ("perplexity",)
 """Metrics of which the smallest value is the best."""

@@ -13,15 +13,14 @@ from typing import Any
 from cpuft.config import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import TOKENIZER_FILES, cache_folder, hash_text, write_text
-from cpuft.serialization import load, parse_json
 from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
 from cpuft.train.model import (
     describe_load_failure,
     find_base_model,
-    find_config,
     find_model,
     get_model_name,
     load_config,
+    read_config_file,
 )
 from cpuft.train.startup import find_hub_problem
 
@@ -76,16 +75,12 @@ def digest_tokenizer(config: TrainConfig) -> bytes:
 
 def _digest_model_config(config: TrainConfig) -> bytes:
     """Return the entries of the model's configuration that the checks of its tokens and positions read."""
-    path = (
-        Path(config.from_config) if config.from_config else Path(find_config(find_model(config.model)), "config.json")
-    )
-    try:
-        settings = load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
-        names = ("model_type", "pad_token_id", "eos_token_id", "vocab_size")
-        positions = sorted(item for item in settings.items() if "position" in item[0])  # families name them differently
-        return repr([*(settings.get(name) for name in names), positions]).encode()
-    except (OSError, ValueError):  # a hub name, or one of SIZES
-        return (config.from_config or config.model).encode()
+    settings = read_config_file(config)
+    if not settings:  # a hub name, or one of SIZES
+        return get_model_name(config).encode()
+    names = ("model_type", "pad_token_id", "eos_token_id", "vocab_size")
+    positions = sorted(item for item in settings.items() if "position" in item[0])  # families name them differently
+    return repr([*(settings.get(name) for name in names), positions]).encode()
 
 
 def choose_tokenizer(

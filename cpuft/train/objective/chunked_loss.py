@@ -14,12 +14,8 @@ from typing import Any
 import torch
 from torch.nn.functional import linear
 
-from cpuft.train.decoder_memory import CHUNK_LOGITS
 from cpuft.train.fast.frozen import multiply_columns, multiply_rows
-
-_CHUNK_LOGITS = CHUNK_LOGITS
-"""Largest number of logits of a chunk, 268 MB in fp32. The gradient of the head's weight is read and written once for
-each chunk, so that much smaller chunks would be slower."""
+from cpuft.train.memory import CHUNK_LOGITS
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class _Head:
         self.weight = weight if self.is_narrow else weight.to(self.dtype)
         self.bias = None if bias is None else bias.to(self.dtype)
         self.form = form
-        size = max(1, _CHUNK_LOGITS // len(weight))
+        size = max(1, CHUNK_LOGITS // len(weight))
         self.chunks = [slice(start, start + size) for start in range(0, len(hidden), size)]
 
     def compute_logits(self, part: slice) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -49,7 +49,7 @@ def test_losses_and_gradients_are_torchs_own(
     factors = torch.full((tokens,), 0.3) if uniform else torch.linspace(-1.0, 2.0, tokens)
     wanted = compute_plainly(inputs, targets, form)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chunked_loss, "_CHUNK_LOGITS", chunk)
+        patch.setattr(chunked_loss, "CHUNK_LOGITS", chunk)
         hidden, weight, bias = inputs
         found = compute_token_losses(hidden, weight, bias, targets, form)
         losses, is_right = predict_tokens(hidden, weight, bias, targets, form)
@@ -86,7 +86,7 @@ def test_products_have_the_type_of_autocast_and_gradients_that_of_the_weights() 
 
 
 def test_no_more_logits_than_those_of_a_chunk_are_in_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunked_loss, "_CHUNK_LOGITS", 40)
+    monkeypatch.setattr(chunked_loss, "CHUNK_LOGITS", 40)
     (hidden, weight, bias), targets = make_inputs(64, 20)
     shapes = list[int]()
 
