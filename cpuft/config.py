@@ -1162,7 +1162,8 @@ def refuse_conflicts(config: TrainConfig) -> None:
             flag = format_flag(name, getattr(config, name))
             raise CpuftError(f"--engine {config.engine} excludes {flag}, because {reason}: leave out one of them")
     if config.engine == "ort" and (config.precision, config.backend) != ("fp32", "gloo"):
-        # Under torch 2.3, DistributedDataParallel holds the GIL while it waits for process groups written in Python.
+        # Under torch 2.3, DistributedDataParallel waited for process groups written in Python with the GIL held. Others
+        # were not tried since cpuft does without it.
         raise CpuftError("--engine ort trains only in fp32 and over gloo: add --precision fp32 --backend gloo")
     if config.causal and config.task != "text":
         raise CpuftError(f"--causal is for --task text only, and this is --task {config.task}: leave it out")

@@ -416,10 +416,6 @@ def open_locked(path: str, seconds: float = 0.0) -> int:
         held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.path.samestat(os.fstat(held), os.stat(path)):
-                return held
-        except FileNotFoundError:
-            pass  # who held it before has removed it
         except BlockingIOError:
             if time.monotonic() > end:
                 os.close(held)
@@ -427,6 +423,10 @@ def open_locked(path: str, seconds: float = 0.0) -> int:
             time.sleep(0.1)
         except OSError:  # a file system without locks
             return held
+        else:
+            with contextlib.suppress(OSError):  # who held it before has removed it
+                if os.path.samestat(os.fstat(held), os.stat(path)):
+                    return held
         os.close(held)
 
 

@@ -43,8 +43,8 @@ _PROBE_DIAL_SECONDS = 3.5
 """The same for `find_unresponsive`: the kernel of a host that is up has answered one of three SYN packets by then.
 They are 1 and 2 s apart (RFC 6298)."""
 _LOST_SECONDS = 14.0
-"""A connection whose other side confirms nothing for so long is closed, and what was not sent yet never arrives there.
-"""
+"""A direct connection whose other side takes and confirms nothing for so long is closed, and what was not sent yet
+never arrives there."""
 _PROBE_SECONDS = 6.0
 """Time limit for the key exchange in `find_unresponsive`."""
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED

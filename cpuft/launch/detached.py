@@ -419,7 +419,7 @@ class Detached:
                     with lock_run(self.run_dir):
                         self._claim()
                         say(f"cpuft: fetching the results of run {self.order.id} from {self.head.host.name}")
-                        results.fetch(Path(self.run_dir), self.head.from_here(send))
+                        results.fetch(Path(self.run_dir), self.head.from_here(send), refuses_earlier=True)
                     is_stored = True
                 self.head.ask("fetched", self.order.folder, f"{socket.gethostname()}:{self.run_dir}")
                 return self.run_dir

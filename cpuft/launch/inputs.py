@@ -508,7 +508,10 @@ def secrets_on_hosts(
         host = cluster.assignments[index].host
         folder = os.path.dirname(cluster.sent_file(work, index))
         command = ("sh", "-c", _SECRET_FILES, "secret_files", action, cluster.folder, folder, *paths)
-        answer = cluster.access.transport.run(host, command, stdin, _STORE_SECONDS)
+        transport = cluster.access.transport
+        # srun may wait long for a busy controller, and refreshing for an uplink that is busy with the inputs.
+        seconds = _STORE_SECONDS if action == "send" and not transport.bootstrap else 60.0
+        answer = transport.run(host, command, stdin, seconds)
         reason = " ".join(answer.errors.split())[-200:]
         if answer.exit_code == LATER_START:
             refusing.add(index)
@@ -525,7 +528,7 @@ def secrets_on_hosts(
         """Tell the hosts that the launcher is still there, until every process has read its file."""
         while not is_over.wait(_REFRESH_SECONDS):
             answers = try_hosts(lambda index: run(index, "refresh"), list_reachable())
-            if not any(answers):
+            if answers and not any(answers):
                 return
 
     is_over, refusing = threading.Event(), set[int]()

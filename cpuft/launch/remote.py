@@ -49,6 +49,12 @@ _MAKE_SECONDS = _LOCK_SECONDS = 60.0
 Say = Callable[[str], None]
 
 
+class _StillLockedError(CpuftError):
+    """Another process works for the run on the head host. The exit code is 75."""
+
+    exit_code = RESUMABLE
+
+
 @dataclasses.dataclass(frozen=True)
 class AttemptOrder:
     """What the supervisor on the head host gets to know."""
@@ -233,7 +239,7 @@ def main() -> None:
         try:
             open_locked(f"{order.run_dir}.lock", _LOCK_SECONDS)  # released when this process ends
         except BlockingIOError:
-            raise CpuftError(
+            raise _StillLockedError(
                 f"an earlier start of the run, or a transfer of its files, has held {order.run_dir}.lock on the head "
                 f"host for {_LOCK_SECONDS:.0f} s: wait until it has ended, and resume the run"
             ) from None

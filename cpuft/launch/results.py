@@ -22,9 +22,9 @@ from cpuft import execute, transfer
 from cpuft.argv import module_command
 from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
-from cpuft.hosts.cluster import STATE_FILE, Cluster
+from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
-from cpuft.launch.state import FINISHED, find_end, note_state, read_state
+from cpuft.launch.state import FINISHED, RunState, find_end, note_state, read_state
 from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
@@ -275,7 +275,7 @@ def _parse_newest_checkpoint(output: str) -> int:
     return int(names[-1]) if names else -1
 
 
-def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
+def fetch(run_dir: Path, command: Sequence[str], refuses_earlier: bool = False) -> list[str]:
     """Merge the files that `command` sends (`transfer.connect`) into `run_dir`, when all of them are here.
 
     What has come when the connection breaks stays in `run_dir`, and the next call goes on from there. All files are on
@@ -283,13 +283,18 @@ def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
     files stay, and older logs are kept as `logs-N`. Where a file takes a folder's place, or a folder a file's or a
     link's, the older one is renamed to `NAME.old-N`.
 
+    Parameters
+    ----------
+    refuses_earlier: whether nothing is stored if what comes is of an earlier start of the run than what is here.
+
     Returns
     -------
     Names of the links, pipes and devices there, which are not sent, each with its kind, for example "logs/x (symbolic
     link)".
 
     Raises CpuftError: the command failed, or has sent nothing for a minute.
-    Raises NotStoredError: a path leads out of the folder, or this machine's disk does not take the files.
+    Raises NotStoredError: a path leads out of the folder, this machine's disk does not take the files, or they are of
+        an earlier start.
     """
     run_dir = Path(os.path.realpath(run_dir))
     try:
@@ -297,7 +302,7 @@ def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
             with transfer.connect(command) as stream:
                 files, others = transfer.receive(stream, part, syncs=True)
             if files:
-                _store(Path(part), run_dir)
+                _store(Path(part), run_dir, refuses_earlier)
     except transfer.TransferError as error:
         code = f" (exit code {error.exit_code})" if error.exit_code else ""
         raise CpuftError(f"the host could not send the run: {error}{code}") from None
@@ -311,9 +316,18 @@ def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
     return [f"{one.name} ({one.kind})" for one in others]
 
 
-def _store(part: Path, run_dir: Path) -> None:
+def _store(part: Path, run_dir: Path, refuses_earlier: bool) -> None:
     """Move what has come to its place."""
-    if not _has_own_state(str(part), str(run_dir)):
+    here, there = _read_usable_state(run_dir), _read_usable_state(part)
+    is_own = there is not None and read_host_folder(str(part)) == read_host_folder(str(run_dir))
+    is_earlier = is_own and here and there and there.owner < here.owner
+    # No host may say which folders on other hosts are those of the run, nor hide a later start of it.
+    if is_earlier or not is_own:
+        if is_earlier and refuses_earlier:
+            raise transfer.RefusedError(
+                f"the run was started again in {run_dir} since, and what is there stays: give another folder with "
+                "--run-dir"
+            )
         (part / STATE_FILE).unlink(missing_ok=True)
     own = [run_dir / "logs"] if _is_folder(part / "logs") else []
     for logs in (*own, *sorted(part.glob("logs-*"))):
@@ -322,14 +336,10 @@ def _store(part: Path, run_dir: Path) -> None:
     _merge(part, run_dir)
 
 
-def _has_own_state(part: str, run_dir: str) -> bool:
-    """Whether the state that has come may replace the one here: no host may say which folders on other hosts are those
-    of the run, nor hide a later start of it."""
+def _read_usable_state(folder: Path) -> RunState | None:
     with contextlib.suppress(CpuftError):
-        here, there = read_state(run_dir), read_state(part)
-        if here and there:
-            return (there.id, there.name) == (here.id, here.name) and there.owner >= here.owner
-    return False
+        return read_state(str(folder))
+    return None
 
 
 def _merge(part: Path, target: Path) -> None:

@@ -159,7 +159,13 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
     if all(access.transport.is_here(host) for host in hosts):
         return read_resumed_run(run, is_script)
     copies, errors = gather_host_copies(hosts, access, os.path.realpath(run))
-    resumed = read_resumed_run(run, is_script, copies)
+    try:
+        resumed = read_resumed_run(run, is_script, copies)
+    except CpuftError:
+        if not errors or any(copy.exists for copy in copies) or Path(run, FILE_NAME).exists():
+            raise
+        silent = "; ".join(map(str, errors))
+        raise CpuftError(f"what run {run} has recorded is not here, and {silent}: try again when they answer") from None
     return replace(resumed, host_copies=copies, unreachable=tuple(map(str, errors)))
 
 
@@ -200,9 +206,8 @@ def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[Ho
     if not (has_record or headers or has_copied_record) and (state or exists):
         if is_script and exists:
             return ResumedRun(str(path), owner=owner)
-        raise CpuftError(
-            f"run {run} has recorded no update: name its script if it has one, else start it again in a new folder"
-        )
+        script = "" if is_script else "name its script if it has one, else "
+        raise CpuftError(f"run {run} has recorded no update: {script}start it again in a new folder")
     if headers and not has_record:
         record = parse_record(headers[0][1], f"the record of {run} on {headers[0][0]}")
     else:

@@ -22,6 +22,7 @@ send)
             echo "number $number" >&2
             exit 213
         }
+        end_watch
         mkdir -p "${4%/*}" && printf '%s\n' "$state" >"$4.new" && mv "$4.new" "$4" || exit 1
     fi
     for old in "$folder"/*.sent; do

@@ -147,7 +147,8 @@ def write_state(run_dir: str, state: RunState) -> None:
     if Path(run_dir).is_dir():
         with write_atomically(Path(run_dir, STATE_FILE)) as beside:
             beside.write_text(format_state(state), encoding="utf-8")
-            sync(str(beside))
+            with suppress(OSError):  # a file system that cannot
+                sync(str(beside))
 
 
 def note_state(run_dir: str, **changes: Any) -> None:

@@ -10,7 +10,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from cpuft.train.process_group import broadcast_value
+
 B = TypeVar("B", bound="Bucket")
+UNUSED_ATTRIBUTE = "_cpuft_unused"
+"""Attribute of a model: names of trained parameters that the first forward pass did not use."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,15 @@ def plan_buckets(parameters: Sequence[ParameterInfo], min_elements: int) -> list
             bucket = open_buckets[parameter.kind] = []
         bucket.insert(0, number)
     return sorted([*full, *open_buckets.values()], key=lambda bucket: -bucket[0])
+
+
+def list_unused(model: nn.Module) -> list[nn.Parameter]:
+    """Return the trained parameters that rank 0's first forward pass did not use (XLNet has some). Collective.
+
+    On other CPUs another expert may be chosen; but the buckets must be the same on all ranks.
+    """
+    parameters = dict(model.named_parameters())
+    return [parameters[name] for name in broadcast_value(getattr(model, UNUSED_ATTRIBUTE, ()))]
 
 
 class Bucket:
@@ -108,6 +121,9 @@ class Bucket:
 
 class GradientBuckets(Generic[B]):
     """Sends buckets in their order, each as soon as the last pass of an update has filled it and those before it.
+
+    A pass must give each parameter its whole gradient at once, as torch does unless gradients are checkpointed with
+    `use_reentrant`.
 
     Parameters
     ----------

@@ -132,8 +132,7 @@ def run_joint_batch(
     clock: gets the laps of the phases forward, communication and backward.
     """
     model, states, lap = setup.exchange.forward_model, list[torch.Tensor](), clock.lap
-    # A rank with one part does the same as the others: if it ran the wrapped model first, it would wait there for ranks
-    # that wait for its examples, as DistributedDataParallel's forward pass may communicate.
+    # A rank with one part does the same as the others.
     if batch.is_cached:
         with torch.no_grad():
             found = [_represent(objective, setup, setup.model, part, states) for part in batch.parts]

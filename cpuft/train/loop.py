@@ -335,8 +335,7 @@ def _warm_up(setup: TrainingSetup, done: int) -> None:
     """
     world = setup.world
     for _, examples in islice(_plan_all_updates(setup), done, done + 1):
-        # DeepSpeed counts every backward pass as a part of an update.
-        if setup.config.engine != "deepspeed":
+        if setup.exchange.allows_warm_up:
             setup.objective.plan_passes(setup, examples, 0).functions[0](0.0, False, Clock())
             setup.exchange.clear_gradients()
         if world.size > 1:

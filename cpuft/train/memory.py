@@ -173,7 +173,7 @@ def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: boo
     if not shape.norms:
         return 12 * targets * shape.vocab_size + copy
     chunk = min(targets * shape.vocab_size, max(CHUNK_LOGITS, shape.vocab_size))
-    # A second gradient: that of a tied embedding, or the one to which a rank's buckets add it.
+    # A second gradient: that of a tied embedding, or its copy in a rank's bucket.
     gradient = (4 + 2 * is_bf16) * weight if trains and config.lora_rank <= 0 else 0
     return (8 + 2 * is_bf16) * chunk + copy + gradient + 4 * targets * shape.hidden
 

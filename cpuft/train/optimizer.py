@@ -77,8 +77,8 @@ def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -
 
     The last layer is left out because the backward pass begins with it: nothing would be saved. torch's generator is
     restored for the recomputation, so dropout masks repeat and gradients are the same to the bit. The checkpoints are
-    not re-entrant, as DistributedDataParallel requires. Fast layers that are made of these layers later recompute only
-    what gradients need.
+    not re-entrant, so that each parameter gets its gradient at once. Fast layers that are made of these layers later
+    recompute only what gradients need.
 
     Parameters
     ----------

@@ -2,9 +2,9 @@
 
     overlap.py BACKEND [BUCKET_MB [MODEL]]
 
-Takes turns between backward alone, the all-reduces of its gradients alone, and both together as training does it:
-layers by DistributedDataParallel, word embeddings by rows. Prints medians in milliseconds, how many cores a rank kept
-busy meanwhile, and the bytes it sent, as one JSON object.
+Takes turns between backward alone, the all-reduces of its gradients alone, and both together: layers by
+DistributedDataParallel, as in users' scripts, and word embeddings by rows. Prints medians in milliseconds, how many
+cores a rank kept busy meanwhile, and the bytes it sent, as one JSON object.
 """
 
 from __future__ import annotations

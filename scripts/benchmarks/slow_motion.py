@@ -63,8 +63,7 @@ SUMS = [0.0] * 7
 Wait = Callable[[], torch.Tensor]
 """Waits for the numbers of all ranks and returns them."""
 WARM_UP_UPDATES = 2 + EXACT_UPDATES
-"""Updates before those that are measured: DistributedDataParallel makes its buckets anew after the first one, and
-powersgd sends int8 blocks before it sends factors."""
+"""Updates before those that are measured: powersgd sends int8 blocks before it sends factors."""
 CPU_UPDATES = 4
 """Updates in which the CPU time of communication is measured."""
 LEAST_SLOWDOWN = 4.0
@@ -623,7 +622,7 @@ def run_ranks(case: Case, replayed: Replay, slowdown: float) -> list[RankTimes]:
     pipes: list[Connection] = []
     processes: list[BaseProcess] = []
     numbers = share_numbers(replayed.times.gradients, size)
-    # DistributedDataParallel imports this. Ranks share the memory of what has been imported before they are forked, as
+    # torch's optimizers import this. Ranks share the memory of what has been imported before they are forked, as
     # long as the garbage collector does not write to its objects.
     importlib.import_module("torch._dynamo")
     gc.collect()

@@ -276,7 +276,8 @@ def test_results_are_fetched_once(
 ) -> None:
     calls, asked = list[str](), list[tuple[str, ...]]()
 
-    def fetch(run_dir: Path, command: Sequence[str]) -> list[str]:
+    def fetch(run_dir: Path, command: Sequence[str], refuses_earlier: bool) -> list[str]:
+        assert refuses_earlier
         calls.append(str(run_dir))
         with pytest.raises(CpuftError, match="another cpuft launch"), lock_run(str(run_dir)):
             pass

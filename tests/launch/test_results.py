@@ -332,6 +332,28 @@ def test_a_state_of_an_earlier_start_or_of_another_run_replaces_none(
     assert found == make_state(**there if is_taken else {"owner": 2})
 
 
+def test_a_detached_run_that_was_started_again_here_keeps_what_is_here(tmp_path: Path, run: Path) -> None:
+    work = make_run(tmp_path, "record.jsonl")
+    (run / "record.jsonl").parent.mkdir(parents=True)
+    (run / "record.jsonl").write_text("of the later start")
+    write_state(str(run), make_state(owner=2))
+    write_state(str(work), make_state(owner=1))
+    with pytest.raises(NotStoredError, match=r"was started again in .*/run since, and what is there stays: give ano"):
+        results.fetch(run, serve(work), refuses_earlier=True)
+    assert tree(run).keys() == {"record.jsonl", "state.json"}
+    assert (run / "record.jsonl").read_text() == "of the later start"
+
+
+def test_a_state_that_is_damaged_here_is_replaced(tmp_path: Path, run: Path) -> None:
+    work = make_run(tmp_path, "record.jsonl")
+    run.mkdir(parents=True)
+    write_state(str(run), make_state())
+    (run / "state.json").write_text((run / "state.json").read_text().replace('"owner": 1', '"owner": 7'))
+    write_state(str(work), make_state(sequence=1))
+    results.fetch(run, serve(work))
+    assert read_state(str(run)) == make_state(sequence=1)
+
+
 def test_a_damaged_state_replaces_none(tmp_path: Path, run: Path) -> None:
     work = make_run(tmp_path, "record.jsonl")
     run.mkdir(parents=True)

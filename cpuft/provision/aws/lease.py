@@ -169,7 +169,7 @@ def format_span(seconds: float) -> str:
 
 
 def format_user_data(until: int, limit: int, public_key: str) -> str:
-    """Return the user data of an instance for cloud-init: its lease, its host key and the key that lets root log in.
+    """Return the user data of an instance for cloud-init: its lease, which host key it makes, and the key that logs in.
 
     Values are written as JSON, which is valid YAML, so that no value can end its line.
 

@@ -10,6 +10,7 @@ from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import Entry
 from cpuft.hosts.ssh_config import Member
 from cpuft.hosts.transport import KEY_CHANGED, KEY_UNKNOWN, HostError, Transport, map_hosts, try_hosts
+from cpuft.provision.aws.client import CallError
 from cpuft.provision.aws.facts import Instance, SecurityGroup
 from cpuft.provision.aws.lease import CHECK_TIMER, Timer, make_schedule_command, parse_timer
 from cpuft.provision.aws.options import AwsConfig
@@ -159,6 +160,14 @@ class Nodes(Servers):
     def _find_keys(self, find_key: Callable[[str], str]) -> list[str]:
         """Look for the host keys that are unknown. Returns the instances whose keys still are: "10.0.0.1 (i-1)"."""
         for one in self.members:
-            if one.known_name not in self.keys and (key := find_key(one.mark)):
+            if one.known_name in self.keys:
+                continue
+            try:
+                key = find_key(one.mark)
+            except CallError as error:
+                if not error.is_transient:
+                    raise
+                key = ""  # it is looked for again
+            if key:
                 self.keys[one.known_name] = key
         return [f"{one.address} ({one.mark})" for one in self.members if one.known_name not in self.keys]

@@ -13,7 +13,7 @@ from cpuft.train.fast.acceleration import keep_freed_memory
 def optimize_by_ipex(model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
     """Put IPEX's layers into a model, and its fp32 master weights into the optimizer, in place.
 
-    It must run before DistributedDataParallel counts the parameters. `state_dict` stays fp32, with the same names. The
+    It must run before the exchange is made. `state_dict` stays fp32, with the same names. The
     model is in training mode afterwards, and glibc keeps freed memory.
 
     Parameters

@@ -100,7 +100,7 @@ class Exchange:
 
         Returns
         -------
-        Seconds of the last backward pass in which this rank encoded gradients, or only waited for messages.
+        Seconds of the last backward pass in which this rank encoded gradients, or waited for messages.
         """
         return 0.0
 

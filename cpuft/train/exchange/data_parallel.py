@@ -22,12 +22,9 @@ from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
 from cpuft.compressions import count_buckets
 from cpuft.config import TrainConfig
-from cpuft.train.arena import Bucket, GradientBuckets, ParameterInfo, plan_buckets
+from cpuft.train.arena import Bucket, GradientBuckets, ParameterInfo, list_unused, plan_buckets
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
-
-UNUSED_ATTRIBUTE = "_cpuft_unused"
-"""Attribute of a model: names of trained parameters that the first forward pass did not use (XLNet has some)."""
 
 
 class DataParallelExchange(Exchange):
@@ -49,10 +46,10 @@ class DataParallelExchange(Exchange):
         self._rows = make_row_exchange(model, compression, group, hosts)
         self._reduce = make_reduce(compression, group, hosts)
         members = group.size() if hosts is None else hosts.ranks // hosts.sums.size()
-        words, unused = self._rows.weight if self._rows else None, getattr(model, UNUSED_ATTRIBUTE, ())
-        layers = {name: one for name, one in model.named_parameters() if one.requires_grad and one is not words}
-        self._unused = [layers[name] for name in unused if name in layers]
-        buckets = make_buckets([*layers.values()], self._unused, config.grad_compression, members)
+        words = self._rows.weight if self._rows else None
+        layers = [one for one in model.parameters() if one.requires_grad and one is not words]
+        self._unused = list_unused(model)
+        buckets = make_buckets(layers, self._unused, config.grad_compression, members)
         self._buckets = GradientBuckets(buckets, self._send)
         self._sent: list[torch.futures.Future[torch.Tensor]] = []
         self._coding_seconds = 0.0
@@ -81,8 +78,9 @@ class DataParallelExchange(Exchange):
         -------
         Seconds of the last backward pass in which this rank encoded gradients.
         """
-        coding, self._coding_seconds = self._coding_seconds, 0.0
+        coding = self._coding_seconds
         self._buckets.send_rest()
+        self._coding_seconds = 0.0
         for mean in self._sent:
             mean.wait()
         self._sent.clear()
@@ -119,8 +117,8 @@ def make_buckets(
     Parameters
     ----------
     layers: all parameters whose gradients are sent whole, in the order of the model.
-    unused: those that the first forward pass did not use. They have the last buckets for themselves: others would wait
-        for them until the end of the backward pass.
+    unused: what `list_unused` returned. They have the last buckets for themselves: others would wait for them until the
+        end of the backward pass.
     members: number of ranks that send gradients to each other.
     """
     total, late = sum(one.numel() for one in layers), {*unused}

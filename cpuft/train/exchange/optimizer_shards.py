@@ -139,19 +139,28 @@ class OptimizerShards:
     embedding: weight of a word embedding, which gets a bucket of its own. Its shards are whole rows. Without weight
         decay, ranks send only the rows that `mark_rows` was ever called with. None if no embedding is exchanged by
         rows.
+    unused: what `list_unused` returned. Each has a bucket for itself, after all others.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, embedding: Tensor | None) -> None:
+    def __init__(
+        self, model: nn.Module, optimizer: Optimizer, embedding: Tensor | None, unused: Sequence[nn.Parameter] = ()
+    ) -> None:
         self._optimizer = optimizer
         self._masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
         groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.parameters = [parameter for parameter in model.parameters() if parameter in groups]
         """The parameters that the optimizer had, in the order of the model."""
+        late = {*unused}
         infos = [
-            ParameterInfo(p.numel(), (p.dtype, groups[p], p is embedding), p.untyped_storage().data_ptr())
-            for p in self.parameters
+            ParameterInfo(
+                p.numel(),
+                (number if p in late else None, p.dtype, groups[p], p is embedding),
+                p.untyped_storage().data_ptr(),
+            )
+            for number, p in enumerate(self.parameters)
         ]
         planned, masters = plan_buckets(infos, BUCKET_NUMBERS), self._take_masters()
+        planned.sort(key=lambda numbers: self.parameters[numbers[0]] in late)
         unit = ALIGNMENT if embedding is None else math.lcm(ALIGNMENT, embedding.shape[-1])
         self.buckets = [
             ShardedBucket(some, masters, unit if some[0] is embedding else ALIGNMENT)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import resolve_compression, to_wire_type
 from cpuft.config import TrainConfig
-from cpuft.train.arena import GradientBuckets
+from cpuft.train.arena import GradientBuckets, list_unused
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.optimizer_shards import OptimizerShards, ShardedBucket
 from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
@@ -44,7 +44,7 @@ class _Message:
 
 
 class ShardedExchange(Exchange):
-    """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets like those of DistributedDataParallel.
+    """ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054), in buckets that are sent during the backward pass.
 
     Making it is collective, moves the parameters into buckets, and replaces them in the optimizer by this rank's
     shards. With gradient compression bf16 or fp16, gradients are sent in that type, and added up in fp32.
@@ -59,10 +59,13 @@ class ShardedExchange(Exchange):
         self._ranks, self._compression = group.size(), resolve_compression(config.grad_compression, precision)
         self._rows = make_row_exchange(model, self._compression, group)
         embedding = self._rows.weight if self._rows else None
-        self.shards = self._shards = OptimizerShards(model, optimizer, embedding)
+        unused = list_unused(model)
+        self.shards = self._shards = OptimizerShards(model, optimizer, embedding, unused)
         buckets = self._shards.buckets
         self._embedding_bucket = next((one for one in buckets if one.parameters()[0] is embedding), None)
         self._dense_buckets = [one for one in buckets if one is not self._embedding_bucket]
+        late = {*unused}
+        self._unused_buckets = [one for one in self._dense_buckets if one.parameters()[0] in late]
         self._gradients = GradientBuckets(self._dense_buckets, self._send)
         self._messages: list[_Message] = []
         self._waited = 0.0
@@ -109,8 +112,9 @@ class ShardedExchange(Exchange):
         Seconds of the last backward pass in which this rank waited for messages, because too many buckets were under
         way.
         """
-        waited, self._waited = self._waited, 0.0
+        waited = self._waited
         self._gradients.send_rest()
+        self._waited = 0.0
         if self._rows and self._embedding_bucket:
             rows = self._rows.average(find_token_ids())
             set_gradient_rows(self.bare_model, rows)
@@ -118,6 +122,9 @@ class ShardedExchange(Exchange):
             self._embedding_bucket.shard.grad = _slice_gradient(self._rows.weight, self._embedding_bucket)
         while self._messages:
             self._receive()
+        for bucket in self._unused_buckets:
+            if bucket.shard.grad is not None and not bucket.shard.grad.any():
+                bucket.shard.grad = None  # as on one rank, so that weight decay leaves it as it is
         return waited
 
     def clip_gradients(self) -> None:

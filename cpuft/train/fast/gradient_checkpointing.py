@@ -31,8 +31,8 @@ def run_with_recompute(part: Callable[..., Any], *tensors: Any) -> Any:
     """Return `part(ForwardPass.FIRST, *tensors)`, and keep only `tensors` until backward.
 
     Backward runs `part(ForwardPass.RECOMPUTE, *tensors)` to have what it needs. The part must draw no random numbers,
-    because the generator's state is not restored. The checkpoint is not re-entrant, as DistributedDataParallel
-    requires.
+    because the generator's state is not restored. The checkpoint is not re-entrant, so that each
+    parameter gets its gradient at once.
     """
     passes = itertools.chain([ForwardPass.FIRST], itertools.repeat(ForwardPass.RECOMPUTE))
     return checkpoint(

@@ -28,8 +28,7 @@ _PROBE_TOKENS = 3
 
 @dataclass(frozen=True)
 class TokenLosses:
-    """What a decoder's forward pass returns for an input with `places`. A dataclass, because DistributedDataParallel
-    looks for tensors in its fields."""
+    """What a decoder's forward pass returns for an input with `places`."""
 
     losses: torch.Tensor
     """Cross entropy of each target, fp32, shape (targets,)."""
@@ -173,8 +172,7 @@ def compute_losses_in_model(model: Any, name: str) -> None:
 
     Then it runs the decoder without its head on the other inputs, and computes the head only for the last hidden states
     at these places, with the cross entropies of the input `targets`. Without `places`, the forward pass is the model's
-    own. Everything happens in the model's forward pass, so that models that wrap it, such as DistributedDataParallel,
-    see all of its parameters there.
+    own. Everything happens in the model's forward pass, so that engines that wrap it see all of its parameters there.
 
     Parameters
     ----------

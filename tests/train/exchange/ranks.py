@@ -19,6 +19,7 @@ from transformers import BertConfig, BertForSequenceClassification
 from cpuft import comm
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
 from cpuft.config import TrainConfig
+from cpuft.train.arena import UNUSED_ATTRIBUTE
 from cpuft.train.exchange import data_parallel
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.compression import make_levels
@@ -187,13 +188,51 @@ def of_late_rows(rank: int) -> dict[str, float]:
     return {"off": float((ends[1] - ends[0]).norm() / (ends[0] - start).norm())}
 
 
+class Choice(torch.nn.Module):
+    """Layers of which one is used by all ranks, one by the second rank, and one by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.all, self.second, self.nobody = (torch.nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, rank: int) -> torch.Tensor:
+        inputs = torch.full((1, 4), 1.0 + rank)
+        outputs: torch.Tensor = self.all(inputs) + (self.second(inputs) if rank else 0)
+        return outputs.square().sum()
+
+
+def of_unused(rank: int, shard: str) -> dict[str, float]:
+    """How far two ranks are from one that runs both passes, if each rank believes that others are unused."""
+    model, alone = Choice(), Choice()
+    start = alone.nobody.weight.detach().clone()
+    setattr(model, UNUSED_ATTRIBUTE, ("second.weight", "nobody.weight", "nobody.bias") if rank == 0 else ())
+    config = TrainConfig(shard=shard, max_grad_norm=0.0)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.1, weight_decay=0.5) for one in (model, alone)]
+    exchange = choose_exchange(config, 2)(model, optimizers[0], config, "fp32")
+    for _ in range(3):
+        exchange.begin_pass(is_last=True)
+        torch.autograd.backward(exchange.forward_model(rank))
+        exchange.average_gradients(list)
+        exchange.clip_gradients()
+        exchange.optimizer.step()
+        exchange.clear_gradients()
+        exchange.synchronize_parameters(True, wait=True)
+        optimizers[1].zero_grad()
+        torch.autograd.backward((alone(0) + alone(1)) / 2)
+        optimizers[1].step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    off = max(float((one - other).detach().abs().max()) for one, other in pairs)
+    return {"off": off, "decayed": float((model.nobody.weight - start).detach().abs().max())}
+
+
 if __name__ == "__main__":
     become_rank()
     torch.set_num_threads(1)
     comm.start("gloo", timeout_seconds=20)
     own = dist.get_rank()
     everything = {"gradients": of_gradients(own), "parameters": of_parameters(own), "rungs": of_rungs(own)}
-    everything |= {"late rows": of_late_rows(own)}
+    everything |= {"late rows": of_late_rows(own), "unused": [of_unused(own, one) for one in ("none", "optimizer")]}
     Path(sys.argv[1], f"{own}.json").write_text(json.dumps(everything | {"frozen": of_frozen(own)}))
     dist.barrier()
     dist.destroy_process_group()

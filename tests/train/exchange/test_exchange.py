@@ -93,6 +93,8 @@ def test_two_ranks(tmp_path: Path) -> None:
     named = 4 * (5 * 8 + 8 + 1)
     assert (first["sent"], first["gradients"]) == ([0, named, named], [])
     assert max(one["late rows"]["off"] for one in both) < 1e-4
+    for found in (one for rank in both for one in rank["unused"]):
+        assert (found["off"], found["decayed"]) == (pytest.approx(0.0, abs=1e-6), 0.0)
     for rungs in (one["rungs"] for one in both):
         assert list(rungs) == ["none", "bf16", "fp16", "int8", "powersgd"]
         assert all(promised == sent for promised, sent in rungs.values())
