@@ -21,6 +21,7 @@ from cpuft.execute import Answer
 from cpuft.hosts.cluster import STATE_FILE, Access, Cluster, gather_cluster, read_host_folder
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import SshTransport
+from cpuft.launch import resume
 from cpuft.launch.inputs import Bundle, plan_sending
 from cpuft.launch.plan import Job, add_transfers, find_prepared_hosts, plan_run, plan_training
 from cpuft.launch.results import FILES_LEFT, plan_partial_cleanup, plan_results, remove_all_but_checkpoints
@@ -384,6 +385,18 @@ def test_a_run_without_a_record_is_active_or_did_not_begin_or_never_was(
 ) -> None:
     with pytest.raises(CpuftError, match=message):
         read_resumed_run(str(tmp_path / "run"), host_copies=[copy])
+
+
+def test_a_silent_host_is_named_if_no_other_has_the_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, silent = str(tmp_path / "run"), CpuftError("host b does not answer")
+    monkeypatch.setattr(resume, "read_hosts", lambda config: (Host("a"), Host("b")))
+    monkeypatch.setattr(resume, "find_access", lambda config: Access(SshTransport()))
+    copies = [HostCopy(Host("a"), state=make_state())]
+    monkeypatch.setattr(resume, "gather_host_copies", lambda *given: (copies, [silent]))
+    with pytest.raises(CpuftError, match="is not here, and host b does not answer: try again when they answer"):
+        gather_resumed_run(run, LaunchConfig())
+    write_run(tmp_path / "run", HEADER)
+    assert gather_resumed_run(run, LaunchConfig()).unreachable == ("host b does not answer",)
 
 
 def test_remote_paths_in_recorded_options_may_be_replaced() -> None:
