@@ -502,7 +502,12 @@ def secrets_on_hosts(
 
     def send(index: int) -> None:
         names = [*map(str, range(cluster.assignments[index].ranks)), *(["prepare"] if prepares and not index else [])]
-        run(index, "send", begun, *(f"{cluster.sent_file(work, index)}-{name}" for name in names), stdin=text)
+        try:
+            run(index, "send", begun, *(f"{cluster.sent_file(work, index)}-{name}" for name in names), stdin=text)
+        except CpuftError as error:
+            if error.is_transient:
+                silent.add(index)
+            raise
 
     def run(index: int, action: str, *paths: str, stdin: str = "") -> str:
         host = cluster.assignments[index].host
@@ -522,7 +527,11 @@ def secrets_on_hosts(
 
     def list_reachable() -> list[int]:
         unreachable = cluster.access.transport.unresponsive
-        return [index for index, one in enumerate(cluster.assignments) if one.host.name not in unreachable]
+        return [
+            index
+            for index, one in enumerate(cluster.assignments)
+            if one.host.name not in unreachable and index not in silent
+        ]
 
     def refresh() -> None:
         """Tell the hosts that the launcher is still there, until every process has read its file."""
@@ -531,7 +540,7 @@ def secrets_on_hosts(
             if answers and not any(answers):
                 return
 
-    is_over, refusing = threading.Event(), set[int]()
+    is_over, refusing, silent = threading.Event(), set[int](), set[int]()
     try:
         map_hosts(send, range(len(cluster.assignments)))
         threading.Thread(target=refresh, daemon=True).start()

@@ -21,7 +21,7 @@ from cpuft import transfer
 from cpuft.argv import module_command
 from cpuft.cli import cli
 from cpuft.config import LaunchConfig, PredictConfig, ScriptConfig, TrainConfig, parse_arguments
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, TransientError
 from cpuft.execute import Answer, run_stage
 from cpuft.hosts import cluster as clusters
 from cpuft.hosts.cluster import Access, Assignment, Cluster
@@ -593,6 +593,24 @@ def test_a_host_knows_the_last_start_of_a_run_and_refuses_earlier_ones(cluster: 
     with sent(cluster, owner=11) as path:
         pass
     assert (path.parent.exists(), (begun / "state.json").exists()) == (False, True)
+
+
+def test_a_host_that_is_silent_while_it_gets_its_files_is_not_asked_again() -> None:
+    asked = list[tuple[str, str]]()
+
+    class Transport(LocalTransport):
+        def run(self, host: Host, argv: Sequence[str], stdin: str = "", seconds: float = 60.0) -> Answer:
+            asked.append((host.name, argv[4]))
+            if host.name == AWAY.assignments[1].host.name:
+                raise TransientError("no answer")
+            return Answer(0, "")
+
+    cluster = replace(AWAY, access=replace(AWAY.access, transport=Transport()))
+    with pytest.raises(TransientError), sent(cluster):
+        pass
+    first, second = (one.host.name for one in AWAY.assignments[:2])
+    assert [action for name, action in asked if name == second] == ["send"]
+    assert [action for name, action in asked if name == first] == ["send", "remove"]
 
 
 def test_a_host_removes_secret_files_that_no_process_read_in_ten_minutes(cluster: Cluster) -> None:

@@ -332,6 +332,25 @@ def test_a_run_that_finished_on_an_earlier_head_host_is_fetched_from_there(monke
     assert [step.host for step in removals] == ["node1", "node2"]
 
 
+def test_a_restart_uses_the_same_folder_on_hosts_before_there_is_one_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise nobody would find what a host got that was lost while it got it."""
+    last = replace(make_cluster((1, 1)), works_remotely=True, command_prefixes={"node1": (), "node2": ()})
+    hosts = tuple(assignment.host for assignment in last.assignments)
+    for name, fake in {
+        "read_hosts": lambda config: hosts,
+        "kill_ranks": lambda *given: None,
+        "_find_unreachable": lambda *given: {"node1"},
+        "clean_up_left_out_hosts": lambda *given: None,
+        "gather_cluster": lambda *given: replace(last, assignments=last.assignments[1:], token="another"),
+        "gather_host_copies": lambda *given: ((HostCopy(hosts[1]),), []),
+    }.items():
+        monkeypatch.setattr(f"cpuft.launch.restart.{name}", fake)
+    tried, launch = AttemptResult(75, unreachable=frozenset({"node1"})), Launch(script(2), "/runs/none", {})
+    plan, cluster, _ = plan_next_attempt(launch, RestartHistory(last), RunPlan(), last, tried, "why")
+    assert plan.ranks
+    assert cluster.work_dir("/runs/none") == last.work_dir("/runs/none")
+
+
 def test_a_restart_does_not_take_a_host_that_could_not_be_asked_for_one_without_checkpoints(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
