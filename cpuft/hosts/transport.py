@@ -42,9 +42,6 @@ _DIAL_SECONDS = 5.0
 _PROBE_DIAL_SECONDS = 3.5
 """The same for `find_unresponsive`: the kernel of a host that is up has answered one of three SYN packets by then.
 They are 1 and 2 s apart (RFC 6298)."""
-_LOST_SECONDS = 14.0
-"""A direct connection whose other side takes and confirms nothing for so long is closed, and what was not sent yet
-never arrives there."""
 _PROBE_SECONDS = 6.0
 """Time limit for the key exchange in `find_unresponsive`."""
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
@@ -500,7 +497,7 @@ def _open_stream(login: Login, bastion: paramiko.SSHClient | None, seconds: floa
         return paramiko.ProxyCommand(login.proxy)
     try:
         connection = socket.create_connection((login.address, login.port), timeout=min(seconds, _DIAL_SECONDS))
-        detect_dead_peer(connection, _LOST_SECONDS)
+        detect_dead_peer(connection)  # and what was not sent yet never arrives there
         return connection
     except TimeoutError:
         raise

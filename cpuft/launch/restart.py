@@ -463,7 +463,8 @@ def plan_next_attempt(
         clean_up_left_out_hosts(launch, plan, last, remaining)
     job = replace(job, config=replace(job.config, np=np))
     cluster = gather_cluster(job.config, remaining, last.access, last.works_remotely)
-    cluster = replace(cluster, token=last.token)  # the same folder on hosts, also if the run folder here is not made yet
+    # The same folder on hosts, also if the run folder here is not made yet.
+    cluster = replace(cluster, token=last.token)
     copies = _ask_hosts(remaining, cluster, run_dir, history.used_hosts.keys()) if cluster.works_remotely else ()
     if finished := [copy.host for copy in copies if copy.is_finished]:
         cluster = gather_cluster(replace(job.config, np=1), tuple(finished[:1]), last.access, last.works_remotely)
