@@ -11,7 +11,6 @@ import argparse
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -27,7 +26,7 @@ from cpuft.terminal import format_table
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.optimizer import make_optimizer
 from cpuft.train.precision import autocast
-from scripts.benchmarks.bench_shards import SIZES, Step, make_batch, make_model
+from scripts.benchmarks.bench_shards import SIZES, Step, make_batch, make_model, start_ranks
 
 ALONE = "alone"
 WAYS = (ALONE, "none", "bf16", "int8", "powersgd", "shards")
@@ -140,12 +139,8 @@ def main() -> None:
     asked = parse()
     if "RANK" in os.environ:
         run_rank(asked)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        own = ["--np", str(asked.np), "--run-dir", str(Path(folder, "run")), "--no-check", *asked.options]
-        words = [word for word in sys.argv[1:] if word not in asked.options]
-        # What the first rank prints is passed on.
-        subprocess.run([sys.executable, "-m", "cpuft", "launch", *own, "--", __file__, *words], check=True)
+    else:
+        start_ranks(asked, __file__)
 
 
 if __name__ == "__main__":

@@ -150,17 +150,22 @@ def run_rank(asked: argparse.Namespace) -> None:
     dist.destroy_process_group()
 
 
+def start_ranks(asked: argparse.Namespace, program: str) -> None:
+    """Start a program of this folder on all ranks, with the options of this one."""
+    with tempfile.TemporaryDirectory() as folder:
+        own = ["--np", str(asked.np), "--run-dir", str(Path(folder, "run")), "--no-check", *asked.options]
+        words = [word for word in sys.argv[1:] if word not in asked.options]
+        # What the first rank prints is passed on.
+        subprocess.run([sys.executable, "-m", "cpuft", "launch", *own, "--", program, *words], check=True)
+
+
 def main() -> None:
     """Start the ranks, or run as one of them."""
     asked = parse()
     if "RANK" in os.environ:
         run_rank(asked)
-        return
-    with tempfile.TemporaryDirectory() as folder:
-        own = ["--np", str(asked.np), "--run-dir", str(Path(folder, "run")), "--no-check", *asked.options]
-        words = [word for word in sys.argv[1:] if word not in asked.options]
-        # What the first rank prints is passed on.
-        subprocess.run([sys.executable, "-m", "cpuft", "launch", *own, "--", __file__, *words], check=True)
+    else:
+        start_ranks(asked, __file__)
 
 
 if __name__ == "__main__":
