@@ -38,7 +38,7 @@ send)
     setsid sh -c 'while sleep 2 && [ -d "$1" ]; do
         [ -n "$(find "$1" -type f -name "[0-9]*" -mmin -10 | head -n 1)" ] || {
             [ -z "$(find "$1" -type f -name "[0-9]*")" ] || [ -z "$2" ] ||
-                [ "$(ls -A -- "$2" 2>/dev/null)" != state.json ] || rm -rf -- "$2"
+                [ "$(ls -A -- "$2" 2>/dev/null)" != state.json ] || { rm -f -- "$2/state.json" && rmdir -- "$2"; }
             exec rm -rf -- "$1"
         }
     done' watch "$sent" "$run" </dev/null >/dev/null 2>&1 &

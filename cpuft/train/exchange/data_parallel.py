@@ -4,7 +4,7 @@ The gradients of layers are sent during the backward pass, in buckets. Those of 
 only the rows of tokens that were looked up. With powersgd, the next update computes meanwhile (`LateRows`).
 
 Why not torch's DistributedDataParallel: it makes its buckets anew after the first update, so that sums of three ranks
-have another order in a resumed run, sends weights that all ranks have, and does not let kernels write into its buckets.
+have another order in a resumed run, adds each first gradient to zeros, and sends weights that all ranks have.
 """
 
 from __future__ import annotations
