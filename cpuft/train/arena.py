@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
+from cpuft.train.fast.gradient_places import offer_place
 from cpuft.train.process_group import broadcast_value
 
 B = TypeVar("B", bound="Bucket")
@@ -17,37 +17,29 @@ UNUSED_ATTRIBUTE = "_cpuft_unused"
 """Attribute of a model: names of trained parameters that the first forward pass did not use."""
 
 
-@dataclass(frozen=True)
-class ParameterInfo:
-    """What decides in which bucket a parameter lies."""
+def plan_buckets(
+    parameters: Sequence[nn.Parameter], find_kind: Callable[[nn.Parameter], Hashable], min_elements: int
+) -> list[list[nn.Parameter]]:
+    """Return the parameters of each bucket; an empty list without parameters.
 
-    size: int
-    """Number of elements."""
-    kind: Hashable
-    """Parameters of one kind may share a bucket."""
-    block: Hashable
-    """Parameters in one block of memory stay side by side: the fast path multiplies packed layers as one."""
-
-
-def plan_buckets(parameters: Sequence[ParameterInfo], min_elements: int) -> list[list[int]]:
-    """Return the numbers of the parameters in each bucket, ascending; an empty list without parameters.
-
-    Parameters have the numbers of their places in `parameters`. Each bucket has parameters of one kind and at least
-    `min_elements` elements, except the one with the first parameters of each kind. Buckets are in the order in which
-    their gradients are complete, if the backward pass goes through the parameters backwards: that with the last
-    parameters comes first.
+    Each bucket has parameters of one kind and at least `min_elements` elements, except the one with the first
+    parameters of each kind. Parameters in one block of memory stay side by side: the fast path multiplies packed layers
+    as one. Buckets are in the order in which their gradients are complete, if the backward pass goes through the
+    parameters backwards: that with the last parameters comes first.
     """
-    open_buckets: dict[Hashable, list[int]] = {}
-    full: list[list[int]] = []
-    for number in reversed(range(len(parameters))):
-        parameter = parameters[number]
-        bucket = open_buckets.setdefault(parameter.kind, [])
-        is_full = sum(parameters[other].size for other in bucket) >= min_elements
-        if is_full and parameters[bucket[0]].block != parameter.block:
+    blocks: dict[tuple[int, Hashable], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        blocks.setdefault((parameter.untyped_storage().data_ptr(), find_kind(parameter)), []).append(parameter)
+    open_buckets: dict[Hashable, list[nn.Parameter]] = {}
+    full: list[list[nn.Parameter]] = []
+    for (_, kind), block in reversed(blocks.items()):
+        bucket = open_buckets.setdefault(kind, [])
+        if sum(parameter.numel() for parameter in bucket) >= min_elements:
             full.append(bucket)
-            bucket = open_buckets[parameter.kind] = []
-        bucket.insert(0, number)
-    return sorted([*full, *open_buckets.values()], key=lambda bucket: -bucket[0])
+            bucket = open_buckets[kind] = []
+        bucket[:0] = block
+    places = {parameter: place for place, parameter in enumerate(parameters)}
+    return sorted([*full, *open_buckets.values()], key=lambda bucket: -places[bucket[0]])
 
 
 def list_unused(model: nn.Module) -> list[nn.Parameter]:
@@ -98,25 +90,27 @@ class Bucket:
         """Make the buffer, of zeros."""
         self._is_last, self._buffer = is_last, torch.zeros(self._length, dtype=self._parameters[0].dtype)
         self._views = dict(zip(self._parameters, self.gradients(), strict=True))
+        self.clear()
 
     def take(self, parameter: nn.Parameter) -> None:
-        """Let the gradient of a parameter be a view of the buffer: its first one of an update is copied, or zeros.
+        """Let the gradient of a parameter be a view of the buffer: the first one of an update is copied, or zeros.
 
-        torch adds later ones in place. Zeroing the buffer, and adding the first one to it, would take three times as
-        long as the copy.
+        Kernels have written those of most matrices there already, and torch adds later ones in place. Zeroing the
+        buffer, and adding the first one to it, would take three times as long as the copy.
         """
-        view = self._views[parameter]
-        if parameter.grad is None:
+        view, grad = self._views[parameter], parameter.grad
+        if grad is None:
             view.zero_()
-        elif parameter.grad is not view:
-            view.copy_(parameter.grad)
+        elif grad.data_ptr() != view.data_ptr():
+            view.copy_(grad)
         parameter.grad = view
 
     def clear(self) -> None:
-        """Forget the gradients, and set the padding to zero."""
+        """Forget the gradients, set the padding to zero, and let kernels write the next ones into the buffer."""
         self._buffer[sum(self._sizes) :].zero_()
-        for parameter in self._parameters:
+        for parameter, view in self._views.items():
             parameter.grad = None
+            offer_place(parameter, view)
 
 
 class GradientBuckets(Generic[B]):

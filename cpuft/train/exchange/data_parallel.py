@@ -22,7 +22,7 @@ from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
 from cpuft.compressions import count_buckets
 from cpuft.config import TrainConfig
-from cpuft.train.arena import Bucket, GradientBuckets, ParameterInfo, list_unused, plan_buckets
+from cpuft.train.arena import Bucket, GradientBuckets, list_unused, plan_buckets
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
@@ -122,7 +122,6 @@ def make_buckets(
     members: number of ranks that send gradients to each other.
     """
     total, late = sum(one.numel() for one in layers), {*unused}
-    infos = [ParameterInfo(one.numel(), (one.dtype, one in late), number) for number, one in enumerate(layers)]
-    planned = plan_buckets(infos, -(-total // count_buckets(compression, total, members)))
-    buckets = [[layers[number] for number in numbers] for numbers in planned]
-    return [Bucket(some) for some in sorted(buckets, key=lambda some: some[0] in late)]
+    least = -(-total // count_buckets(compression, total, members))
+    planned = plan_buckets(layers, lambda one: (one.dtype, one in late), least)
+    return [Bucket(some) for some in sorted(planned, key=lambda some: some[0] in late)]

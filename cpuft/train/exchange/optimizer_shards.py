@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from cpuft.comm.compression.int8 import all_gather
 from cpuft.compressions import BUCKET_NUMBERS
-from cpuft.train.arena import Bucket, ParameterInfo, plan_buckets
+from cpuft.train.arena import Bucket, plan_buckets
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights
 
 WEIGHTS, MOMENTS = "model", ("exp_avg", "exp_avg_sq")
@@ -150,21 +150,14 @@ class OptimizerShards:
         groups = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self.parameters = [parameter for parameter in model.parameters() if parameter in groups]
         """The parameters that the optimizer had, in the order of the model."""
-        late = {*unused}
-        infos = [
-            ParameterInfo(
-                p.numel(),
-                (number if p in late else None, p.dtype, groups[p], p is embedding),
-                p.untyped_storage().data_ptr(),
-            )
-            for number, p in enumerate(self.parameters)
-        ]
-        planned, masters = plan_buckets(infos, BUCKET_NUMBERS), self._take_masters()
-        planned.sort(key=lambda numbers: self.parameters[numbers[0]] in late)
+        late, masters = {*unused}, self._take_masters()
+        planned = plan_buckets(
+            self.parameters, lambda p: (p if p in late else None, p.dtype, groups[p], p is embedding), BUCKET_NUMBERS
+        )
         unit = ALIGNMENT if embedding is None else math.lcm(ALIGNMENT, embedding.shape[-1])
         self.buckets = [
             ShardedBucket(some, masters, unit if some[0] is embedding else ALIGNMENT)
-            for some in ([self.parameters[number] for number in bucket] for bucket in planned)
+            for some in sorted(planned, key=lambda some: some[0] in late)
         ]
         """All buckets, in the order in which their gradients are complete in a backward pass."""
         self._embedding_bucket = next((one for one in self.buckets if one.parameters()[0] is embedding), None)

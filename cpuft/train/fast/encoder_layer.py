@@ -9,7 +9,7 @@ gradients of the feed-forward half are sent to other hosts while those of the at
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from cpuft.kernels import Kernels, address_array, kernels_for
 from cpuft.train.fast.architectures import LayerParts
 from cpuft.train.fast.attention import Grid, bias_strides
 from cpuft.train.fast.elementwise import Mask, is_exact_gelu
+from cpuft.train.fast.gradient_places import take_place
 from cpuft.train.fast.products import can_multiply
 
 
@@ -69,6 +70,12 @@ def _run(kernels: Kernels, name: str, tensors: tuple[Tensor | None, ...], *rest:
         raise MemoryError("there is not enough memory for the buffers of a matrix product: give a smaller --batch-size")
 
 
+def _make_gradient(like: Tensor, parameters: Sequence[Tensor]) -> Tensor:
+    """Return memory for the gradients of these parameters, in the shape of `like`."""
+    place = take_place(parameters)
+    return torch.empty_like(like) if place is None else place
+
+
 class _AttentionHalf(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -80,7 +87,7 @@ class _AttentionHalf(torch.autograd.Function):
         context, total, y = (torch.empty_like(x) for _ in range(3))
         given = (x, packed_weight, packed_bias, weight, bias, norm_weight, norm_bias, half.bias, half.grid.rows)
         half.run("attention_half_forward", (*given, packed, context, total, y, *statistics))
-        ctx.half = half
+        ctx.half, ctx.projections = half, parameters[:3]
         ctx.save_for_backward(x, packed_weight, weight, norm_weight, packed, context, total, statistics)
         return y
 
@@ -90,7 +97,7 @@ class _AttentionHalf(torch.autograd.Function):
         x, packed_weight, weight, norm_weight, packed, context, total, statistics = ctx.saved_tensors
         half, hidden = ctx.half, x.shape[1]
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dpacked_weight, dweight = torch.empty_like(packed_weight), torch.empty_like(weight)
+        dpacked_weight, dweight = _make_gradient(packed_weight, ctx.projections), _make_gradient(weight, [weight])
         dpacked_bias, dbias, dnorm = x.new_empty(3 * hidden), x.new_empty(hidden), torch.zeros(2, hidden)
         dtotal, dproduct, dcontext, dpacked = (torch.empty_like(one) for one in (x, x, x, packed))
         given = (x, packed_weight, None, weight, None, norm_weight, None, half.bias, half.grid.rows)
@@ -118,7 +125,7 @@ class _FeedForwardHalf(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, inner_weight, inner_bias, weight, norm_weight, inner, slope, total, statistics = ctx.saved_tensors
         dx = torch.empty_like(x) if ctx.needs_input_grad[0] else None
-        dinner_weight, dinner_bias, dweight = (torch.empty_like(one) for one in (inner_weight, inner_bias, weight))
+        dinner_weight, dinner_bias, dweight = (_make_gradient(one, [one]) for one in (inner_weight, inner_bias, weight))
         dbias, dnorm = x.new_empty(x.shape[1]), torch.zeros(2, x.shape[1])
         scratch = (torch.empty_like(x), torch.empty_like(x), torch.empty_like(slope))
         given = (x, inner_weight, None, weight, None, norm_weight, None, inner, slope, total, None, *statistics)

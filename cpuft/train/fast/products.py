@@ -31,6 +31,7 @@ def matrix_product(
     addend: Tensor | None = None,
     left_transposed: bool = False,
     right_transposed: bool = False,
+    place: Tensor | None = None,
 ) -> Tensor:
     """Return left right + bias + addend: (rows, inner), (inner, columns) -> (rows, columns), in the factors' dtype.
 
@@ -42,15 +43,17 @@ def matrix_product(
     addend: (rows, columns); None for none.
     left_transposed: `left` is given as (inner, rows).
     right_transposed: `right` is given as (columns, inner), as torch stores the weight of a linear layer.
+    place: (rows, columns), contiguous, to which the result is written; None for new memory.
     """
-    product = _run(left, right, left_transposed, right_transposed, bias=bias, addend=addend)
+    product = _run(left, right, left_transposed, right_transposed, bias=bias, addend=addend, place=place)
     if product is not None:
         return product
-    if right_transposed and not left_transposed:
+    if right_transposed and not left_transposed and place is None:
         product = functional.linear(left, right, bias)
     else:
-        product = (left.t() if left_transposed else left) @ (right.t() if right_transposed else right)
-        product = product if bias is None else product + bias
+        factors = left.t() if left_transposed else left, right.t() if right_transposed else right
+        product = torch.mm(*factors, out=place)
+        product = product if bias is None else product.add_(bias)
     return product if addend is None else product.add_(addend)
 
 
@@ -120,6 +123,7 @@ def _run(
     column_sums: Tensor | None = None,
     slope: Tensor | None = None,
     has_gelu: bool = False,
+    place: Tensor | None = None,
 ) -> Tensor | None:
     """Return the product after what `Epilogue` in tiles.h does to it; None without a kernel, or if torch is faster."""
     inner, rows = left.shape if left_transposed else left.shape[::-1]
@@ -131,7 +135,7 @@ def _run(
     if kernels is None or not _has_tiles(kernels):
         return None
     factor, addend = (None if x is None else x.contiguous() for x in (factor, addend))
-    result = left.new_empty(rows, columns)
+    result = left.new_empty(rows, columns) if place is None else place
     arrays = (left, right, bias, factor, addend, column_sums, slope, result)
     choices = (int(left_transposed), int(right_transposed), int(has_gelu))
     return result if _is_done(kernels, arrays, (rows, columns, inner, *choices)) else None

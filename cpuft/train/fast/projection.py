@@ -19,6 +19,7 @@ from cpuft.kernels import kernels_for
 from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.frozen import FrozenLinear, FrozenWeight, frozen_linear
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
+from cpuft.train.fast.gradient_places import take_place
 from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
 from cpuft.train.fast.products import gelu_product, matrix_product, slope_product
 
@@ -52,7 +53,7 @@ class _PackedLinear(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         count = len(parameters) // (1 if bias is None else 2)
-        ctx.sizes, ctx.biased = [len(parameter) for parameter in parameters[:count]], bias is not None
+        ctx.weights, ctx.biased = parameters[:count], bias is not None
         weight, scales = quantise_rows(weight) if int8 else (weight, None)
         # Backward of a frozen layer does not need the input.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[5:]) else None, weight, scales)
@@ -75,10 +76,11 @@ class _PackedLinear(torch.autograd.Function):
         elif ctx.needs_input_grad[0]:
             dx = multiply(quantise_rows(grad, scales), weight)
             dx = dx if other_grad is None else dx.add_(other_grad)
-        dweights: tuple[Tensor | None, ...] = (None,) * (len(ctx.sizes) * (1 + ctx.biased))
+        dweights: tuple[Tensor | None, ...] = (None,) * (len(ctx.weights) * (1 + ctx.biased))
         if any(ctx.needs_input_grad[5:]):
-            dweights = torch.split(matrix_product(grad, x, left_transposed=True), ctx.sizes)
-            dweights += torch.split(column_sums(grad), ctx.sizes) if ctx.biased else ()
+            sizes, place = [len(parameter) for parameter in ctx.weights], take_place(ctx.weights)
+            dweights = torch.split(matrix_product(grad, x, left_transposed=True, place=place), sizes)
+            dweights += torch.split(column_sums(grad), sizes) if ctx.biased else ()
         return dx, None, None, None, None, *dweights
 
 
@@ -144,12 +146,16 @@ class _FeedForward(torch.autograd.Function):
         x, inner, inner_weight, outer_weight, slope = ctx.saved_tensors
         wants_x, wants_inner, wants_bias, wants_outer, _ = ctx.needs_input_grad
         grad = grad.contiguous()
-        douter = matrix_product(grad, inner, left_transposed=True) if wants_outer else None
+        douter = dinner = dx = None
+        if wants_outer:
+            douter = matrix_product(grad, inner, left_transposed=True, place=take_place([outer_weight]))
         if slope is None:
             return residual_grad, None, None, douter, None
         before, sums = slope_product(grad, outer_weight, slope)
-        dinner = matrix_product(before, x, left_transposed=True) if wants_inner else None
-        dx = matrix_product(before, inner_weight, addend=residual_grad) if wants_x else None
+        if wants_inner:
+            dinner = matrix_product(before, x, left_transposed=True, place=take_place([inner_weight]))
+        if wants_x:
+            dx = matrix_product(before, inner_weight, addend=residual_grad)
         return dx, dinner, sums.to(grad.dtype) if wants_bias else None, douter, None
 
 

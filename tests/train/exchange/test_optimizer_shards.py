@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from cpuft.train.arena import ParameterInfo, plan_buckets
+from cpuft.train.arena import plan_buckets
 from cpuft.train.exchange.optimizer_shards import ALIGNMENT, find_pieces, shard_length
 
 SIZES = st.lists(st.integers(1, 200), min_size=1, max_size=12)
@@ -38,21 +42,26 @@ def test_every_element_is_in_one_shard(sizes: list[int], ranks: int, unit: int) 
 def test_buckets_have_every_parameter_and_packed_ones_side_by_side(
     runs: list[tuple[int, str, int]], min_elements: int
 ) -> None:
-    parameters = [
-        ParameterInfo(size, kind, block) for block, (count, kind, size) in enumerate(runs) for _ in range(count)
-    ]
-    buckets = plan_buckets(parameters, min_elements)
-    assert sorted(number for bucket in buckets for number in bucket) == list(range(len(parameters)))
+    # Of packed layers, the weights lie in one block and the biases in another, and the model has both in turn.
+    packed = [[torch.zeros(count, size).unbind() for _ in "wb"] for count, _, size in runs]
+    parameters, kinds, blocks = list[nn.Parameter](), dict[nn.Parameter, str](), dict[nn.Parameter, int]()
+    for run, (weights, biases) in enumerate(packed):
+        for pair in zip(weights, biases, strict=True):
+            for offset, view in enumerate(pair):
+                parameter = nn.Parameter(view)
+                parameters.append(parameter)
+                kinds[parameter], blocks[parameter] = runs[run][1], 2 * run + offset
+    buckets = plan_buckets(parameters, kinds.__getitem__, min_elements)
+    assert sorted(map(id, itertools.chain(*buckets))) == sorted(map(id, parameters))
+    places = {one: (bucket, place) for bucket, some in enumerate(buckets) for place, one in enumerate(some)}
     for bucket in buckets:
-        assert len({parameters[number].kind for number in bucket}) == 1
-        assert bucket == sorted(bucket)
-    homes = {number: place for place, bucket in enumerate(buckets) for number in bucket}
-    for number in range(1, len(parameters)):
-        assert parameters[number].block != parameters[number - 1].block or homes[number] == homes[number - 1]
+        assert len({kinds[one] for one in bucket}) == 1
+    for block in set(blocks.values()):
+        (first, start), *others = [places[one] for one in parameters if blocks[one] == block]
+        assert others == [(first, start + number) for number in range(1, len(others) + 1)]
     # No bucket is worth two messages, but for what cannot be cut.
     for bucket in buckets:
-        first = parameters[bucket[0]].block
-        assert sum(parameters[number].size for number in bucket if parameters[number].block != first) < min_elements
+        assert sum(one.numel() for one in bucket if blocks[one] != blocks[bucket[0]]) < min_elements
 
 
 @pytest.mark.parametrize(
@@ -66,4 +75,7 @@ def test_buckets_have_every_parameter_and_packed_ones_side_by_side(
     ],
 )
 def test_buckets_come_in_the_order_of_their_gradients(kinds: str, min_elements: int, buckets: list[list[int]]) -> None:
-    assert plan_buckets([ParameterInfo(1, kind, block) for block, kind in enumerate(kinds)], min_elements) == buckets
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in kinds]
+    numbers = {parameter: number for number, parameter in enumerate(parameters)}
+    planned = plan_buckets(parameters, lambda one: kinds[numbers[one]], min_elements)
+    assert [[numbers[one] for one in bucket] for bucket in planned] == buckets

@@ -14,8 +14,10 @@ from torch import Tensor, nn
 from cpuft.comm.compression.powersgd import Matrix, orthonormalise, write_approximations
 from cpuft.compiler import SOURCES, find_compiler
 from cpuft.kernels import Kernels, kernels_for, use_kernels
+from cpuft.train.fast import products
 from cpuft.train.fast.adamw import MasterWeights, clip_gradients, use_masters
 from tests.train.fast.encoders import relative_error
+from tests.train.fast.test_gradient_places import check_places
 from tests.train.fast.test_kernels import build_for
 
 HEADER = Path(__file__).with_name("emulated_cpu.h")
@@ -114,3 +116,10 @@ def test_all_cpus_make_the_same_factors_of_powersgd(emulated: Kernels, dtype: to
     for kernels in (build_for("znver3"), build_for("sandybridge"), emulated):
         with use_kernels(kernels):
             assert all(mine.equal(theirs) for mine, theirs in zip(make(), wanted, strict=True))
+
+
+def test_halves_with_tiles_write_gradients_into_buckets(emulated: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    for limit in ("_MIN_ROWS", "_MIN_TOKENS", "_MIN_WORK"):
+        monkeypatch.setattr(products, limit, 0)
+    with use_kernels(emulated):
+        check_places("bert", "bf16")
