@@ -47,7 +47,7 @@ class DataParallelExchange(Exchange):
         self._reduce = make_reduce(compression, group, hosts)
         members = group.size() if hosts is None else hosts.ranks // hosts.sums.size()
         words = self._rows.weight if self._rows else None
-        layers = [one for one in model.parameters() if one.requires_grad and one is not words]
+        layers = [one for one in self.trained if one is not words]
         self._unused = list_unused(model)
         buckets = make_buckets(layers, self._unused, config.grad_compression, members)
         self._buckets = GradientBuckets(buckets, self._send)
@@ -95,7 +95,7 @@ class DataParallelExchange(Exchange):
         """Scale gradients down to `--max-grad-norm`, on all ranks by the same factor. Collective without kernels."""
         if self.config.max_grad_norm:
             share = partial(dist.broadcast, src=0)
-            clip_gradients(self.optimizer, self.bare_model.parameters(), self.config.max_grad_norm, share_plain=share)
+            clip_gradients(self.optimizer, self.trained, self.config.max_grad_norm, share_plain=share)
 
     def clear_gradients(self) -> None:
         """Set all gradients to None."""

@@ -64,17 +64,16 @@ class LocalSGDExchange(Exchange):
         Collective at its beginning. The averages that are under way, and the updates that follow, stay as they are
         without it.
         """
-        parameters = [p for p in self.bare_model.parameters() if p.requires_grad]
         with fp32_weights(self.bare_model), torch.no_grad():
-            own = [parameter.detach().clone() for parameter in parameters]
-            for parameter in parameters:
+            own = [parameter.detach().clone() for parameter in self.trained]
+            for parameter in self.trained:
                 dist.all_reduce(parameter)
                 parameter.div_(dist.get_world_size())
         try:
             yield
         finally:
             with fp32_weights(self.bare_model), torch.no_grad():
-                for parameter, value in zip(parameters, own, strict=True):
+                for parameter, value in zip(self.trained, own, strict=True):
                     parameter.copy_(value)
 
     def synchronize_parameters(self, is_due: bool, wait: bool) -> None:

@@ -52,7 +52,7 @@ class MasterWeights:
             self._masters[parameter] = parameter.detach()
             parameter.data = parameter.detach().to(torch.bfloat16)
             parameter.grad = None
-            self.mark_rounded(parameter)
+        self.mark_rounded(self._masters)
         # On the modules that own parameters: libraries that hold a model in another module save it without that module.
         for module in model.modules():
             if own := {name: p for name, p in module.named_parameters(recurse=False) if p in self._masters}:
@@ -61,7 +61,7 @@ class MasterWeights:
                 module.register_load_state_dict_pre_hook(hooks.load)  # type: ignore[no-untyped-call]
         setattr(model, MASTERS_ATTRIBUTE, self)
 
-    def __contains__(self, parameter: Tensor) -> bool:
+    def __contains__(self, parameter: Tensor | None) -> bool:
         """Return whether there is a master of this parameter here."""
         return parameter in self._masters
 
@@ -91,12 +91,11 @@ class MasterWeights:
         The parameters must be their rounded values: nothing checks it.
         """
         self._masters.update(masters)
-        for parameter in masters:
-            self.mark_rounded(parameter)
+        self.mark_rounded(masters)
 
-    def mark_rounded(self, parameter: Tensor) -> None:
-        """Record that a parameter's present value is its master, rounded to bf16; no value changes."""
-        self._versions[parameter] = parameter._version
+    def mark_rounded(self, parameters: Iterable[Tensor]) -> None:
+        """Record that the present values of these parameters are their masters, rounded to bf16; no value changes."""
+        self._versions.update((parameter, parameter._version) for parameter in parameters)
 
     @torch.no_grad()
     def _follow(self, parameter: Tensor) -> None:
@@ -105,7 +104,7 @@ class MasterWeights:
         rounded = master.to(value.dtype)
         if not torch.equal(value, rounded):
             master.copy_(torch.where(value == rounded, master, value.float()))
-        self.mark_rounded(parameter)
+        self.mark_rounded([parameter])
 
     def save(self, parameters: Mapping[str, nn.Parameter], state: dict[str, Any]) -> None:
         """Replace bf16 parameters in a state dict by their masters, which are not copied.
@@ -158,7 +157,7 @@ class MasterWeights:
                 with torch.no_grad():
                     parameter.copy_(self._masters[parameter])
                 parameter.grad = grad
-                self.mark_rounded(parameter)
+            self.mark_rounded(mine)
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
@@ -182,7 +181,7 @@ class MasterWeights:
             for parameter, master in masters.items():
                 with torch.no_grad():
                     parameter.copy_(master)
-                self.mark_rounded(parameter)
+            self.mark_rounded(masters)
 
 
 class _StateHooks:
@@ -351,12 +350,13 @@ class FusedStep(MasterStep):
             return loss
         for group in self.param_groups:
             alike: dict[tuple[float, torch.dtype], list[ParameterUpdate]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    update = self._make_update(parameter)
-                    alike.setdefault((float(update.state["step"]), update.grad.dtype), []).append(update)
-            for (count, _), updates in alike.items():
-                run_adamw(kernels, updates, count, group, self.gradient_factor)
+            updates = self._make_updates(group["params"])
+            # All at once: Python between the calls of torch would take longer than the kernel for a small model.
+            counts = torch.stack([update.state["step"] for update in updates]).tolist() if updates else []
+            for count, update in zip(counts, updates, strict=True):
+                alike.setdefault((count, update.grad.dtype), []).append(update)
+            for (count, _), some in alike.items():
+                run_adamw(kernels, some, count, group, self.gradient_factor)
         self.gradient_factor = 1.0
         return loss
 
@@ -366,34 +366,40 @@ class FusedStep(MasterStep):
         They cannot if a gradient is sparse, or if a parameter without a master is not fp32.
         """
         for parameter in _list_parameters(self):
-            grad = parameter.grad
-            is_fp32 = parameter.dtype == torch.float32 or any(parameter in one for one in self.masters)
-            if grad is not None and (grad.is_sparse or not is_fp32):
-                return None
+            if (grad := parameter.grad) is not None:
+                is_fp32 = parameter.dtype == torch.float32 or any(parameter in one for one in self.masters)
+                if grad.is_sparse or not is_fp32:
+                    return None
         return kernels_for(torch.empty(0))
 
-    def find_embedding(self, parameter: Tensor) -> EmbeddingGradient | None:
-        """Return the gradient of a token embedding, given its weight; None for any other parameter."""
-        found = (one.embedding for one in self.masters)
-        return next((one for one in found if one is not None and one.weight is parameter), None)
+    def list_embeddings(self) -> dict[Tensor, EmbeddingGradient]:
+        """Return the gradients of token embeddings by their weights."""
+        return {one.embedding.weight: one.embedding for one in self.masters if one.embedding is not None}
 
-    def _make_update(self, parameter: nn.Parameter) -> ParameterUpdate:
-        """Return a parameter's update, and count this step in its state, which is made if there is none yet."""
-        masters = next((one for one in self.masters if parameter in one), None)
-        master = None if masters is None else masters.get(parameter)
-        state = self.state[parameter]
-        weights, compute = (parameter.detach(), None) if master is None else (master, parameter.detach())
-        if not state:
-            state["step"] = torch.zeros((), dtype=torch.float32)
-            state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weights), torch.zeros_like(weights)
-        state["step"] += 1
-        torch.autograd.graph.increment_version(parameter)
-        if masters is not None:
-            masters.mark_rounded(parameter)
-        assert parameter.grad is not None
-        embedding = self.find_embedding(parameter)
-        touched = None if embedding is None else embedding.touched_rows(state)
-        return ParameterUpdate(weights, compute, parameter.grad.contiguous(), state, touched)
+    def _make_updates(self, parameters: list[nn.Parameter]) -> list[ParameterUpdate]:
+        """Return the updates of the parameters that have a gradient, and count this step in their states.
+
+        A state is made if there is none yet.
+        """
+        embeddings, updates = self.list_embeddings(), list[ParameterUpdate]()
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+        for parameter in parameters:
+            found = (master for one in self.masters if (master := one.get(parameter)) is not None)
+            master, state = next(found, None), self.state[parameter]
+            weights, compute = (parameter, None) if master is None else (master, parameter)
+            if not state:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+                state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(weights), torch.zeros_like(weights)
+            embedding = embeddings.get(parameter)
+            touched = None if embedding is None else embedding.touched_rows(state)
+            assert parameter.grad is not None
+            updates.append(ParameterUpdate(weights, compute, parameter.grad.contiguous(), state, touched))
+        if updates:
+            torch._foreach_add_([update.state["step"] for update in updates], 1)
+            torch.autograd.graph.increment_version(parameters)
+        for one in self.masters:
+            one.mark_rounded(update.compute for update in updates if update.compute in one)
+        return updates
 
 
 def run_adamw(
@@ -465,13 +471,9 @@ def clip_gradients(
             total_norm = squares.sqrt().to(total_norm.dtype)
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, total_norm)
         return float(total_norm)
-    total = torch.zeros((), dtype=torch.float64)
+    total, embeddings = torch.zeros((), dtype=torch.float64), optimizer.list_embeddings()
     for dtype in dict.fromkeys(g.dtype for g in grads):  # in one order, as the sum depends on it
-        some = [
-            g if (embedding := optimizer.find_embedding(p)) is None else embedding.nonzero_part(g)
-            for p, g in found
-            if g.dtype == dtype
-        ]
+        some = [embeddings[p].nonzero_part(g) if p in embeddings else g for p, g in found if g.dtype == dtype]
         sizes = int64_array([g.numel() for g in some])
         kernels.run("square_sum", dtype, address_array(some), sizes, total, len(some))
     if sum_over_ranks:
