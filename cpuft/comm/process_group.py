@@ -390,7 +390,6 @@ class CollectiveGroup(WatchedGroup):
 
         The Work may be done before the peer has received it. Its result is `tensors`.
         """
-
         arguments.check_message("send", self._membership, tensors, peer, tag)
 
         def body() -> int:
@@ -398,7 +397,8 @@ class CollectiveGroup(WatchedGroup):
             self._backend.send(dense.data_ptr(), dense.nbytes, peer, tag)
             return self._membership.rank
 
-        return self._launch_point_to_point("send", tensors, self._membership.rank, peer, tag, body)
+        place = self.describe_message(self._membership.rank, peer, tag)
+        return self._launch("send", tensors, tensors, body, *place)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
         """Start to receive a tensor, the only one of the list, from rank `peer` of the group, sent with the same tag.
@@ -407,7 +407,8 @@ class CollectiveGroup(WatchedGroup):
         ccl also if it is shorter.
         """
         body = self._make_receiver(tensors, peer, tag)
-        return self._launch_point_to_point("recv", tensors, peer, self._membership.rank, tag, body)
+        place = self.describe_message(peer, self._membership.rank, tag)
+        return self._launch("recv", tensors, tensors, body, *place)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
         """Start to receive a tensor with this tag from the rank that sends first.
@@ -426,11 +427,6 @@ class CollectiveGroup(WatchedGroup):
                 return self._backend.recv(dense.data_ptr(), dense.nbytes, peer, tag)
 
         return body
-
-    def _launch_point_to_point(
-        self, name: str, tensors: Tensors, source: int, target: int, tag: int, body: Callable[[], int]
-    ) -> QueuedWork:
-        return self._launch(name, tensors, tensors, body, *self.describe_message(source, target, tag))
 
 
 def _all_reduce(backend: Backend, group: GroupMembership, tensors: Tensors, opts: Any) -> None:
