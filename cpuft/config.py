@@ -541,11 +541,6 @@ class TrainConfig:
         "package on the head host. A tracker that fails or is slow does not disturb the run (default: none)",
         takes="LIST",
     )
-    record_layer_times: bool = _output(
-        False,
-        "Measure in up to 16 updates when the gradient of each parameter becomes ready, and write these times to the "
-        "record, for cpuft estimate",
-    )
     checkpoint_every: float = _output(
         -1.0,
         "Seconds between checkpoints, from which a run is restarted or resumed; the newest two stay until the run is "
@@ -598,7 +593,6 @@ CHANGEABLE_ON_RESUME = (
     "save_model",
     "lora_merge",
     "report_to",
-    "record_layer_times",
 )
 """Training options that may change when a run is resumed: they decide how these hosts train, not what is learned."""
 
@@ -1080,7 +1074,6 @@ def describe_unknown_value(option: str, value: str, choices: Collection[str]) ->
 
 _LAYERS = "it trains with its own layers"
 _WEIGHTS = "it keeps the fp32 weights to itself"
-_SENDS = "it sends gradients in its own way"
 _SHARDS = "it shards the optimizer state itself"
 _UNTESTED = "this combination is not tested"
 _NO_CHECKPOINTS = "it writes no checkpoints, in which the best weights are kept"
@@ -1090,11 +1083,10 @@ UNSUPPORTED_BY_ENGINE = {
     "deepspeed": {
         **_OWN_LAYERS,
         "sync_every": _WEIGHTS,
-        "grad_compression": _SENDS,
+        "grad_compression": "it sends gradients in its own way",
         "shard": _SHARDS,
         "save_best": _NO_CHECKPOINTS,
         "layerwise_lr_decay": _UNTESTED,
-        "record_layer_times": _SENDS,
     },
     "ort": {**_OWN_LAYERS, "shard": _UNTESTED, "save_best": _NO_CHECKPOINTS},
 }

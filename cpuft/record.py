@@ -301,7 +301,7 @@ class GradientTime:
 
 @dataclass(frozen=True)
 class LayerTimesLine:
-    """When the gradients of a step become ready, as rank 0 measured with --record-layer-times.
+    """When the gradients of a step become ready, as scripts/record-layer-times has measured on one rank.
 
     All times are medians over the measured updates. The seconds of phases are of this rank without waiting for others;
     with --gradient-accumulation, they are sums over the passes of an update.
@@ -359,7 +359,7 @@ class Record:
     footer: Footer | None = None
     resumptions: list[ResumedLine] = field(default_factory=list)
     layer_times: LayerTimesLine | None = None
-    """None if the run did not measure them (--record-layer-times)."""
+    """None unless scripts/record-layer-times has measured them."""
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -182,6 +182,7 @@ TESTED_ELSEWHERE = {
     "comm/backends/gloo.py": "comm/test_process_group.py",
     "comm/compression/powersgd.py": "comm/compression/test_error_feedback.py",
     "comm/tensors.py": "comm/test_process_group.py",
+    "comm/watched_group.py": "comm/test_watchdog.py",
     "compressions.py": "comm/compression/test_table.py",
     "doctor/finding.py": "doctor/test_checks.py",
     "execute.py": "launch/test_supervise.py",

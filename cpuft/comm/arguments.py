@@ -1,22 +1,34 @@
-"""Checks of the arguments of all collectives before a buffer is touched. They raise RuntimeError, as torch's gloo does.
+"""The collectives of a process group, and the checks of their arguments before a buffer is touched.
 
-A check returns what all ranks of the group must call alike, for example "broadcast of 3 float32 from 0".
+A check raises RuntimeError, as torch's gloo does. It returns what all ranks of the group must call alike, for example
+"broadcast of 3 float32 from 0".
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
 
 from cpuft.comm.backends.base import GroupMembership
 
 Tensors = list[torch.Tensor]
-Method = TypeVar("Method", bound=Callable[..., Any])
 
 _REDUCTION_NAMES = {
     dist.ReduceOp.SUM: "sum",
@@ -48,38 +60,47 @@ def count_bytes(value: Any) -> int:
     return sum(map(count_bytes, value)) if isinstance(value, list | tuple) else 0
 
 
-def accept_forms(options: Callable[[], Any], tensors: int = 1, lists: bool = True) -> Callable[[Method], Method]:
-    """Let a method accept every form of its arguments that torch's own groups accept.
+def flatten(value: Any) -> Tensors:
+    """Return a tensor, or the tensors of nested lists, as one list."""
+    return [value] if isinstance(value, torch.Tensor) else [tensor for part in value for tensor in flatten(part)]
 
-    The method itself gets `tensors` arguments, which are lists of tensors (or lists of lists) if `lists` is true, and
-    an object of options. A caller may also pass single tensors, names of arguments, and a ReduceOp, a root or a timeout
-    instead of the object.
+
+def transpose(lists: Sequence[Tensors]) -> list[Tensors]:
+    """Return a list of each list's first tensors, one of their second ones, and so on. The lists are equally long."""
+    return [list(tensors) for tensors in zip(*lists, strict=True)]
+
+
+def _as_list(value: torch.Tensor | Tensors) -> Tensors:
+    return [value] if isinstance(value, torch.Tensor) else value
+
+
+def _accept_forms(method: Method, start: Callable[..., dist.Work]) -> Callable[..., dist.Work]:
+    """Let a method of a group accept every form of its arguments that torch's own groups accept.
+
+    `start` itself gets the group, as many arguments as `method` has, and an object of options. A caller may also pass
+    single tensors, names of arguments, and a ReduceOp, a root or a timeout instead of the object.
     """
 
-    def decorate(method: Method) -> Method:
-        @functools.wraps(method)
-        def call(self: Any, *arguments: Any, **named: Any) -> Any:
-            chosen = [named.pop(name) for name in ("opts", "root", "op", "timeout") if name in named]
-            # torch's names of the others begin with tensor, output or input, and those of lengths hold "split".
-            order = sorted(named, key=lambda name: ("split" in name, name.startswith("input")))
-            values = [*arguments, *(named[name] for name in order)]
-            own, rest = values[:tensors], [*values[tensors:], *chosen]
-            opts = next((value for value in rest if hasattr(value, "timeout")), None) or options()
-            for value in rest:
-                if isinstance(value, timedelta):
-                    opts.timeout = value
-                elif isinstance(value, int):
-                    opts.rootRank = value
-                elif isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType):
-                    opts.reduceOp = value
-            if lists and any(isinstance(value, torch.Tensor) for value in own):
-                # A rank that has no outputs or inputs, as in gather, passes None or an empty list for them.
-                own = [[value] if isinstance(value, torch.Tensor) or value else [] for value in own]
-            return method(self, *own, opts)
+    def call(self: Any, *arguments: Any, **named: Any) -> dist.Work:
+        chosen = [named.pop(name) for name in ("opts", "root", "op", "timeout") if name in named]
+        # torch's names of the others begin with tensor, output or input, and those of lengths hold "split".
+        order = sorted(named, key=lambda name: ("split" in name, name.startswith("input")))
+        values = [*arguments, *(named[name] for name in order)]
+        own, rest = values[: method.tensors], [*values[method.tensors :], *chosen]
+        opts = next((value for value in rest if hasattr(value, "timeout")), None) or method.options()
+        for value in rest:
+            if isinstance(value, timedelta):
+                opts.timeout = value
+            elif isinstance(value, int):
+                opts.rootRank = value
+            elif isinstance(value, dist.ReduceOp | dist.ReduceOp.RedOpType):
+                opts.reduceOp = value
+        if method.lists and any(isinstance(value, torch.Tensor) for value in own):
+            # A rank that has no outputs or inputs, as in gather, passes None or an empty list for them.
+            own = [[value] if isinstance(value, torch.Tensor) or value else [] for value in own]
+        return start(self, *own, opts)
 
-        return cast(Method, call)
-
-    return decorate
+    return call
 
 
 def check_all_reduce(
@@ -128,8 +149,18 @@ def check_all_gather(group: GroupMembership, outputs: list[Tensors], inputs: Ten
     return f"all_gather of {_describe([target for targets in outputs for target in targets])}"
 
 
-def check_all_gather_single(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
+def check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
+    """Check a list of outputs for each rank, with as many as there are inputs."""
+    if any(len(targets) != len(inputs) for targets in outputs):
+        _refuse("all_gather", "requires input/output tensor lists to have the same length")
+    return check_all_gather(group, transpose(outputs), inputs, opts)
+
+
+def check_all_gather_single(
+    group: GroupMembership, output: torch.Tensor | Tensors, source: torch.Tensor | Tensors, opts: Any
+) -> str:
     """Check that each output has the type of its input, and as many times its elements as there are ranks."""
+    outputs, inputs = _as_list(output), _as_list(source)
     _check_parts("all_gather", group, outputs, inputs, "output tensor size", "input tensor size")
     return f"all_gather of {_describe(inputs)}"
 
@@ -149,8 +180,11 @@ def check_reduce_scatter(group: GroupMembership, outputs: Tensors, inputs: list[
     return f"reduce_scatter ({reduction}) of {_describe([piece for pieces in inputs for piece in pieces])}"
 
 
-def check_reduce_scatter_single(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
+def check_reduce_scatter_single(
+    group: GroupMembership, output: torch.Tensor | Tensors, source: torch.Tensor | Tensors, opts: Any
+) -> str:
     """Check that each input has the type of its output, and as many times its elements as there are ranks."""
+    outputs, inputs = _as_list(output), _as_list(source)
     reduction = reduction_name(opts.reduceOp)
     _check_parts("reduce_scatter", group, inputs, outputs, "input tensor size", "output tensor size")
     for tensor in outputs:
@@ -311,3 +345,62 @@ def _describe(tensors: Sequence[torch.Tensor]) -> str:
     if any(tensor.is_sparse for tensor in tensors):
         return " + ".join(f"{_type_name(tensor)} {tuple(tensor.shape)}" for tensor in tensors)
     return " + ".join(str(tensor.numel()) for tensor in tensors) + f" {_type_name(tensors[0])}"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A collective of torch's ProcessGroup."""
+
+    operation: str
+    """Its name in messages."""
+    check: Callable[..., str]
+    """The check of its arguments. gloo itself checks only a part of them, and a wrong one may end the process."""
+    options: Callable[[], Any]
+    tensors: int = 2
+    """Number of its arguments before the options; the first one receives the result."""
+    lists: bool = True
+    """Whether the arguments are lists of tensors."""
+    contribution: int = 1
+    """Index of the argument that is this rank's contribution."""
+
+
+METHODS = {
+    "allreduce": Method("all_reduce", check_all_reduce, AllreduceOptions, 1, contribution=0),
+    "allreduce_coalesced": Method("all_reduce", check_coalesced, AllreduceCoalescedOptions, 1, contribution=0),
+    "broadcast": Method("broadcast", check_broadcast, BroadcastOptions, 1, contribution=0),
+    "reduce": Method("reduce", check_reduce, ReduceOptions, 1, contribution=0),
+    "allgather": Method("all_gather", check_all_gather, AllgatherOptions),
+    "allgather_coalesced": Method("all_gather", check_all_gather_coalesced, AllgatherOptions),
+    "all_gather_single": Method("all_gather", check_all_gather_single, AllgatherOptions, lists=False),
+    "all_gather_single_coalesced": Method("all_gather", check_all_gather_single, AllgatherOptions),
+    "reduce_scatter": Method("reduce_scatter", check_reduce_scatter, ReduceScatterOptions),
+    "reduce_scatter_single": Method("reduce_scatter", check_reduce_scatter_single, ReduceScatterOptions, lists=False),
+    "reduce_scatter_single_coalesced": Method("reduce_scatter", check_reduce_scatter_single, ReduceScatterOptions),
+    "alltoall": Method("all_to_all", check_all_to_all, AllToAllOptions),
+    "all_to_all_single": Method("all_to_all", check_all_to_all_single, AllToAllOptions, 4, lists=False),
+    "gather": Method("gather", check_gather, GatherOptions),
+    "scatter": Method("scatter", check_scatter, ScatterOptions, contribution=0),
+    "barrier": Method("barrier", check_barrier, BarrierOptions, 0),
+}
+"""The collectives by their names in torch 2.13."""
+_OLD_NAMES = {
+    "_allgather_base": "all_gather_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}
+"""Names before torch 2.13."""
+
+
+def add_methods(group: type[dist.ProcessGroup], make: Callable[[str, str], Callable[..., dist.Work]]) -> None:
+    """Give a class of groups all collectives that this torch knows, under its old and new names.
+
+    Parameters
+    ----------
+    make: returns a method of the class from the collective's name in this torch and its key in METHODS. The method gets
+        the arguments without defaults, and the options last.
+    """
+    for name, key in ({key: key for key in METHODS} | _OLD_NAMES).items():
+        if hasattr(dist.ProcessGroup, name):
+            setattr(group, name, _accept_forms(METHODS[key], make(name, key)))

@@ -237,13 +237,13 @@ class LivenessConnection:
         self._socket, self._lines = _join(address, key, rank, join_seconds)
         threading.Thread(target=self._run, name="cpuft-comm-liveness", daemon=True).start()
 
-    def wait_for_all(self, seconds: float = _JOIN_SECONDS) -> None:
-        """Wait on the first rank until all ranks are connected, at most `seconds`; return at once on all others.
+    def wait_for_all(self) -> None:
+        """Wait on the first rank until all ranks are connected, at most 60 s; return at once on all others.
 
         It does not tell whether all ranks came.
         """
         if self._hub:
-            self._hub.is_full.wait(seconds)
+            self._hub.is_full.wait(_JOIN_SECONDS)
 
     def send(self, message: Message) -> None:
         """Send a message to all ranks, including this one. Does nothing if the hub is lost.

@@ -18,26 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import (
-    AllgatherOptions,
-    AllreduceCoalescedOptions,
-    AllreduceOptions,
-    AllToAllOptions,
-    BarrierOptions,
-    BroadcastOptions,
-    GatherOptions,
-    ReduceOptions,
-    ReduceScatterOptions,
-    ScatterOptions,
-)
+from torch._C._distributed_c10d import Store
 
 from cpuft.comm import arguments
 from cpuft.comm import tensors as collectives
-from cpuft.comm.arguments import accept_forms, count_bytes, reduction_name
+from cpuft.comm.arguments import METHODS, Method, add_methods, count_bytes, flatten, reduction_name, transpose
 from cpuft.comm.backends.base import Backend, GroupMembership
-from cpuft.comm.watchdog import CollectiveWatchdog, OperationRegister, stop_watchdog
+from cpuft.comm.watched_group import WatchedGroup
 
 Tensors = list[torch.Tensor]
+Body = Callable[..., None]
+"""Runs a collective: gets the backend, the membership and the method's arguments, and blocks until it is done."""
 _CLOSE_SECONDS = 1.0
 _COLLECTIVES = "collectives"
 
@@ -222,13 +213,7 @@ class CoalescedWork(dist.Work):
     def get_future(self) -> torch.futures.Future[Any]:
         """Return a future of one flat list of all output tensors. Its value() raises an operation's error."""
         futures = torch.futures.collect_all([work.get_future() for work in self._works])
-        return futures.then(lambda done: [tensor for one in done.value() for tensor in _flatten(one.value())])
-
-
-def _flatten(result: Any) -> Tensors:
-    if isinstance(result, torch.Tensor):
-        return [result]
-    return [tensor for part in result for tensor in _flatten(part)]
+        return futures.then(lambda done: [tensor for one in done.value() for tensor in flatten(one.value())])
 
 
 def _begin_span(name: str, tensors: Tensors) -> Callable[[], object]:
@@ -241,7 +226,7 @@ def _begin_span(name: str, tensors: Tensors) -> Callable[[], object]:
     )
 
 
-class CollectiveGroup(dist.ProcessGroup):
+class CollectiveGroup(WatchedGroup):
     """The process group of the backends ccl and mpi.
 
     Operations return at once a QueuedWork, whose wait() blocks until this rank's part is done, and raises the backend's
@@ -257,31 +242,30 @@ class CollectiveGroup(dist.ProcessGroup):
     and receives have a thread for each peer, direction and tag, because a blocking send may wait for a receive that the
     peer posts later.
 
+    The collectives (`allreduce`, `broadcast` and so on) have torch's signatures and are added at the end of this
+    module.
+
     Parameters
     ----------
-    timeout: seconds that an operation may take.
-    register: where operations are registered from their begin to their end.
-    watchdog: closed by `shutdown` if this is the group of all ranks.
+    connect: makes the backend.
     """
 
     def __init__(
         self,
-        backend: Backend,
+        connect: Callable[[Store, int, int, str], Backend],
         membership: GroupMembership,
+        store: Store,
         timeout: float,
-        register: OperationRegister,
-        watchdog: CollectiveWatchdog,
     ) -> None:
-        # The constructor that takes a store cannot make subclasses.
-        super().__init__(membership.rank, membership.size)  # type: ignore[call-arg]
-        self._backend = backend
-        self._membership = membership
-        self._timeout = timeout
-        self._register = register
-        self._watchdog = watchdog
+        super().__init__(membership, store, timeout)
+        operation = self.begin("connect", 0, f"{membership.label} from nothing")
+        try:
+            self._backend = connect(store, membership.rank, membership.size, membership.label)
+        finally:
+            self.end(operation)
         self._threads: dict[str, ProgressThread] = {}
         self._coalesced: list[QueuedWork] | None = None
-        self.compares_calls = True
+        self.compares_calls: bool = getattr(dist.group.WORLD, "compares_calls", True)
         """Whether the ranks compare their calls before each collective; the same on all ranks."""
         self._group_name = membership.label
         self._group_description = ""
@@ -313,15 +297,6 @@ class CollectiveGroup(dist.ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu")]
 
-    @property
-    def timeout(self) -> timedelta:
-        """How long an operation of this group may take."""
-        return timedelta(seconds=self._timeout)
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of operations that have not begun yet."""
-        self._timeout = timeout.total_seconds()
-
     def shutdown(self) -> None:
         """Close the group without waiting for any other rank; its threads get a second each to finish what was queued.
 
@@ -330,9 +305,7 @@ class CollectiveGroup(dist.ProcessGroup):
         for thread in self._threads.values():
             thread.close(_CLOSE_SECONDS)
         self._backend.close()
-        self._register.forget_group(self._membership.label)
-        if self._membership.is_world:
-            stop_watchdog()
+        super().shutdown()
 
     abort = shutdown
 
@@ -368,20 +341,17 @@ class CollectiveGroup(dist.ProcessGroup):
         end_span = _begin_span(f"{self.name()}:{name}", payload)
 
         def task() -> None:
-            operation = self._register.begin(
-                channel or self._membership.label, name, nbytes, ranks or self._membership.ranks, self._timeout
-            )
+            operation = self.begin(name, nbytes, channel, ranks)
             try:
                 try:
                     source = body()
                 finally:
                     end_span()
             except Exception as error:
-                self._watchdog.exit_if_rank_lost(operation, error)
-                self._register.end(operation)
+                self.end(operation, error)
                 work.fail(error)
             else:
-                self._register.end(operation)
+                self.end(operation)
                 work.complete(-1 if source is None else source)
 
         if key not in self._threads:
@@ -391,21 +361,10 @@ class CollectiveGroup(dist.ProcessGroup):
             self._coalesced.append(work)
         return work
 
-    def _launch_collective(
-        self,
-        name: str,
-        payload: Tensors,
-        result: Any,
-        check: Callable[..., str],
-        given: tuple[Any, ...],
-        body: Callable[[], None],
-    ) -> QueuedWork:
+    def _launch_collective(self, method: Method, body: Body, given: tuple[Any, ...]) -> QueuedWork:
         """Check a collective's arguments, and queue it; before its body runs, all ranks compare what they have called.
 
-        Parameters
-        ----------
-        check, given: the check of `arguments` and the arguments that it gets. If it refuses them, its error is raised,
-            and told to the ranks that wait for this one.
+        If the check refuses the arguments, its error is raised, and told to the ranks that wait for this one.
         """
 
         def agree(call: str) -> None:
@@ -413,276 +372,24 @@ class CollectiveGroup(dist.ProcessGroup):
                 collectives.check_ranks_agree(self._backend, self._membership.ranks, call)
 
         try:
-            call = check(self._membership, *given)
+            call = method.check(self._membership, *given)
         except RuntimeError as error:
             refusal = str(error)
-            self._launch(name, [], [], lambda: agree(refusal))
+            self._launch(method.operation, [], [], lambda: agree(refusal))
             raise
 
         def checked_body() -> None:
             agree(call)
-            body()
+            body(self._backend, self._membership, *given)
 
-        return self._launch(name, payload, result, checked_body)
-
-    @accept_forms(AllreduceOptions)
-    def allreduce(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to reduce a tensor, the only one of the list, over the ranks by opts.reduceOp, in place.
-
-        A sparse tensor can be summed. The Work's result is `tensors`. Raises NotImplementedError: the reduction exists
-        in NCCL only (PREMUL_SUM).
-        """
-        return self._all_reduce(arguments.check_all_reduce, tensors, opts)
-
-    @accept_forms(AllreduceCoalescedOptions)
-    def allreduce_coalesced(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to reduce tensors of one type, which may differ in size, as `allreduce` does."""
-        return self._all_reduce(arguments.check_coalesced, tensors, opts)
-
-    def _all_reduce(self, check: Callable[..., str], tensors: Tensors, opts: Any) -> QueuedWork:
-        rank, size = self._membership.rank, self._membership.size
-
-        def body() -> None:
-            for tensor in tensors:
-                if tensor.is_sparse:
-                    collectives.all_reduce_sparse(self._backend, rank, size, tensor)
-                    continue
-                with collectives.contiguous_in_place(tensor) as dense:
-                    collectives.all_reduce(self._backend, size, dense, reduction_name(opts.reduceOp))
-
-        return self._launch_collective("all_reduce", tensors, tensors, check, (tensors, opts), body)
-
-    @accept_forms(ReduceOptions)
-    def reduce(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to reduce a tensor, the only one of the list, to rank opts.rootRank by opts.reduceOp, in place.
-
-        The tensors of the other ranks do not change. This costs as much as an all-reduce. The Work's result is
-        `tensors`.
-
-        Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
-        """
-
-        def body() -> None:
-            whole = collectives.to_contiguous(tensors[0]).clone()
-            collectives.all_reduce(self._backend, self._membership.size, whole, reduction_name(opts.reduceOp))
-            if self._membership.rank == opts.rootRank:
-                tensors[0].copy_(whole)
-
-        return self._launch_collective("reduce", tensors, tensors, arguments.check_reduce, (tensors, opts), body)
-
-    @accept_forms(BroadcastOptions)
-    def broadcast(self, tensors: Tensors, opts: Any) -> QueuedWork:
-        """Start to copy the tensor of rank opts.rootRank, the only one of the list, into those of all ranks.
-
-        The Work's result is `tensors`.
-        """
-
-        def body() -> None:
-            with collectives.contiguous_in_place(tensors[0]) as dense:
-                collectives.broadcast(self._backend, dense, opts.rootRank)
-
-        return self._launch_collective("broadcast", tensors, tensors, arguments.check_broadcast, (tensors, opts), body)
-
-    @accept_forms(AllgatherOptions, 2)
-    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> QueuedWork:
-        """Start to give every rank the tensors of all ranks, which may differ in size. The Work's result is `outputs`.
-
-        Parameters
-        ----------
-        outputs: for each input, a list of one tensor for each rank, with the shape and type of that rank's input.
-        inputs: this rank's tensors.
-        """
-
-        def body() -> None:
-            for targets, source in zip(outputs, inputs, strict=True):
-                collectives.all_gather(self._backend, self._membership.rank, source, targets)
-
-        given = outputs, inputs, opts
-        return self._launch_collective("all_gather", inputs, outputs, arguments.check_all_gather, given, body)
-
-    def allgather_coalesced(self, outputs: list[Tensors], inputs: Tensors, opts: Any = None) -> QueuedWork:
-        """Start to gather several inputs. `outputs` holds a list for each rank, with a tensor for each input.
-
-        The Work's result holds the same tensors with a list for each input. Raises RuntimeError: the lists differ in
-        length.
-        """
-        if any(len(targets) != len(inputs) for targets in outputs):
-            raise RuntimeError("all_gather: requires input/output tensor lists to have the same length")
-        return self.allgather([list(targets) for targets in zip(*outputs, strict=True)], inputs, opts)
-
-    @accept_forms(AllgatherOptions, 2, lists=False)
-    def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> QueuedWork:
-        """Start to give every rank the equally large tensors of all ranks, one after another in `output`.
-
-        `output` has the elements of `source` times the number of ranks. It is the Work's result.
-        """
-        return self._gather_single([output], [source], output)
-
-    @accept_forms(AllgatherOptions, 2)
-    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> QueuedWork:
-        """Start to give every rank several equally large tensors of all ranks.
-
-        The n-th output gets the n-th inputs of all ranks, one after another. The Work's result is `outputs`.
-        """
-        return self._gather_single(outputs, inputs, outputs)
-
-    def _gather_single(self, outputs: Tensors, inputs: Tensors, result: Any) -> QueuedWork:
-        def body() -> None:
-            for output, source in zip(outputs, inputs, strict=True):
-                collectives.all_gather_single(self._backend, source, output)
-
-        given = outputs, inputs, None
-        return self._launch_collective("all_gather", inputs, result, arguments.check_all_gather_single, given, body)
-
-    @accept_forms(ReduceScatterOptions, 2)
-    def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> QueuedWork:
-        """Start to reduce lists of tensors, of which rank r gets the r-th one; they may differ in size.
-
-        The Work's result is `outputs`.
-
-        Parameters
-        ----------
-        outputs: one tensor for each list, with the shape of this rank's tensor in it.
-        inputs: lists of one tensor for each rank.
-        opts: reduceOp is the reduction.
-
-        Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
-        """
-
-        def body() -> None:
-            reduction = reduction_name(opts.reduceOp)
-            for output, pieces in zip(outputs, inputs, strict=True):
-                collectives.reduce_scatter(self._backend, self._membership.rank, pieces, output, reduction)
-
-        given = outputs, inputs, opts
-        payload = [piece for pieces in inputs for piece in pieces]
-        return self._launch_collective("reduce_scatter", payload, outputs, arguments.check_reduce_scatter, given, body)
-
-    @accept_forms(ReduceScatterOptions, 2, lists=False)
-    def reduce_scatter_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any) -> QueuedWork:
-        """Start to reduce a tensor of as many equal parts as ranks, of which rank r gets the r-th one in `output`.
-
-        The reduction is opts.reduceOp. The Work's result is `output`.
-
-        Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
-        """
-        return self._scatter_single([output], [source], opts, output)
-
-    @accept_forms(ReduceScatterOptions, 2)
-    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any) -> QueuedWork:
-        """Start to reduce several tensors of as many equal parts as ranks.
-
-        Rank r gets the r-th part of the n-th input in the n-th output. The reduction is opts.reduceOp. The Work's
-        result is `outputs`.
-
-        Raises NotImplementedError: the reduction exists in NCCL only (PREMUL_SUM).
-        """
-        return self._scatter_single(outputs, inputs, opts, outputs)
-
-    def _scatter_single(self, outputs: Tensors, inputs: Tensors, opts: Any, result: Any) -> QueuedWork:
-        def body() -> None:
-            reduction, rank = reduction_name(opts.reduceOp), self._membership.rank
-            for output, source in zip(outputs, inputs, strict=True):
-                whole = collectives.to_contiguous(source)
-                with collectives.contiguous_in_place(output) as dense:
-                    collectives.reduce_scatter_single(self._backend, rank, whole, dense, reduction)
-
-        check, given = arguments.check_reduce_scatter_single, (outputs, inputs, opts)
-        return self._launch_collective("reduce_scatter", inputs, result, check, given, body)
-
-    @accept_forms(AllToAllOptions, 2)
-    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any) -> QueuedWork:
-        """Start to send the r-th input to rank r, and to receive the r-th output from it.
-
-        The Work's result is `outputs`.
-        """
-        body = lambda: collectives.all_to_all(self._backend, inputs, outputs)  # noqa: E731
-        given = outputs, inputs, opts
-        return self._launch_collective("all_to_all", inputs, outputs, arguments.check_all_to_all, given, body)
-
-    @accept_forms(AllToAllOptions, 4, lists=False)
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        output_sizes: Sequence[int],
-        source_sizes: Sequence[int],
-        opts: Any,
-    ) -> QueuedWork:
-        """Start to send slices along the first dimension of `source` to all ranks, and to receive slices of `output`.
-
-        The Work's result is `output`.
-
-        Parameters
-        ----------
-        output_sizes, source_sizes: length of each rank's slice, in elements of the first dimension. An empty list means
-            equal slices.
-        """
-
-        def body() -> None:
-            sizes = source_sizes, output_sizes
-            collectives.all_to_all_single(self._backend, source, output, sizes, self._membership.size)
-
-        check, given = arguments.check_all_to_all_single, (output, source, output_sizes, source_sizes, opts)
-        return self._launch_collective("all_to_all", [source], output, check, given, body)
-
-    @accept_forms(GatherOptions, 2)
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> QueuedWork:
-        """Start to send the tensors of all ranks to rank opts.rootRank of the group. The Work's result is `outputs`.
-
-        Parameters
-        ----------
-        outputs: on the root, a list that holds a list of one tensor for each rank; empty on the other ranks.
-        inputs: a list of this rank's tensor.
-        """
-
-        def body() -> None:
-            targets = outputs[0] if outputs else []
-            collectives.gather(self._backend, self._membership.size, opts.rootRank, inputs[0], targets)
-
-        given = outputs, inputs, opts
-        return self._launch_collective("gather", inputs, outputs, arguments.check_gather, given, body)
-
-    @accept_forms(ScatterOptions, 2)
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> QueuedWork:
-        """Start to send the r-th tensor of rank opts.rootRank of the group to rank r. The Work's result is `outputs`.
-
-        Parameters
-        ----------
-        outputs: a list of the tensor that receives this rank's part.
-        inputs: on the root, a list that holds a list of one tensor for each rank; empty on the other ranks.
-        """
-
-        def body() -> None:
-            sources = inputs[0] if inputs else []
-            collectives.scatter(self._backend, self._membership.size, opts.rootRank, sources, outputs[0])
-
-        given = outputs, inputs, opts
-        return self._launch_collective("scatter", outputs, outputs, arguments.check_scatter, given, body)
-
-    @accept_forms(BarrierOptions, 0)
-    def barrier(self, opts: Any) -> QueuedWork:
-        """Start to wait for all ranks: the Work is done when all of them have called this.
-
-        Its result is a list of one tensor without meaning.
-        """
-        token = torch.zeros(1, dtype=torch.int32)
-        body = lambda: collectives.all_reduce(self._backend, self._membership.size, token, "sum")  # noqa: E731
-        return self._launch_collective("barrier", [], [token], arguments.check_barrier, (opts,), body)
-
-    # The names of these methods in torch before 2.13.
-    _allgather_base = all_gather_single
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-    _reduce_scatter_base = reduce_scatter_single
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-    alltoall_base = all_to_all_single
+        payload, result = (given[method.contribution], given[0]) if method.tensors else ([], [torch.zeros(1)])
+        return self._launch(method.operation, flatten(payload), result, checked_body)
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
         """Start to send a tensor, the only one of the list, to rank `peer`, which receives it with the same tag.
 
         The Work may be done before the peer has received it. Its result is `tensors`.
         """
-
         arguments.check_message("send", self._membership, tensors, peer, tag)
 
         def body() -> int:
@@ -690,7 +397,8 @@ class CollectiveGroup(dist.ProcessGroup):
             self._backend.send(dense.data_ptr(), dense.nbytes, peer, tag)
             return self._membership.rank
 
-        return self._launch_point_to_point("send", tensors, self._membership.rank, peer, tag, body)
+        place = self.describe_message(self._membership.rank, peer, tag)
+        return self._launch("send", tensors, tensors, body, *place)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
         """Start to receive a tensor, the only one of the list, from rank `peer` of the group, sent with the same tag.
@@ -699,7 +407,8 @@ class CollectiveGroup(dist.ProcessGroup):
         ccl also if it is shorter.
         """
         body = self._make_receiver(tensors, peer, tag)
-        return self._launch_point_to_point("recv", tensors, peer, self._membership.rank, tag, body)
+        place = self.describe_message(peer, self._membership.rank, tag)
+        return self._launch("recv", tensors, tensors, body, *place)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
         """Start to receive a tensor with this tag from the rank that sends first.
@@ -719,9 +428,107 @@ class CollectiveGroup(dist.ProcessGroup):
 
         return body
 
-    def _launch_point_to_point(
-        self, name: str, tensors: Tensors, source: int, target: int, tag: int, body: Callable[[], int]
-    ) -> QueuedWork:
-        ranks = (self._membership.ranks[source], self._membership.ranks[target])
-        channel = f"{self._membership.label} from {ranks[0]} to {ranks[1]} (tag {tag})"
-        return self._launch(name, tensors, tensors, body, channel, ranks)
+
+def _all_reduce(backend: Backend, group: GroupMembership, tensors: Tensors, opts: Any) -> None:
+    for tensor in tensors:
+        if tensor.is_sparse:
+            collectives.all_reduce_sparse(backend, group.rank, group.size, tensor)
+            continue
+        with collectives.contiguous_in_place(tensor) as dense:
+            collectives.all_reduce(backend, group.size, dense, reduction_name(opts.reduceOp))
+
+
+def _reduce(backend: Backend, group: GroupMembership, tensors: Tensors, opts: Any) -> None:
+    """Reduce on all ranks, which costs as much as an all-reduce; only the tensor of the root changes."""
+    whole = collectives.to_contiguous(tensors[0]).clone()
+    collectives.all_reduce(backend, group.size, whole, reduction_name(opts.reduceOp))
+    if group.rank == opts.rootRank:
+        tensors[0].copy_(whole)
+
+
+def _broadcast(backend: Backend, group: GroupMembership, tensors: Tensors, opts: Any) -> None:
+    with collectives.contiguous_in_place(tensors[0]) as dense:
+        collectives.broadcast(backend, dense, opts.rootRank)
+
+
+def _all_gather(backend: Backend, group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> None:
+    for targets, source in zip(outputs, inputs, strict=True):
+        collectives.all_gather(backend, group.rank, source, targets)
+
+
+def _all_gather_coalesced(
+    backend: Backend, group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any
+) -> None:
+    _all_gather(backend, group, transpose(outputs), inputs, opts)
+
+
+def _all_gather_single(backend: Backend, group: GroupMembership, outputs: Any, inputs: Any, opts: Any) -> None:
+    for output, source in zip(flatten(outputs), flatten(inputs), strict=True):
+        collectives.all_gather_single(backend, source, output)
+
+
+def _reduce_scatter(
+    backend: Backend, group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any
+) -> None:
+    for output, pieces in zip(outputs, inputs, strict=True):
+        collectives.reduce_scatter(backend, group.rank, pieces, output, reduction_name(opts.reduceOp))
+
+
+def _reduce_scatter_single(backend: Backend, group: GroupMembership, outputs: Any, inputs: Any, opts: Any) -> None:
+    for output, source in zip(flatten(outputs), flatten(inputs), strict=True):
+        whole = collectives.to_contiguous(source)
+        with collectives.contiguous_in_place(output) as dense:
+            collectives.reduce_scatter_single(backend, group.rank, whole, dense, reduction_name(opts.reduceOp))
+
+
+def _all_to_all(backend: Backend, group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> None:
+    collectives.all_to_all(backend, inputs, outputs)
+
+
+def _all_to_all_single(backend: Backend, group: GroupMembership, output: Any, source: Any, *rest: Any) -> None:
+    output_sizes, source_sizes, _ = rest
+    collectives.all_to_all_single(backend, source, output, (source_sizes, output_sizes), group.size)
+
+
+def _gather(backend: Backend, group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> None:
+    empty = inputs[0].new_empty(0)
+    sources = [inputs[0] if rank == opts.rootRank else empty for rank in range(group.size)]
+    collectives.all_to_all(backend, sources, flatten(outputs) or [empty] * group.size, is_known=True)
+
+
+def _scatter(backend: Backend, group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> None:
+    empty = outputs[0].new_empty(0)
+    targets = [outputs[0] if rank == opts.rootRank else empty for rank in range(group.size)]
+    collectives.all_to_all(backend, flatten(inputs) or [empty] * group.size, targets, is_known=True)
+
+
+def _barrier(backend: Backend, group: GroupMembership, opts: Any) -> None:
+    collectives.all_reduce(backend, group.size, torch.zeros(1, dtype=torch.int32), "sum")
+
+
+_BODIES: dict[str, Body] = {
+    "allreduce": _all_reduce,
+    "allreduce_coalesced": _all_reduce,
+    "broadcast": _broadcast,
+    "reduce": _reduce,
+    "allgather": _all_gather,
+    "allgather_coalesced": _all_gather_coalesced,
+    "all_gather_single": _all_gather_single,
+    "all_gather_single_coalesced": _all_gather_single,
+    "reduce_scatter": _reduce_scatter,
+    "reduce_scatter_single": _reduce_scatter_single,
+    "reduce_scatter_single_coalesced": _reduce_scatter_single,
+    "alltoall": _all_to_all,
+    "all_to_all_single": _all_to_all_single,
+    "gather": _gather,
+    "scatter": _scatter,
+    "barrier": _barrier,
+}
+
+
+def _make_method(name: str, key: str) -> Callable[..., dist.Work]:
+    """Return a method of CollectiveGroup."""
+    return lambda self, *given: self._launch_collective(METHODS[key], _BODIES[key], given)
+
+
+add_methods(CollectiveGroup, _make_method)

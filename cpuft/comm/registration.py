@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from cpuft.comm.backends import ccl, mpi
-from cpuft.comm.backends.base import Backend, GroupMembership
+from cpuft.comm.backends.base import GroupMembership
 from cpuft.comm.backends.gloo import WatchedGlooGroup
 from cpuft.comm.liveness import choose_seconds
 from cpuft.comm.process_group import CollectiveGroup
-from cpuft.comm.watchdog import TIMEOUT_VARIABLE, register, start_watchdog
+from cpuft.comm.watchdog import TIMEOUT_VARIABLE
+from cpuft.comm.watched_group import WatchedGroup
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.rank.process import remove_shared_memory
 from cpuft.rank.script import flush_and_exit, restrict_stores
@@ -53,25 +54,6 @@ class BackendEntry:
         return ""
 
 
-def _make_gloo_group(membership: GroupMembership, store: Store, timeout: float) -> dist.ProcessGroup:
-    watchdog = start_watchdog(store, membership.rank, membership.ranks)
-    return WatchedGlooGroup(store, membership, timeout, register, watchdog)
-
-
-def _make_collective_group(
-    connect: Callable[[Store, int, int, str], Backend], membership: GroupMembership, store: Store, timeout: float
-) -> dist.ProcessGroup:
-    watchdog = start_watchdog(store, membership.rank, membership.ranks)
-    operation = register.begin(f"{membership.label} from nothing", "connect", 0, membership.ranks, timeout)
-    try:
-        backend = connect(store, membership.rank, membership.size, membership.label)
-    finally:
-        register.end(operation)
-    group = CollectiveGroup(backend, membership, timeout, register, watchdog)
-    group.compares_calls = getattr(dist.group.WORLD, "compares_calls", True)
-    return group
-
-
 def _make_ccl_group(membership: GroupMembership, store: Store, timeout: float) -> dist.ProcessGroup:
     """Make a group over oneCCL, but only one of all ranks: subgroups communicate over gloo.
 
@@ -79,13 +61,13 @@ def _make_ccl_group(membership: GroupMembership, store: Store, timeout: float) -
     starts of 4 ranks; the stack ends in the read of the key-value store). Gradients use the group of all ranks.
     """
     if membership.is_world:
-        return _make_collective_group(ccl.CclBackend, membership, store, timeout)
-    return _make_gloo_group(membership, store, timeout)
+        return CollectiveGroup(ccl.CclBackend, membership, store, timeout)
+    return WatchedGlooGroup(membership, store, timeout)
 
 
 BACKENDS = {
-    "gloo": BackendEntry("cpuft_gloo", _make_gloo_group),
-    "mpi": BackendEntry("mpi4py", functools.partial(_make_collective_group, mpi.MpiBackend), mpi.load),
+    "gloo": BackendEntry("cpuft_gloo", WatchedGlooGroup),
+    "mpi": BackendEntry("mpi4py", functools.partial(CollectiveGroup, mpi.MpiBackend), mpi.load),
     "ccl": BackendEntry("ccl", _make_ccl_group, ccl.load),
 }
 """All backends by the names that --backend accepts: gloo, mpi and ccl."""
@@ -150,7 +132,7 @@ def _redirect_timeouts(torch_module: Any) -> None:
 
     def set_pg_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
         chosen = group or dist.group.WORLD
-        if isinstance(chosen, CollectiveGroup | WatchedGlooGroup):
+        if isinstance(chosen, WatchedGroup):
             chosen.set_timeout(timeout)
         else:
             original(timeout, group)

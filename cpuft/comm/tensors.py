@@ -310,31 +310,3 @@ def all_to_all(backend: Backend, sources: Tensors, targets: Tensors, is_known: b
         if target.numel():
             # A view needs memory that is aligned to its type, and a part may begin at any byte: hence the clone.
             target.copy_(part.clone().view(target.dtype).view(target.shape))
-
-
-def gather(backend: Backend, size: int, root: int, source: torch.Tensor, targets: Tensors) -> None:
-    """Send the tensors of all ranks to rank `root` of the group. Blocks until this rank's part is done.
-
-    Parameters
-    ----------
-    size: number of ranks in the group.
-    source: this rank's tensor.
-    targets: on rank `root`, one tensor for each rank, with as many bytes as its `source`; empty on all other ranks.
-    """
-    empty = source.new_empty(0)
-    sources = [source if rank == root else empty for rank in range(size)]
-    all_to_all(backend, sources, targets or [empty] * size, is_known=True)
-
-
-def scatter(backend: Backend, size: int, root: int, sources: Tensors, target: torch.Tensor) -> None:
-    """Send the r-th tensor of rank `root` of the group to rank r. Blocks until this rank's part is done.
-
-    Parameters
-    ----------
-    size: number of ranks in the group.
-    sources: on rank `root`, one tensor for each rank; empty on all other ranks.
-    target: receives this rank's tensor, and has as many bytes.
-    """
-    empty = target.new_empty(0)
-    targets = [target if rank == root else empty for rank in range(size)]
-    all_to_all(backend, sources or [empty] * size, targets, is_known=True)

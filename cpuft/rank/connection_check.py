@@ -17,7 +17,6 @@ A script whose ranks are meant to be independent is started with `cpuft launch -
 from __future__ import annotations
 
 import functools
-import json
 import os
 import socket
 import sys
@@ -30,7 +29,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cpuft.errors import CpuftError
-from cpuft.rank.diagnostics import read_operations
+from cpuft.rank.diagnostics import dump_recorder, read_operations
 from cpuft.rank.process import format_steps
 from cpuft.rank.world import parse_world
 
@@ -285,15 +284,13 @@ def list_operations() -> set[str] | None:
 
 def _read_recorded() -> list[tuple[str, str, int]] | None:
     """Return name, process group and number of the last operations in torch's flight recorder; None without one."""
-    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
-    if dump is None or os.environ.get("TORCH_FR_BUFFER_SIZE") == "0":
+    found = None if os.environ.get("TORCH_FR_BUFFER_SIZE") == "0" else dump_recorder()
+    if found is None:
         return None
-    try:
-        entries = json.loads(dump(True, False)).get("entries", ())
-    except (ValueError, RuntimeError):
-        return None
-    names = [str(entry["profiling_name"]).rpartition(":")[2] for entry in entries]
-    return [(name, str(one["process_group"]), one["collective_seq_id"]) for name, one in zip(names, entries)]
+    return [
+        (str(one["profiling_name"]).rpartition(":")[2], str(one["process_group"]), one["collective_seq_id"])
+        for one in found.get("entries", ())
+    ]
 
 
 def _find_last_exchanges() -> dict[str, int]:

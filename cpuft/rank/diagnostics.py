@@ -154,12 +154,18 @@ def read_recorder() -> dict[str, Any]:
     The dictionary itself is empty if torch.distributed is not loaded, this torch has no such recorder, or its dump
     cannot be read.
     """
-    module = sys.modules.get("torch._C._distributed_c10d")
-    dump = getattr(module, "_dump_fr_trace_json", None)
+    found = dump_recorder()
+    return {} if found is None else parse_recorder(found, time.time_ns())
+
+
+def dump_recorder() -> dict[str, Any] | None:
+    """Return what torch's flight recorder dumps as JSON; None if there is no recorder, or if it cannot be read."""
+    dump = getattr(sys.modules.get("torch._C._distributed_c10d"), "_dump_fr_trace_json", None)
     try:
-        return parse_recorder(json.loads(dump(True, False)), time.time_ns()) if dump else {}
+        found: dict[str, Any] | None = json.loads(dump(True, False)) if dump else None
     except (ValueError, RuntimeError):
-        return {}
+        return None
+    return found
 
 
 def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:

@@ -291,7 +291,7 @@ class Estimate:
 def read_job(record: Record, compression: str = "auto") -> Job:
     """Return the job of a record: the times of a step, and the sizes of its gradients.
 
-    The times are means of the steps without the first tenth, or the medians that --record-layer-times has measured.
+    The times are means of the steps without the first tenth, or the medians that scripts/record-layer-times measured.
 
     Parameters
     ----------

@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from typing import NoReturn
 
 from cpuft.config import TrainConfig, WorkerConfig, find_new_name, option_names, parse_arguments
-from cpuft.errors import RESUMABLE, CpuftError, describe_path_error, find_full_disk
+from cpuft.errors import RESUMABLE
 from cpuft.rank.diagnostics import start_reporting
 from cpuft.terminal import protect_streams
-from cpuft.train.startup import pause_garbage_collection
+from cpuft.train.startup import describe_exit, pause_garbage_collection
 
 
 def main() -> None:
@@ -32,19 +31,18 @@ def main() -> None:
 
         try:
             run(train, worker, started)
-            _leave(0)
+            code = 0
         except Interrupted:
-            _leave(RESUMABLE)
-    except CpuftError as error:
-        _refuse(str(error), error.exit_code)
-    except OSError as error:
-        if full := find_full_disk(error):
-            _refuse(str(full), full.exit_code)
-        if problem := describe_path_error(error):
-            _refuse(problem)
-        _fail()
-    except Exception:
-        _fail()
+            code = RESUMABLE
+    except Exception as error:
+        problem, code = describe_exit(error)
+        if problem:
+            print(f"cpuft: error: {problem}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+    from cpuft.comm.registration import exit_process  # imports torch, so not before garbage collection is paused
+
+    exit_process(code)  # at once: other ranks may hang in a collective, and a normal exit would wait for them
 
 
 def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
@@ -58,24 +56,6 @@ def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
     is_own = {arg: find_new_name(arg.partition("=")[0][2:].replace("-", "_"), names)[0] in names for arg in argv}
     own, others = ([arg for arg in argv if is_own[arg] == wanted] for wanted in (True, False))
     return parse_arguments(TrainConfig, others), parse_arguments(WorkerConfig, own)
-
-
-def _fail() -> NoReturn:
-    """Print the exception that is being handled, and end at once, for the reason of `_refuse`."""
-    traceback.print_exc()
-    _leave(1)
-
-
-def _refuse(line: str, code: int = 2) -> NoReturn:
-    """Print an error and end at once: other ranks may hang in a collective, and a normal exit would wait for them."""
-    print(f"cpuft: error: {line}", file=sys.stderr, flush=True)
-    _leave(code)
-
-
-def _leave(code: int) -> NoReturn:
-    from cpuft.comm.registration import exit_process  # imports torch, so not before garbage collection is paused
-
-    exit_process(code)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
 from cpuft.train.control import ControlMessages
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
 from cpuft.train.evaluate import evaluate, find_best, should_stop_early
-from cpuft.train.layer_times import LayerTimes
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
 from cpuft.train.passes import Clock
 from cpuft.train.process_group import compare_parameters, gather, gather_numbers, prove_equal_parameters
@@ -63,9 +62,8 @@ def train_and_evaluate(
     config, exchange, updates = setup.config, setup.exchange, setup.updates
     steps, evaluations = list[StepLine](), list(reporter.earlier_evaluations)
     stops = partial(should_stop_early, evaluations, setup.best_metric, config.early_stopping)
-    layer_times = make_layer_times(setup, reporter, done)
     try:
-        for line in () if stops() else train(setup, checkpoints, done, layer_times):
+        for line in () if stops() else train(setup, checkpoints, done):
             steps.append(line)
             reporter.add_step(line, updates)
             if compares_parameters_after(setup, line.step, done):
@@ -87,8 +85,6 @@ def train_and_evaluate(
         reporter.add(interruption.line)
         dist.barrier()  # mpirun ends all ranks when the first one ends
         raise
-    if layer_times:
-        layer_times.finish()
     last = steps[-1].step if steps else done
     checkpoints.write_final(last)
     with exchange.full_weights():
@@ -172,34 +168,16 @@ def train_independently(
     Raises CpuftError: this rank's loss is not finite.
     """
     own: list[StepLine] = []
-    layer_times = make_layer_times(setup, reporter, done)
-    for line in train(setup, checkpoints, done, layer_times):
+    for line in train(setup, checkpoints, done):
         own.append(line)
         reporter.progress.show_step(line, setup.updates)
-    if layer_times:
-        layer_times.finish()
     steps = merge_steps(gather(own))
     for line in steps:
         reporter.add(line)
     return TrainingResult(steps, gather(average_phases(own)), "")
 
 
-def make_layer_times(setup: TrainingSetup, reporter: RunReporter, done: int) -> LayerTimes | None:
-    """Return what measures when gradients become ready in the updates after the first `done` ones.
-
-    None on all ranks but rank 0, without --record-layer-times, and if a resumed run has measured this already.
-    """
-    if not setup.config.record_layer_times or setup.world.rank or reporter.has_layer_times:
-        return None
-    return LayerTimes(setup.model, setup.updates - done, reporter)
-
-
-def train(
-    setup: TrainingSetup,
-    checkpoints: Checkpoints | None = None,
-    done: int = 0,
-    layer_times: LayerTimes | None = None,
-) -> Iterator[StepLine]:
+def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: int = 0) -> Iterator[StepLine]:
     """Run the updates that follow the first `done` ones; yield the record's line of each. Collective.
 
     Before the first update, one forward and one backward pass warm up. With several ranks, lines come some updates
@@ -209,7 +187,6 @@ def train(
     Parameters
     ----------
     checkpoints: decides when checkpoints are written and when the run stops; None: never.
-    layer_times: measures when gradients become ready, and is finished by the caller; None: nothing does.
 
     Raises
     ------
@@ -226,8 +203,8 @@ def train(
     average_updates, control = plan_averages(config, setup.updates), ControlMessages(setup, checkpoints, done)
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
         is_last = update == setup.updates
-        if layer_times:
-            layer_times.begin_update()
+        for observer in setup.observers:
+            observer.begin_update(setup)
 
         # This rank's examples. One that has none of its own takes part with others' at weight 0.
         clock = Clock()
@@ -269,8 +246,8 @@ def train(
         clock.lap("communication")
 
         # Record.
-        if layer_times:
-            layer_times.end_update(clock.seconds, clock.last_laps, waited)
+        for observer in setup.observers:
+            observer.end_update(clock, waited)
         own = clock.make_line(update, rate, loss, int(weight) * len(share), int(weight) * passes.tokens, waited)
         control.add(own, own_terms, is_pause)
         yield from control.take_lines()

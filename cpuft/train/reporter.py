@@ -196,8 +196,6 @@ class RunReporter:
         """Steps of the run before it was resumed."""
         self.earlier_evaluations: list[EvaluationLine] = []
         """Evaluations of the run before it was resumed."""
-        self.has_layer_times = False
-        """Whether the record of the run before it was resumed has the times of its layers."""
 
     def add(self, line: Line) -> None:
         """Write a line to the record at once, and add it to the record in later checkpoints, where this rank has them.

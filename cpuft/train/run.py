@@ -56,12 +56,12 @@ from cpuft.train.process_group import (
 )
 from cpuft.train.remarks import find_remark, warn_of_learning_rate
 from cpuft.train.reporter import Progress, RunReporter, make_footer, make_header, make_resumed_line
-from cpuft.train.setup import TrainingSetup
+from cpuft.train.setup import TrainingSetup, UpdateObserver
 from cpuft.train.startup import resume_garbage_collection
 from cpuft.train.tracking import TrackerProcess
 
 
-def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
+def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Sequence[UpdateObserver] = ()) -> None:
     """Run this rank of a training from start to end: train, evaluate, save the model and the record. Collective.
 
     Rank 0 writes the record to `worker.run_dir`, and the model if `config.save_model` is set. With `worker.independent`
@@ -72,6 +72,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
     Parameters
     ----------
     started: the perf_counter value at which this process began.
+    observers: are told about every update.
 
     Raises
     ------
@@ -122,6 +123,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float) -> None:
             worker.global_batch,
             earlier.gradients,
         )
+        setup.observers += observers
 
         # Show and record what is trained.
         header = make_header(setup, worker, ranks, choice.backend, cpu, kernels)
@@ -201,7 +203,6 @@ def begin(
         exchange.reset()
         reporter.earlier_steps = point.record.steps if point.record else []
         reporter.earlier_evaluations = point.record.evaluations if point.record else []
-        reporter.has_layer_times = point.record is not None and point.record.layer_times is not None
     record_text = point.text or format_line(header) + "\n"
     if worker.run_dir and world.rank == 0:
         reporter.record = stack.enter_context(Writer(worker.run_dir, record_text if is_resumed else None))

@@ -6,7 +6,7 @@ import math
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,24 @@ from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.model import get_model_name
 from cpuft.train.objective.base import Objective
 from cpuft.train.optimizer import make_optimizer
+from cpuft.train.passes import Clock
 from cpuft.train.precision import autocast
+
+
+class UpdateObserver(Protocol):
+    """Something that measures the updates of a training, such as scripts/record-layer-times."""
+
+    def begin_update(self, setup: TrainingSetup) -> None:
+        """Prepare for the update that follows."""
+
+    def end_update(self, clock: Clock, waited: float) -> None:
+        """Take note of an update.
+
+        Parameters
+        ----------
+        clock: has measured the phases of the update.
+        waited: seconds of its last backward pass in which this rank waited for messages.
+        """
 
 
 class TrainingSetup:
@@ -85,6 +102,8 @@ class TrainingSetup:
         exchange = choose_exchange(config, 1 if independent else world.size)
         self.exchange = exchange(model, optimizer, config, precision)
         self.optimizer = self.exchange.optimizer
+        self.observers: list[UpdateObserver] = []
+        """Are told when an update begins and ends. The lines of updates, which come later, are what `train` yields."""
 
 
 def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None:

@@ -46,23 +46,29 @@ def run_as_process(work: Callable[[], None]) -> None:
     After bad input the process exits with code 2, after a full disk with 74, each with one line on standard error that
     says what to do; at SIGTERM with 143. SIGTERM is an exception, so that half-written files are removed.
     """
-    exit_code = 2
     protect_streams()
     pause_garbage_collection()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:
         work()
-    except CpuftError as error:
-        problem, exit_code = str(error), error.exit_code
-    except OSError as error:
-        full = find_full_disk(error)
-        problem, exit_code = (str(full), full.exit_code) if full else (describe_path_error(error), 2)
+    except Exception as error:
+        problem, exit_code = describe_exit(error)
         if not problem:
             raise
     else:
         return
     print(f"cpuft: error: {problem}", file=sys.stderr, flush=True)
     sys.exit(exit_code)
+
+
+def describe_exit(error: Exception) -> tuple[str, int]:
+    """Return the line and the exit code with which a process ends after an error; ("", 1) if it needs a traceback."""
+    if isinstance(error, CpuftError):
+        return str(error), error.exit_code
+    if not isinstance(error, OSError):
+        return "", 1
+    full, problem = find_full_disk(error), describe_path_error(error)
+    return (str(full), full.exit_code) if full else (problem, 2 if problem else 1)
 
 
 @functools.cache

@@ -1,8 +1,8 @@
 """How fast a recorded training would be on many hosts, measured on this machine alone.
 
 Started by scripts/bench-slow-motion. RUN is the folder of a run with one rank that was trained with
---record-layer-times. For each number of hosts, as many ranks replay a step of it: they wait instead of computing, and
-send the real messages over simulated links.
+scripts/record-layer-times. For each number of hosts, as many ranks replay a step of it: they wait instead of computing,
+and send the real messages over simulated links.
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ def list_cases(options: argparse.Namespace, record: Record) -> list[Case]:
     """
     times = record.layer_times
     if record.header.world_size != 1 or times is None:
-        raise CpuftError(f"{record.path} is not of one rank with --record-layer-times: train such a run, and give it")
+        raise CpuftError(
+            f"{record.path} is not of one rank with scripts/record-layer-times: train such a run, and give it"
+        )
     rates = [parse_bit_rate(rate, "--bandwidth") for rate in options.bandwidth.split(",")]
     levels = options.grad_compression.split(",")
     if unknown := {*levels} - {*COMPRESSIONS}:

@@ -59,7 +59,7 @@ def check_in_slow_motion(run_dir: Path, rate: str, hosts: list[str], results: Pa
 
     Parameters
     ----------
-    run_dir: folder of a run with one rank and --record-layer-times.
+    run_dir: folder of a run that scripts/record-layer-times has made.
     results: folder for the measurements; those that are there already are not made again.
     """
     path, sizes = results / f"{run_dir.name}-{rate}.json", ",".join(hosts)
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument(
         "--slow-motion",
         default="",
-        help="instead of simulated hosts: runs with --record-layer-times, separated by commas, in slow motion",
+        help="instead of simulated hosts: runs with scripts/record-layer-times, separated by commas, in slow motion",
     )
     parser.add_argument("--results", default="", help="folder that keeps the measurements in slow motion")
     options = parser.parse_args()

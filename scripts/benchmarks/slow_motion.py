@@ -778,7 +778,7 @@ def make_replay(
     """
     if record.layer_times is None:
         raise CpuftError(
-            f"{record.path} does not hold when gradients become ready: train again with --record-layer-times"
+            f"{record.path} does not hold when gradients become ready: train again with scripts/record-layer-times"
         )
     times = scale_times(record.layer_times, case.compute_scale)
     rows = next((one.shape[0] for one in times.gradients if one.by_rows), 0)

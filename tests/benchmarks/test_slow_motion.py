@@ -167,8 +167,8 @@ def test_a_rank_that_ends_without_a_result_is_explained(codes: tuple[int, int], 
         _gather(pipes, time.monotonic() + 10, processes)
 
 
-def test_a_record_without_times_names_the_option_that_records_them() -> None:
-    with pytest.raises(CpuftError, match="--record-layer-times"):
+def test_a_record_without_times_names_the_script_that_records_them() -> None:
+    with pytest.raises(CpuftError, match="scripts/record-layer-times"):
         make_replay(make_record(), Case())
 
 
@@ -227,7 +227,7 @@ def test_wrong_lists_are_refused(words: list[str], message: str) -> None:
 
 @pytest.mark.parametrize("record", [make_record(), replace(make_record(2), layer_times=LAYER_TIMES)])
 def test_a_record_of_several_ranks_or_without_times_is_refused(record: Record) -> None:
-    with pytest.raises(CpuftError, match="is not of one rank with --record-layer-times"):
+    with pytest.raises(CpuftError, match="is not of one rank with scripts/record-layer-times"):
         list_cases(parse_arguments(["run"]), record)
 
 

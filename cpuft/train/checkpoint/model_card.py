@@ -25,7 +25,6 @@ _LEFT_OUT = (
     "mining_model",
     "chat_template",
     "report_to",
-    "record_layer_times",
     "save_model",
     "checkpoint_every",
     "comm_timeout",

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,24 +18,24 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 from torch.utils.checkpoint import checkpoint
 
-from cpuft.config import TrainConfig, WorkerConfig, refuse_conflicts
+from cpuft.config import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
-from cpuft.record import LayerTimesLine, Line, Writer, format_line, parse_record, read_record
-from cpuft.train.checkpoint.policy import Checkpoints, ResumePoint
+from cpuft.record import Writer, read_record
+from cpuft.train.checkpoint.policy import Checkpoints
 from cpuft.train.data.archive import Prepared
 from cpuft.train.exchange.table import EXCHANGES
-from cpuft.train.layer_times import MEASURED_UPDATES
-from cpuft.train.loop import make_layer_times, train_and_evaluate
+from cpuft.train.loop import train_and_evaluate
 from cpuft.train.objective.base import Batch
 from cpuft.train.reporter import Progress, RunReporter
-from cpuft.train.run import begin
 from cpuft.train.setup import TrainingSetup
-from tests.records import LAYER_TIMES, make_record
+from scripts.benchmarks import layer_times
+from scripts.benchmarks.layer_times import MEASURED_UPDATES, LayerTimes
+from tests.records import make_record
 from tests.train.test_loop import Weighing
 from tests.train.tokens import make_tokens
 
-CONFIG = TrainConfig(fast_path=False, batch_size=4, max_steps=6, record_layer_times=True)
+CONFIG = TrainConfig(fast_path=False, batch_size=4, max_steps=6)
 
 
 class Clock:
@@ -122,9 +121,10 @@ def make_setup(config: TrainConfig) -> TrainingSetup:
     return TrainingSetup(Sleeper(), Watching((), (), 0, 0), config, prepared, "fp32", World(0, 1, 0, 1))
 
 
-def train(run: Path, config: TrainConfig) -> tuple[LayerTimesLine | None, list[int]]:
-    """Train a sleeper; return the recorded times, and the number of hooks in each forward pass."""
+def train(run: Path, config: TrainConfig, times: LayerTimes) -> list[int]:
+    """Train a sleeper, of which the times are taken; return the number of hooks in each forward pass."""
     setup = make_setup(config)
+    setup.observers.append(times)
     objective = setup.objective
     assert isinstance(objective, Watching)
     objective.hooks = []
@@ -132,7 +132,7 @@ def train(run: Path, config: TrainConfig) -> tuple[LayerTimesLine | None, list[i
     with Writer(str(run)) as reporter.record:
         reporter.record.write(make_record().header)
         train_and_evaluate(setup, reporter, Checkpoints(setup.exchange))
-    return read_record(str(run)).layer_times, objective.hooks
+    return objective.hooks
 
 
 @pytest.mark.parametrize("exchange", ["--np 1", "--grad-compression NAME"])
@@ -141,8 +141,9 @@ def test_gradients_are_ready_when_the_layers_after_them_have_slept(
 ) -> None:
     """With the exchange of several ranks, too, which has hooks of its own."""
     monkeypatch.setattr("cpuft.train.setup.choose_exchange", lambda config, ranks: EXCHANGES[exchange])
-    times, _ = train(tmp_path, replace(CONFIG, gradient_accumulation=2))
-    assert times is not None
+    observer = LayerTimes()
+    train(tmp_path, replace(CONFIG, gradient_accumulation=2), observer)
+    times = observer.make_line()
     assert times.updates == 3
     found = {one.name: one for one in times.gradients}
     assert [one.ready_seconds for one in times.gradients] == sorted(one.ready_seconds for one in times.gradients)
@@ -171,39 +172,33 @@ def test_gradients_are_ready_when_the_layers_after_them_have_slept(
 
 
 def test_hooks_are_there_in_sixteen_updates_after_the_first_three(tmp_path: Path) -> None:
-    times, hooks = train(tmp_path / "long", replace(CONFIG, max_steps=25))
-    assert times is not None
-    assert times.updates == MEASURED_UPDATES
+    times = LayerTimes()
+    hooks = train(tmp_path / "long", replace(CONFIG, max_steps=25), times)
+    assert times.make_line().updates == MEASURED_UPDATES
     trained = 7  # parameters with requires_grad, and five modules own them
     assert hooks == [0] * (1 + 3) + [trained + 5] * MEASURED_UPDATES + [0] * 6
     for updates, measured in ((4, 2), (2, 1)):
-        times, _ = train(tmp_path / str(updates), replace(CONFIG, max_steps=updates))
-        assert times is not None
-        assert times.updates == measured
+        times = LayerTimes()
+        train(tmp_path / str(updates), replace(CONFIG, max_steps=updates), times)
+        assert times.make_line().updates == measured
 
 
-def test_without_the_option_there_are_no_hooks_and_no_line(tmp_path: Path) -> None:
-    assert train(tmp_path, replace(CONFIG, record_layer_times=False)) == (None, [0] * 7)
+def test_a_run_of_one_update_has_no_times(tmp_path: Path) -> None:
+    times = LayerTimes()
+    train(tmp_path, replace(CONFIG, max_steps=1), times)
+    with pytest.raises(CpuftError, match="give at least --max-steps=2"):
+        times.make_line()
 
 
-@pytest.mark.parametrize("recorded", [LAYER_TIMES, None])
-def test_a_resumed_run_keeps_the_times_that_are_recorded(
-    recorded: LayerTimesLine | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    whole = make_record()
-    lines: list[Line] = [whole.header, *whole.steps, *([recorded] if recorded else [])]
-    text = "".join(format_line(line) + "\n" for line in lines)
-    point = ResumePoint(1, text, parse_record(text))
-    monkeypatch.setattr("cpuft.train.run.resume", lambda *given: point)
-    monkeypatch.setattr("cpuft.train.run.handle_interruption", lambda: None)
-    setup, reporter = make_setup(CONFIG), RunReporter(Progress("lines", 1))
-    header = replace(whole.header, options=dict(vars(CONFIG)))
-    with ExitStack() as stack:
-        begin(reporter, setup, WorkerConfig(str(tmp_path), recorded_updates=1), header, stack)
-    assert (make_layer_times(setup, reporter, 1) is None) == (recorded is not None)
-    assert read_record(str(tmp_path)).layer_times == recorded
+def test_the_times_are_added_to_the_record_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: list[LayerTimes]) -> None:
+        assert config.task == "demo"
+        train(Path(worker.run_dir), CONFIG, *observers)
 
-
-def test_an_engine_that_takes_gradients_by_itself_is_refused() -> None:
-    with pytest.raises(CpuftError, match=r"^--engine deepspeed excludes --record-layer-times, because it sends gradie"):
-        refuse_conflicts(TrainConfig(engine="deepspeed", record_layer_times=True))
+    monkeypatch.setenv("CPUFT_RUN_DIR", str(tmp_path))
+    monkeypatch.setattr("sys.argv", ["layer_times", "--task=demo"])
+    monkeypatch.setattr(layer_times, "run", run)
+    layer_times.main()
+    record = read_record(str(tmp_path))
+    assert record.layer_times is not None
+    assert (len(record.steps), record.layer_times.updates) == (6, 3)

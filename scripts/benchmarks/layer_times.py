@@ -1,20 +1,30 @@
-"""When gradients become ready (`--record-layer-times`), for scripts/bench-slow-motion and `cpuft estimate`."""
+"""Train on one rank, and add to the run's record when gradients become ready: scripts/record-layer-times.
+
+scripts/bench-slow-motion and scripts/check-estimate need these times, and `cpuft estimate` uses them.
+"""
 
 from __future__ import annotations
 
+import os
 import statistics
+import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from cpuft.comm.compression.embedding_rows import find_embedding
-from cpuft.record import GradientTime, LayerTimesLine
-from cpuft.train.reporter import RunReporter
+from cpuft.errors import CpuftError
+from cpuft.record import FILE_NAME, GradientTime, LayerTimesLine, format_line
+from cpuft.train.__main__ import parse_worker
+from cpuft.train.passes import Clock
+from cpuft.train.run import run
+from cpuft.train.setup import TrainingSetup
 
 MEASURED_UPDATES = 16
 """Largest number of updates that are measured."""
@@ -35,22 +45,13 @@ class _UpdateTimes:
 
 
 class LayerTimes:
-    """Measures in some updates when gradients become ready, and writes the medians to the record.
+    """Measures in some updates when gradients become ready, by hooks that are on the model only in these updates."""
 
-    The training loop calls `begin_update` before and `end_update` after each update, and `finish` after the last one.
-    Hooks on the model measure the times. They are there only in the updates that are measured.
-
-    Parameters
-    ----------
-    model: the model itself, without the wrapper of an exchange.
-    updates: number of updates that will run.
-    reporter: writes the line to the record.
-    """
-
-    def __init__(self, model: torch.nn.Module, updates: int, reporter: RunReporter) -> None:
-        self._model, self._reporter = model, reporter
-        self._skipped = min(_WARM_UP_UPDATES, max(1, updates // 2))
-        """Number of updates before the first one that is measured."""
+    def __init__(self) -> None:
+        self._model = torch.nn.Module()
+        """The model itself, without the wrapper of an exchange; empty until the first update."""
+        self._updates = 0
+        """Number of updates that have begun."""
         self._measured: list[_UpdateTimes] = []
         self._hooks: list[Any] = []
         """Handles of the registered hooks; empty while no update is measured."""
@@ -59,27 +60,19 @@ class LayerTimes:
         self._called_at = defaultdict[str, list[float]](list)
         """When the modules that own each parameter were called in this update, as perf_counter counts."""
 
-    def begin_update(self) -> None:
+    def begin_update(self, setup: TrainingSetup) -> None:
         """Register the hooks if the update that follows is the first one to measure."""
-        if self._skipped:
-            self._skipped -= 1
-        elif not self._measured:
+        self._updates += 1
+        if self._updates == 1 + min(_WARM_UP_UPDATES, max(1, setup.updates // 2)):
+            self._model = setup.model
             self._register_hooks()
 
-    def end_update(
-        self, seconds: Mapping[str, float], last_laps: Mapping[str, tuple[float, float]], waited: float
-    ) -> None:
-        """Keep the times of the update if it was measured. After the last such update, `finish`.
-
-        Parameters
-        ----------
-        seconds: of the update's phases by name.
-        last_laps: start and end of the last lap of each phase, as perf_counter counts.
-        waited: seconds of the last backward pass in which this rank waited for messages.
-        """
+    def end_update(self, clock: Clock, waited: float) -> None:
+        """Keep the times of the update if it was measured. After the last such update, remove the hooks."""
         if not self._hooks:
             return
-        (forward_start, forward_end), (start, end) = last_laps["forward"], last_laps["backward"]
+        seconds = clock.seconds
+        (forward_start, forward_end), (start, end) = clock.last_laps["forward"], clock.last_laps["backward"]
         ready = {name: at - start for name, at in self._ready_at.items() if at >= start}
         needed: dict[str, float] = {}
         for name, calls in self._called_at.items():
@@ -99,23 +92,9 @@ class LayerTimes:
         self._ready_at.clear()
         self._called_at.clear()
         if len(self._measured) == MEASURED_UPDATES:
-            self.finish()
-
-    def finish(self) -> None:
-        """Remove the hooks and write the line, unless both was done; show a warning if no update was measured.
-
-        Raises OSError: the record cannot be written.
-        """
-        if self._hooks and self._measured:
-            self._reporter.add(self._make_line())
-        elif not self._measured:
-            self._reporter.progress.show(
-                "warning: --record-layer-times measured no update, because it leaves out the first one: give at least "
-                "--max-steps 2"
-            )
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+            for hook in self._hooks:
+                hook.remove()
+            self._hooks.clear()
 
     def _register_hooks(self) -> None:
         names = {parameter: name for name, parameter in self._list_trained()}
@@ -137,8 +116,13 @@ class LayerTimes:
         for name in names:
             self._called_at[name].append(now)
 
-    def _make_line(self) -> LayerTimesLine:
-        """Return the medians of all measured updates. Parameters that never had a gradient are left out."""
+    def make_line(self) -> LayerTimesLine:
+        """Return the medians of all measured updates. Parameters that never had a gradient are left out.
+
+        Raises CpuftError: no update was measured.
+        """
+        if not self._measured:
+            raise CpuftError("no update was measured, because the first one is left out: give at least --max-steps=2")
         embedding = find_embedding(self._model)
         gradients: list[GradientTime] = []
         for name, parameter in self._list_trained():
@@ -161,3 +145,16 @@ class LayerTimes:
         }
         gradients.sort(key=lambda one: one.ready_seconds)
         return LayerTimesLine(gradients=gradients, updates=len(self._measured), **phases)
+
+
+def main() -> None:
+    """Train as the command line says, as `python -m cpuft.train` does, in the folder of the run that was launched."""
+    started, times = time.perf_counter(), LayerTimes()
+    config, worker = parse_worker([*sys.argv[1:], f"--run-dir={os.environ['CPUFT_RUN_DIR']}"])
+    run(config, worker, started, [times])
+    with Path(worker.run_dir, FILE_NAME).open("a", encoding="utf-8") as file:
+        file.write(format_line(times.make_line()) + "\n")
+
+
+if __name__ == "__main__":
+    main()
