@@ -29,7 +29,7 @@ from cpuft.train.write_embeddings import (
     Window,
     compute_here,
     compute_in_turn,
-    load_embedder,
+    make_embedder,
     name_output,
     open_windows,
     open_writer,
@@ -74,7 +74,7 @@ def embed_on_hosts(request: PredictConfig, world: World) -> None:
         # Hosts with and without bf16 compute in the same format, as in a training.
         precisions = set(gather(choose_precision(request.precision, False, read_cpu().flags).name))
         precision = precisions.pop() if len(precisions) == 1 else "fp32"
-        embedder = load_embedder(replace(request, precision=precision))
+        embedder = make_embedder(replace(request, precision=precision))
         refuse_other_models(gather((checksum_parameters(embedder.model), repr(embedder.form), socket.gethostname())))
         resume_garbage_collection()
         if world.rank:

@@ -200,7 +200,7 @@ def read_windows(
         yield Window(texts, ids)
 
 
-def load_embedder(request: PredictConfig) -> Embedder:
+def make_embedder(request: PredictConfig) -> Embedder:
     """Load the model of a request. Raises CpuftError: it cannot be found or read, or has fewer dimensions."""
     from cpuft.train.embedding import Embedder  # imports torch
 
@@ -228,11 +228,11 @@ Computer = Callable[[Iterator[Window]], Iterator[Computed]]
 def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
     """Load the model, in this process or in --np ones, and yield the number of dimensions and a function that computes.
 
-    Raises CpuftError: the model cannot be used (see `load_embedder`), or there are fewer cores than processes.
+    Raises CpuftError: the model cannot be used (see `make_embedder`), or there are fewer cores than processes.
     """
     processes = request.np
     if processes == 1:
-        embedder = load_embedder(request)
+        embedder = make_embedder(request)
         resume_garbage_collection()
         with ThreadPoolExecutor(1) as reader:
             yield embedder.dimensions, lambda windows: compute_here(embedder, request.batch_size, windows, reader)
@@ -350,7 +350,7 @@ def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> N
         import torch
 
         torch.set_num_threads(len(cores))
-        embedder = load_embedder(request)
+        embedder = make_embedder(request)
         connection.send(embedder.dimensions)
         while True:
             connection.send(embedder.embed(connection.recv(), batch_size=request.batch_size))
