@@ -146,3 +146,12 @@ def format_table(
     # The box begins with an empty line.
     lines = ([title] if title else []) + file.getvalue().rstrip().splitlines()[0 if title else 1 :]
     return "\n".join(line.rstrip() for line in lines) + "\n"
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows as lines: the first column to the left, the others to the right."""
+    first, *widths = [max(map(len, column)) for column in zip(*rows)]
+    return [
+        "  ".join([f"{row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))]).rstrip()
+        for row in rows
+    ]

@@ -8,7 +8,6 @@ one into a file in the cache folder, by the first rank that finds none there, an
 from __future__ import annotations
 
 import fcntl
-import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from torch import Tensor, nn
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder, hash_file, hash_text, write_atomically
 from cpuft.serialization import load, parse_json
+from cpuft.train.checkpoint.state import lay_out
 from cpuft.train.data.archive import explain_cache_failures
 from cpuft.train.fast.frozen import can_freeze_embedding, freeze_embedding, freeze_linear, quantise
 from cpuft.train.lora import find_whole_modules
@@ -31,7 +31,6 @@ _FORMAT = 1
 """Version of the files in the cache: part of their key."""
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.int8: "I8"}
 _SCALES = ".scales"
 """End of the name of the scales of an int8 weight in a file."""
 
@@ -76,10 +75,10 @@ def _locate(source: str, name: str) -> Path | None:
     return Path(found) if found else None
 
 
-def find_stored_type(headers: Iterable[dict[str, dict[str, Any]]]) -> torch.dtype:
-    """Return the type that most matrices have in safetensors files, given their headers; fp32 if it is another type
-    than fp32, bf16 and fp16."""
-    counts = Counter(one["dtype"] for header in headers for one in header.values() if len(one["shape"]) > 1)
+def find_stored_type(files: Iterable[list[tuple[str, tuple[int, ...]]]]) -> torch.dtype:
+    """Return the type of most matrices in safetensors files, of which `read_stored_tensors` was read; fp32 if it is
+    none of fp32, bf16 and fp16."""
+    counts = Counter(dtype for tensors in files for dtype, shape in tensors if len(shape) > 1)
     return _STORED.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.float32
 
 
@@ -156,7 +155,8 @@ def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
     """
     held = _find_held(model, precision)
     # Weights of another type, and those that adapters were merged into, which are in this rank's memory.
-    converted = [one for one in held if one.parameter.dtype != one.dtype or (len(files) > 1 and _is_merged(files))]
+    is_merged = any(map(_is_adapter, files))
+    converted = [one for one in held if is_merged or one.parameter.dtype != one.dtype]
     scales = dict[str, Tensor]()
     if converted:
         with explain_cache_failures(cache_folder(os.environ), "the converted weights"):
@@ -173,10 +173,6 @@ def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
                 freeze_embedding(owner)
             else:
                 freeze_linear(owner, scales.get(one.name))
-
-
-def _is_merged(files: Sequence[Path]) -> bool:
-    return any(map(_is_adapter, files))
 
 
 def _is_adapter(path: Path) -> bool:
@@ -242,18 +238,12 @@ def _write_converted(held: Sequence[_Held], path: Path) -> None:
     """Write a safetensors file of weights, which are converted one at a time, and sync it to the disk."""
     shapes = [(one.name, one.dtype, tuple(one.parameter.shape)) for one in held]
     shapes += [(one.name + _SCALES, torch.float32, (len(one.parameter),)) for one in held if one.dtype == torch.int8]
-    header, starts, end = dict[str, Any](), dict[str, int](), 0
-    for name, dtype, shape in sorted(shapes, key=lambda one: -one[1].itemsize):  # so that every tensor is aligned
-        starts[name], end = end, end + dtype.itemsize * torch.Size(shape).numel()
-        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [starts[name], end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    header, places = lay_out(shapes)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        begin = file.tell()
+        file.write(header)
 
         def write(name: str, value: Tensor) -> None:
-            file.seek(begin + starts[name])
+            file.seek(places[name].start)
             file.write(value.contiguous().view(-1).view(torch.uint8).numpy().data)
 
         for one in held:

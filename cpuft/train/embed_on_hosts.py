@@ -7,16 +7,15 @@ that follows. So neither texts nor embeddings have to fit into memory, and no ra
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import socket
 import sys
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from cpuft.config import PredictConfig, parse_arguments
@@ -27,9 +26,10 @@ from cpuft.rank.world import World, parse_world
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 from cpuft.train.write_embeddings import (
     Computed,
-    EmbeddingModel,
     Window,
     compute_here,
+    compute_in_turn,
+    make_embedder,
     name_output,
     open_windows,
     open_writer,
@@ -74,15 +74,15 @@ def embed_on_hosts(request: PredictConfig, world: World) -> None:
         # Hosts with and without bf16 compute in the same format, as in a training.
         precisions = set(gather(choose_precision(request.precision, False, read_cpu().flags).name))
         precision = precisions.pop() if len(precisions) == 1 else "fp32"
-        embedder = replace(EmbeddingModel.of(request), precision=precision).load()
+        embedder = make_embedder(replace(request, precision=precision))
         refuse_other_models(gather((checksum_parameters(embedder.model), repr(embedder.form), socket.gethostname())))
         resume_garbage_collection()
         if world.rank:
             compute_for_rank_0(embedder, request.batch_size)
         else:
             windows = open_windows(request, _WINDOW_TEXTS)
-            with open_writer(name_output(request), embedder.dimensions, bool(request.id_column)) as writer:
-                write_all(writer, compute_on_ranks(embedder, request.batch_size, windows, world.size))
+            with open_writer(name_output(request), embedder.dimensions, bool(request.id_column)) as write:
+                write_all(write, compute_on_ranks(embedder, request.batch_size, windows, world.size))
         dist.barrier()  # rank 0, through which ranks notice losses, ends last
 
 
@@ -113,20 +113,12 @@ def compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Wind
 
     reader = ThreadPoolExecutor(1)
 
-    def start(window: Window, rank: int) -> Callable[[], Embeddings]:
-        if rank:
-            return send_window(window.texts, embedder.dimensions, rank)
-        encoded = reader.submit(embedder.encode, window.texts)
+    def start(texts: list[str]) -> Callable[[], Embeddings]:
+        encoded = reader.submit(embedder.encode, texts)
         return lambda: embedder.embed_encoded(encoded.result(), batch_size)
 
-    waiting = deque[tuple[Window, Callable[[], "Embeddings"]]]()
-    for window, rank in zip(windows, itertools.cycle(range(ranks))):
-        waiting.append((window, start(window, rank)))
-        if len(waiting) == _WINDOWS_AHEAD * ranks:
-            window, finish = waiting.popleft()
-            yield window, finish()
-    for window, finish in waiting:
-        yield window, finish()
+    others = [partial(send_window, dimensions=embedder.dimensions, rank=rank) for rank in range(1, ranks)]
+    yield from compute_in_turn(windows, [start, *others], _WINDOWS_AHEAD)
     for rank in range(1, ranks):
         dist.send(torch.zeros(1, dtype=torch.int64), rank)
 

@@ -7,7 +7,7 @@ import json
 import math
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,7 @@ from cpuft.config import ExportConfig, PredictConfig, parse_arguments
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_filled, write_folder_atomically, write_text
 from cpuft.tasks import EMBEDDING_KINDS, Task
+from cpuft.terminal import align
 from cpuft.train.data.archive import Prepared, read_prepared
 from cpuft.train.data.prepare import prepare
 from cpuft.train.data.sources import Examples
@@ -123,7 +124,7 @@ def export(request: ExportConfig) -> None:
         size = sum(path.stat().st_size for path in folder.iterdir())
         lines = [f"exported to {target}: {request.format}, {request.precision}, {size / 1e6:.1f} MB"]
         if request.validate:
-            prepared = tokenize_splits(run, *found) if found else prepare_embedding_examples(run)
+            prepared = tokenize_splits(run, *found) if found else read_prepared(str(prepare(run.train)))
             validation = validate(request, run, model, graph, prepared)
             write_text(folder / VALIDATION_FILE, json.dumps(asdict(validation), indent=2) + "\n")
             lines += format_validation(validation)
@@ -179,14 +180,6 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
             )
 
 
-def prepare_embedding_examples(run: FinishedRun) -> Prepared:
-    """Return the validation examples of a run that has trained an embedding model, tokenised.
-
-    Raises CpuftError: the files of the training cannot be found or read, or its tokens cannot be stored.
-    """
-    return read_prepared(str(prepare(run.train)))
-
-
 def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, prepared: Prepared) -> Validation:
     """Compare the exported model with the run's own on its validation examples.
 
@@ -197,75 +190,49 @@ def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, pr
     """
     import torch
 
+    from cpuft.train.evaluate import compute_outputs, plan_batches, predict_batches
     from cpuft.train.graphs import EmbeddingsAsStates, SentenceEncoder
     from cpuft.train.objective.table import make_objective
-    from cpuft.train.precision import read_cpu
+    from cpuft.train.precision import autocast, read_cpu
 
-    config = replace(run.train, model=str(run.model), from_config="")
-    objective, precision = make_objective(config, prepared), choose_run_precision(run, "auto").name
-    kind = type(graph)
+    objective, precision = make_objective(run.saved, prepared), choose_run_precision(run, "auto").name
+    kind, splits = type(graph), prepared.validation
     use_fast_path(run, model, precision)
     if isinstance(model, SentenceEncoder):
         model, graph = EmbeddingsAsStates(model), EmbeddingsAsStates(graph)
     size = request.batch_size or run.train.eval_batch_size
     both = {"run": (model, precision), request.format: (graph, request.precision)}
+    # The batch of the longest examples comes first, so that memory is there when time is measured.
+    longest = plan_batches(splits[""], size, 1)[0][-1:]
+    for contestant, its_precision in both.values():
+        with autocast(its_precision):
+            predict_batches(partial(objective.outputs, contestant), objective, splits[""], longest)
     outputs: dict[str, dict[str, Outputs]] = {}
     seconds = dict.fromkeys(both, math.inf)
     begin = time.perf_counter()
-    for number in range(_ROUNDS):
+    for _ in range(_ROUNDS):
         for name, (contestant, its_precision) in both.items():
-            passes = Passes(contestant, objective, prepared, size, run.ranks, its_precision)
-            if not number:
-                passes.warm_up()
             start = time.perf_counter()
-            outputs[name] = passes.predict()
+            outputs[name] = {
+                suffix: compute_outputs(contestant, objective, tokens, size, run.ranks, its_precision)
+                for suffix, tokens in splits.items()
+            }
             seconds[name] = min(seconds[name], time.perf_counter() - start)
         if time.perf_counter() - begin > _ROUND_SECONDS:
             break
-    examples = sum(map(len, prepared.validation.values()))
+    examples = sum(map(len, splits.values()))
     own, exported = (
         Contestant(name, its_precision, examples / seconds[name], measure(objective, prepared, outputs[name]))
         for name, (_, its_precision) in both.items()
     )
     difference = max(
         largest_difference(outputs["run"][suffix], outputs[request.format][suffix], tokens.lengths)
-        for suffix, tokens in prepared.validation.items()
+        for suffix, tokens in splits.items()
     )
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", *kind.packages)}
     return Validation(
         own, exported, examples, size, torch.get_num_threads(), read_cpu().model, difference, MAX_LOSS, versions
     )
-
-
-@dataclass(frozen=True)
-class Passes:
-    """Forward passes of a model over all validation examples, in the batches of an evaluation."""
-
-    model: Any
-    objective: Objective
-    prepared: Prepared
-    batch_size: int
-    ranks: int
-    precision: str
-
-    def predict(self) -> dict[str, Outputs]:
-        """Return the outputs for each split, by its suffix."""
-        from cpuft.train.evaluate import compute_outputs
-
-        return {
-            suffix: compute_outputs(self.model, self.objective, tokens, self.batch_size, self.ranks, self.precision)
-            for suffix, tokens in self.prepared.validation.items()
-        }
-
-    def warm_up(self) -> None:
-        """Run the batch of the longest examples, so that memory is there when time is measured."""
-        from cpuft.train.evaluate import plan_batches, predict_batches
-        from cpuft.train.precision import autocast
-
-        tokens = next(iter(self.prepared.validation.values()))
-        longest = plan_batches(tokens, self.batch_size, 1)[0][-1:]
-        with autocast(self.precision):
-            predict_batches(partial(self.objective.outputs, self.model), self.objective, tokens, longest)
 
 
 def measure(objective: Objective, prepared: Prepared, outputs: dict[str, Outputs]) -> dict[str, float]:
@@ -301,8 +268,7 @@ def format_validation(validation: Validation) -> list[str]:
     rows = [("", *(f"{one.name} {one.precision}" for one in both))]
     rows += [(name, *(f"{one.metrics[name]:.4f}" for one in both)) for name in validation.run.metrics]
     rows.append(("samples/s", *(f"{one.samples_per_second:.1f}" for one in both)))
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = [f"{row[0]:<{widths[0]}}  {row[1]:>{widths[1]}}  {row[2]:>{widths[2]}}" for row in rows]
+    lines = align(rows)
     lines.append(
         f"on {counted(validation.examples, 'validation example')} with {counted(validation.threads, 'thread')}; the "
         f"largest difference of an output is {validation.largest_difference:.2g}"

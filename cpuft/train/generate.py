@@ -6,15 +6,15 @@ import json
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cpuft.config import PredictConfig, parse_arguments
 from cpuft.errors import CpuftError, counted
 from cpuft.files import write_atomically
-from cpuft.train.data.chat import Message, find_end_of_turn, is_conversation, parse_messages, set_chat_template
-from cpuft.train.data.tables import list_json_lines, read_tables
+from cpuft.train.data.chat import Message, find_end_of_turn, is_conversation, parse_messages, render, set_chat_template
+from cpuft.train.data.tables import JSON_SUFFIXES, get_suffix, list_json_lines, read_tables
 from cpuft.train.data.texts import find_document_marks
 from cpuft.train.data.tokenizer import choose_pad_id, load_tokenizer
 from cpuft.train.model import load_model
@@ -30,7 +30,6 @@ from cpuft.train.startup import resume_garbage_collection, run_as_process
 
 _PROMPT_COLUMNS = ("prompt", "text", "question", "instruction")
 """Columns of prompts, where --text-columns names none."""
-_JSON_SUFFIXES = (".json", ".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
@@ -59,14 +58,14 @@ def generate(request: PredictConfig) -> None:
     """
     run = read_finished_run(request.run)
     path = Path(request.output or Path(request.run, "predictions.csv"))
-    _check_answers(path, request.overwrite)
+    check_output(path, request.overwrite)
     prompts = read_prompts(request, run.task.kind == "chat")
     tokenizer = load_tokenizer(str(run.model))
     if run.task.kind == "chat":
         set_chat_template(tokenizer, "", str(run.model))
     encoded = encode_prompts(prompts, tokenizer)
     answers = compute_answers(request, run, tokenizer, prompts, encoded)
-    if path.suffix in _JSON_SUFFIXES:
+    if path.suffix in JSON_SUFFIXES:
         _write_json_lines(path, prompts, answers)
     else:
         write_table(path, _format_answers(prompts, answers))
@@ -104,9 +103,8 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
 
 def _read_conversations(path: Path) -> list[Prompt]:
     """Return the conversations of JSON lines; nothing if the first line is none."""
-    suffix = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     prompts: list[Prompt] = []
-    if suffix not in _JSON_SUFFIXES:
+    if get_suffix(path) not in JSON_SUFFIXES:
         return prompts
     for where, line in list_json_lines(str(path), "--file"):
         if not prompts and not is_conversation(line):
@@ -132,13 +130,8 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
     for prompt in prompts:
         text, first = prompt.text, begin
         if prompt.messages:
-            try:
-                text = tokenizer.apply_chat_template(prompt.messages, tokenize=False, add_generation_prompt=True)
-            except Exception as error:  # templates raise errors of their own, and of jinja
-                reason = " ".join(str(error).split())[:200] or type(error).__name__
-                raise CpuftError(
-                    f"{prompt.where}: the chat template refuses the conversation ({reason}): correct that line"
-                ) from None
+            options = {"tokenize": False, "add_generation_prompt": True}
+            text = render(tokenizer, prompt.messages, prompt.where, "correct that line", **options)
             first = []
         ids = [*first, *tokenizer(text, add_special_tokens=False)["input_ids"]]
         if not ids:
@@ -152,7 +145,7 @@ def compute_answers(
 ) -> list[str]:
     """Load the run's model, and return its answer to each prompt; print the speed on standard error.
 
-    Adapters are merged into their base model. With bf16, the whole model is in bf16.
+    With bf16, the whole model is in bf16.
 
     Raises CpuftError: the model cannot be found or loaded, or a prompt and its answer exceed its positions.
     """
@@ -160,8 +153,7 @@ def compute_answers(
     import torch
 
     precision = choose_run_precision(run, request.precision)
-    config = replace(run.train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)
-    model = load_model(config, "AutoModelForCausalLM", {}, attention="auto").eval()
+    model = load_model(run.saved, "AutoModelForCausalLM", {}, attention="auto").eval()
     model.to(torch.bfloat16 if precision.name == "bf16" else torch.float32)
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", 0) or 0
     for prompt, ids in zip(prompts, encoded, strict=True):
@@ -170,7 +162,7 @@ def compute_answers(
                 f"{prompt.where}: the prompt has {len(ids)} tokens and the answer up to {request.max_new_tokens}, and "
                 f"the model has {positions} positions: give a smaller --max-new-tokens, or a shorter prompt"
             )
-    pad_id = choose_pad_id(config, tokenizer)
+    pad_id = choose_pad_id(run.saved, tokenizer)
     stops = find_stop_tokens(model, tokenizer, run.task.kind == "chat")
     resume_garbage_collection()
     start, size = time.perf_counter(), request.batch_size or run.train.eval_batch_size
@@ -242,18 +234,6 @@ def _write_json_lines(path: Path, prompts: Sequence[Prompt], answers: Sequence[s
         for index, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
             content = {"messages": prompt.messages} if prompt.messages else {"prompt": prompt.text}
             file.write(json.dumps({"index": index, **content, "answer": answer}, ensure_ascii=False) + "\n")
-
-
-def _check_answers(path: Path, overwrite: bool) -> None:
-    """Check that answers may be written to `path`, as `check_output` does for predictions."""
-    if path.suffix in _JSON_SUFFIXES and path.is_file():
-        with path.open(encoding="utf-8", errors="replace") as file:
-            begin = file.read(9)
-        if begin == '{"index":' and overwrite:
-            return
-        if begin == '{"index":':
-            raise CpuftError(f"{path} holds answers already: add --overwrite to replace them, or give another --output")
-    check_output(path, overwrite)
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,80 +50,44 @@ _MAX_SCORE = 5.0
 """The scores of STS-B, GLUE's only regression task, are from 0 to this."""
 
 
-def format_classes(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """Yield a table with the most likely class of each example, and the probability of each class.
+def format_predictions(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
+    """Yield the table of the predictions for examples, or of tags for their words; first its header.
 
-    The first row is the header: index, label, and p_NAME for each class. Then come the rows (number of the example,
-    counted from 0; label, guarded by `guard_formula`; probabilities as texts with six decimals). `examples` and
-    `tokens` have no effect.
-    """
-    yield ("index", "label", *_name_classes(task))
-    for index, probabilities in enumerate(_softmax(outputs)):
-        yield (index, guard_formula(task.labels[int(probabilities.argmax())]), *_format(probabilities))
-
-
-def format_scores(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """Yield a table with the score of each example, as text with six significant digits.
-
-    The first row is the header: index, score. Examples are numbered from 0. Only `outputs`, of shape (examples, 1),
-    have an effect; with another shape, ValueError is raised.
-    """
-    yield ("index", "score")
-    for index, (score,) in enumerate(outputs.tolist()):
-        yield (index, f"{score:.6g}")
-
-
-def format_relevance(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """Yield the table of `format_scores`, with nine significant digits, which tell all fp32 numbers apart."""
-    yield ("index", "score")
-    for index, (score,) in enumerate(outputs.tolist()):
-        yield (index, f"{score:.9g}")
-
-
-def format_multi_label(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """Yield a table with the classes of each example above a probability of 0.5, and the probability of each class.
-
-    The first row is the header: index, labels, and p_NAME for each class. Labels are separated by `|`, and empty if
-    there are none; probabilities are texts with six decimals. `examples` and `tokens` have no effect.
-    """
-    yield ("index", "labels", *_name_classes(task))
-    for index, probabilities in enumerate(1 / (1 + np.exp(-outputs.astype(np.float64)))):
-        likely = (label for label, probability in zip(task.labels, probabilities) if probability > 0.5)
-        yield (index, guard_formula(LABEL_SEPARATOR.join(likely)), *_format(probabilities))
-
-
-def format_tags(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
-    """Yield a table with a row for each word: its most likely tag, and the probability of each tag.
-
-    The first row is the header: index (of the example, counted from 0), token, tag, and p_NAME for each tag. Words that
-    were cut off, or that the tokenizer drops, have empty cells in place of tag and probabilities.
+    Its columns are the number of the example, counted from 0; what is predicted; and the probability of each class as
+    text with six decimals. Scores have six significant digits, and those of rerankers nine, which tell all fp32 numbers
+    apart. Several labels are those above a probability of 0.5. Words that were cut off, or that the tokenizer drops,
+    have empty cells in place of tag and probabilities.
 
     Parameters
     ----------
-    examples: their texts are the words.
-    tokens: the tokens of these examples with the numbers of words as labels, made from `number_words`.
+    examples: their texts are the words of tags; else without effect.
+    tokens: for tags, the tokens of these examples with the numbers of words as labels, made from `number_words`.
     """
-    yield ("index", "token", "tag", *_name_classes(task))
-    for index, words in enumerate(examples.texts):
-        numbers = tokens.labels[tokens.offsets[index] : tokens.offsets[index + 1]]
-        places = np.flatnonzero(numbers != UNTAGGED)
-        seen = zip(numbers[places].tolist(), _softmax(outputs[index, places]))
-        labels = [guard_formula(label) for label in task.labels]
-        predicted = {
-            number: (labels[probabilities.argmax()], *_format(probabilities)) for number, probabilities in seen
-        }
-        for number, word in enumerate(words):
-            yield (index, guard_formula(word), *predicted.get(number, [""] * (1 + len(task.labels))))
-
-
-TABLES: dict[str, Callable[[Task, Examples, Outputs, Tokens], Iterator[Cells]]] = {
-    "class": format_classes,
-    "score": format_scores,
-    "labels": format_multi_label,
-    "tags": format_tags,
-    "relevance": format_relevance,
-}
-"""Functions that make the table of predictions, by the kind of the task. The kind masked has none."""
+    labels = [guard_formula(label) for label in task.labels]
+    classes = [f"p_{label}" for label in task.labels]
+    if task.kind in SCORE_KINDS:
+        digits = 9 if task.kind == "relevance" else 6
+        yield ("index", "score")
+        for index, (score,) in enumerate(outputs.tolist()):
+            yield (index, f"{score:.{digits}g}")
+    elif task.kind == "class":
+        yield ("index", "label", *classes)
+        for index, probabilities in enumerate(_softmax(outputs)):
+            yield (index, labels[probabilities.argmax()], *_format(probabilities))
+    elif task.kind == "labels":
+        yield ("index", "labels", *classes)
+        for index, probabilities in enumerate(1 / (1 + np.exp(-outputs.astype(np.float64)))):
+            likely = (label for label, probability in zip(task.labels, probabilities) if probability > 0.5)
+            yield (index, guard_formula(LABEL_SEPARATOR.join(likely)), *_format(probabilities))
+    else:
+        yield ("index", "token", "tag", *classes)
+        for index, words in enumerate(examples.texts):
+            numbers = tokens.labels[tokens.offsets[index] : tokens.offsets[index + 1]]
+            places = np.flatnonzero(numbers != UNTAGGED)
+            seen = zip(numbers[places].tolist(), _softmax(outputs[index, places]))
+            predicted = {number: (labels[one.argmax()], *_format(one)) for number, one in seen}
+            for number, word in enumerate(words):
+                yield (index, guard_formula(word), *predicted.get(number, [""] * (1 + len(labels))))
 
 
 def guard_formula(text: str) -> str:
@@ -178,10 +142,6 @@ def name_submission(task: Task, suffix: str) -> str:
     return f"{task.folder}{part}.tsv"
 
 
-def _name_classes(task: Task) -> tuple[str, ...]:
-    return tuple(f"p_{label}" for label in task.labels)
-
-
 def _softmax(outputs: Outputs) -> NDArray[np.float64]:
     powers = np.exp(outputs - outputs.max(-1, keepdims=True), dtype=np.float64)
     probabilities: NDArray[np.float64] = powers / powers.sum(-1, keepdims=True)
@@ -195,7 +155,7 @@ def _format(probabilities: NDArray[np.float64]) -> list[str]:
 def check_output(path: Path, overwrite: bool = False) -> None:
     """Check that predictions may be written to `path`; nothing is written. A missing or empty file is fine.
 
-    A file of predictions begins with `index` and a comma or a tab.
+    A file of predictions begins with `index` and a comma or a tab, or is JSON lines that begin with it.
 
     Parameters
     ----------
@@ -210,12 +170,12 @@ def check_output(path: Path, overwrite: bool = False) -> None:
     refuse_special(path)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
-            begin = file.read(6)
+            begin = file.read(9)
     except FileNotFoundError:
         return
     except OSError as error:
         raise CpuftError(f"{path} cannot be written ({error.strerror}): give another --output") from None
-    if begin not in ("index,", "index\t", ""):
+    if begin and not begin.startswith(("index,", "index\t", '{"index":')):
         raise CpuftError(f"{path} exists and holds no predictions: give another --output")
     if begin and not overwrite:
         raise CpuftError(f"{path} holds predictions already: add --overwrite to replace them, or give another --output")
@@ -255,6 +215,11 @@ class FinishedRun:
     """Number of ranks that have evaluated the model."""
     task: Task
     """The task, with its kind and, for tasks that are not GLUE's, the labels that the model knows."""
+
+    @property
+    def saved(self) -> TrainConfig:
+        """The options with which the saved model is loaded. Its adapters are merged into their base model."""
+        return replace(self.train, model=str(self.model), from_config="", dropout=-1.0, lora_rank=0)
 
 
 def read_finished_run(run: str) -> FinishedRun:
@@ -375,7 +340,7 @@ def predict(request: PredictConfig) -> None:
     tokens = prepared.validation
     outputs, metrics = compute_predictions(request, run, prepared, splits)
     for suffix, examples in splits.items():
-        table = TABLES[task.kind](task, examples, outputs[suffix], tokens[suffix])
+        table = format_predictions(task, examples, outputs[suffix], tokens[suffix])
         # A table of tags contains the words anyway.
         if request.with_input and task.kind != "tags":
             table = add_input(examples, task.texts, table)
@@ -392,22 +357,19 @@ def tokenize_splits(run: FinishedRun, task: Task, splits: dict[str, Examples]) -
     """
     tokenizer = load_tokenizer(str(run.model), task.kind == "tags")
     tokens = {suffix: tokenize(split, tokenizer, run.train.max_length, task) for suffix, split in splits.items()}
-    pad_id = choose_pad_id(replace(run.train, model=str(run.model), from_config=""), tokenizer)
+    pad_id = choose_pad_id(run.saved, tokenizer)
     return Prepared(task.labels, task.metrics, "", pad_id, tokens[""], tokens, task.kind)
 
 
 def make_run_model(run: FinishedRun, prepared: Prepared) -> tuple[Objective, Any]:
     """Return the objective for these examples, and the run's model in evaluation mode, in fp32 and without fast path.
 
-    Adapters are merged into their base model.
-
     Raises CpuftError: the model cannot be found or loaded.
     """
     from cpuft.train.objective.table import make_objective  # imports torch
 
-    config = replace(run.train, model=str(run.model), from_config="", dropout=-1.0, lora_rank=0)
-    objective = make_objective(config, prepared)
-    return objective, objective.load_model(config).eval()
+    objective = make_objective(run.saved, prepared)
+    return objective, objective.load_model(run.saved).eval()
 
 
 def choose_run_precision(run: FinishedRun, requested: str) -> Precision:

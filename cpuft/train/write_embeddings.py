@@ -7,13 +7,14 @@ pinned to their cores before they import it.
 
 from __future__ import annotations
 
-import abc
+import importlib.util
 import itertools
 import multiprocessing
 import os
 import re
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -33,7 +34,7 @@ from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embedder
+    from cpuft.train.embedding import Embedder, Embeddings
 
 _WINDOW_TEXTS, _TEXT_CHARACTERS = 8192, 2048
 """Most texts of a window, and about the most characters of its texts on average. Texts of similar length in a window
@@ -43,8 +44,6 @@ _PROGRESS_SECONDS = 10.0
 _END_SECONDS = 10.0
 """Time that a computing process has to end after its last window, before it is killed."""
 _PROMPT_NAME = re.compile(r"\w+", re.ASCII)
-_NPY_HEADER_BYTES = 128
-"""Size of the header of a .npy file here: it has room for any number of rows, which is known at the end only."""
 
 
 @dataclass(frozen=True)
@@ -56,82 +55,63 @@ class Window:
     """Their ids; empty without --id-column."""
 
 
-class EmbeddingWriter(abc.ABC):
-    """Writes a file of embeddings, some rows at a time."""
-
-    def __init__(self, path: Path, dimensions: int) -> None:
-        """`path`: an empty file."""
-        self.path, self.dimensions = path, dimensions
-        self.rows = 0
-        """Number of embeddings that have been written."""
-
-    @abc.abstractmethod
-    def write(self, embeddings: NDArray[np.float32], ids: Sequence[str]) -> None:
-        """Append embeddings, shape (texts, dimensions). `ids`: those of the texts, or empty."""
-
-    @abc.abstractmethod
-    def close(self) -> None:
-        """Complete the file."""
+Write = Callable[[NDArray[np.float32], Sequence[str]], None]
+"""Appends embeddings, shape (texts, dimensions), to a file, with the ids of their texts, which may be empty."""
 
 
-class NpyWriter(EmbeddingWriter):
-    """Writes an array of NumPy, fp32, shape (texts, dimensions). It has no ids: rows are in the order of the texts."""
+@contextmanager
+def open_npy(path: Path, dimensions: int) -> Iterator[Write]:
+    """Write an array of NumPy, fp32, shape (texts, dimensions). It has no ids: rows are in the order of the texts."""
+    rows = 0
 
-    def __init__(self, path: Path, dimensions: int) -> None:
-        """See `EmbeddingWriter`."""
-        super().__init__(path, dimensions)
-        self._file = path.open("r+b")
-        self._file.write(make_npy_header(0, dimensions))
+    def write(embeddings: NDArray[np.float32], ids: Sequence[str]) -> None:
+        nonlocal rows
+        file.write(np.ascontiguousarray(embeddings, "<f4").tobytes())
+        rows += len(embeddings)
 
-    def write(self, embeddings: NDArray[np.float32], ids: Sequence[str]) -> None:
-        """See `EmbeddingWriter`."""
-        self._file.write(np.ascontiguousarray(embeddings, "<f4").tobytes())
-        self.rows += len(embeddings)
+    def write_header() -> None:
+        # NumPy leaves room for any number of rows, which is known at the end only.
+        header = {"descr": "<f4", "fortran_order": False, "shape": (rows, dimensions)}
+        np.lib.format.write_array_header_1_0(file, header)
 
-    def close(self) -> None:
-        """See `EmbeddingWriter`."""
-        with self._file:
-            self._file.seek(0)
-            self._file.write(make_npy_header(self.rows, self.dimensions))
-
-
-def make_npy_header(rows: int, columns: int) -> bytes:
-    """Return the header of a .npy file, version 1.0, for an fp32 array: 128 bytes for any number of rows."""
-    text = repr({"descr": "<f4", "fortran_order": False, "shape": (rows, columns)}).encode()
-    size = _NPY_HEADER_BYTES - 10
-    return b"\x93NUMPY\x01\x00" + size.to_bytes(2, "little") + text.ljust(size - 1) + b"\n"
+    with path.open("wb") as file:
+        write_header()
+        yield write
+        file.seek(0)
+        write_header()
 
 
-class ParquetWriter(EmbeddingWriter):
-    """Writes a Parquet file with the columns id and embedding (a list of fp32 numbers).
+@contextmanager
+def _open_parquet(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
+    """Write a Parquet file with the columns id and embedding (a list of fp32 numbers).
 
     The ids are texts, or without --id-column the numbers of the rows, from 0.
     """
+    import pyarrow
+    from pyarrow import parquet
 
-    def __init__(self, path: Path, dimensions: int, has_ids: bool) -> None:
-        """See `EmbeddingWriter`. `has_ids`: whether `write` gets ids."""
-        super().__init__(path, dimensions)
-        import pyarrow
-        from pyarrow import parquet
+    kind = pyarrow.string() if has_ids else pyarrow.int64()
+    schema = pyarrow.schema({"id": kind, "embedding": pyarrow.list_(pyarrow.float32(), dimensions)})
+    rows = 0
 
-        kind = pyarrow.string() if has_ids else pyarrow.int64()
-        self._has_ids = has_ids
-        self._schema = pyarrow.schema({"id": kind, "embedding": pyarrow.list_(pyarrow.float32(), dimensions)})
-        self._writer = parquet.ParquetWriter(path, self._schema)
+    def write(embeddings: NDArray[np.float32], ids: Sequence[str]) -> None:
+        nonlocal rows
+        names: Any = list(ids) if has_ids else np.arange(rows, rows + len(embeddings))
+        vectors = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(embeddings.ravel()), dimensions)
+        writer.write_table(pyarrow.Table.from_arrays([pyarrow.array(names, kind), vectors], schema=schema))
+        rows += len(embeddings)
 
-    def write(self, embeddings: NDArray[np.float32], ids: Sequence[str]) -> None:
-        """See `EmbeddingWriter`."""
-        import pyarrow
+    with parquet.ParquetWriter(path, schema) as writer:
+        yield write
 
-        names: Any = list(ids) if self._has_ids else np.arange(self.rows, self.rows + len(embeddings))
-        vectors = pyarrow.FixedSizeListArray.from_arrays(pyarrow.array(embeddings.ravel()), self.dimensions)
-        kind = self._schema.field("id").type
-        self._writer.write_table(pyarrow.Table.from_arrays([pyarrow.array(names, kind), vectors], schema=self._schema))
-        self.rows += len(embeddings)
 
-    def close(self) -> None:
-        """See `EmbeddingWriter`."""
-        self._writer.close()
+@contextmanager
+def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
+    """Yield what writes a .npy or .parquet file, which gets its name when the block has ended without an error."""
+    with write_atomically(path) as beside:
+        is_npy = path.suffix == ".npy"
+        with open_npy(beside, dimensions) if is_npy else _open_parquet(beside, dimensions, has_ids) as write:
+            yield write
 
 
 def name_output(request: PredictConfig) -> Path:
@@ -140,13 +120,14 @@ def name_output(request: PredictConfig) -> Path:
     Raises CpuftError: what `name_embeddings` raises, or the file is a Parquet file and pyarrow is not installed.
     """
     path = name_embeddings(request)
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow
-        except ImportError:
-            raise CpuftError(f"writing {path} needs pyarrow: {install_command('train')}") from None
-        del pyarrow
+    check_pyarrow(path)
     return path
+
+
+def check_pyarrow(path: Path) -> None:
+    """Raise CpuftError if a file to write is a Parquet file and pyarrow is not installed."""
+    if path.suffix == ".parquet" and importlib.util.find_spec("pyarrow") is None:
+        raise CpuftError(f"writing {path} needs pyarrow: {install_command('train')}")
 
 
 def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> str:
@@ -219,37 +200,22 @@ def read_windows(
         yield Window(texts, ids)
 
 
-@dataclass(frozen=True)
-class EmbeddingModel:
-    """Which model computes embeddings, and how."""
+def make_embedder(request: PredictConfig) -> Embedder:
+    """Load the model of a request. Raises CpuftError: it cannot be found or read, or has fewer dimensions."""
+    from cpuft.train.embedding import Embedder  # imports torch
 
-    name: str
-    precision: str = "auto"
-    batch_size: int = 0
-    normalize: bool = False
-    dimensions: int = 0
-
-    @classmethod
-    def of(cls, request: PredictConfig) -> EmbeddingModel:
-        """Return the model of a request."""
-        name = request.model or request.run
-        return cls(name, request.precision, request.batch_size, request.normalize, request.dimensions)
-
-    def load(self) -> Embedder:
-        """Load the model. Raises CpuftError: it cannot be found or read, or has fewer dimensions."""
-        from cpuft.train.embedding import Embedder  # imports torch
-
-        embedder = Embedder(self.name, self.precision)
-        if self.dimensions > embedder.dimensions:
-            raise CpuftError(
-                f"--dimensions {self.dimensions}: the embeddings of {self.name} have {embedder.dimensions} dimensions; "
-                f"give as many or fewer"
-            )
-        form = embedder.form
-        embedder.form = replace(
-            form, normalize=form.normalize or self.normalize, dimensions=self.dimensions or form.dimensions
+    name = request.model or request.run
+    embedder = Embedder(name, request.precision)
+    if request.dimensions > embedder.dimensions:
+        raise CpuftError(
+            f"--dimensions {request.dimensions}: the embeddings of {name} have {embedder.dimensions} dimensions; "
+            f"give as many or fewer"
         )
-        return embedder
+    form = embedder.form
+    embedder.form = replace(
+        form, normalize=form.normalize or request.normalize, dimensions=request.dimensions or form.dimensions
+    )
+    return embedder
 
 
 Computed = tuple[Window, NDArray[np.float32]]
@@ -259,16 +225,17 @@ Computer = Callable[[Iterator[Window]], Iterator[Computed]]
 
 
 @contextmanager
-def start_computing(model: EmbeddingModel, processes: int) -> Iterator[tuple[int, Computer]]:
-    """Load the model, in this process or in several, and yield the number of dimensions and a function that computes.
+def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
+    """Load the model, in this process or in --np ones, and yield the number of dimensions and a function that computes.
 
-    Raises CpuftError: the model cannot be used (see `EmbeddingModel.load`), or there are fewer cores than processes.
+    Raises CpuftError: the model cannot be used (see `make_embedder`), or there are fewer cores than processes.
     """
+    processes = request.np
     if processes == 1:
-        embedder = model.load()
+        embedder = make_embedder(request)
         resume_garbage_collection()
         with ThreadPoolExecutor(1) as reader:
-            yield embedder.dimensions, lambda windows: compute_here(embedder, model.batch_size, windows, reader)
+            yield embedder.dimensions, lambda windows: compute_here(embedder, request.batch_size, windows, reader)
         return
     cores = list_cores()
     if processes > len(cores):
@@ -278,11 +245,31 @@ def start_computing(model: EmbeddingModel, processes: int) -> Iterator[tuple[int
     share = len(cores) // processes
     with ExitStack() as stack:
         workers = [
-            stack.enter_context(_start_worker(model, cores[rank * share : (rank + 1) * share]))
+            stack.enter_context(_start_worker(request, cores[rank * share : (rank + 1) * share]))
             for rank in range(processes)
         ]
         dimensions, *_ = [worker.receive() for worker in workers]
-        yield dimensions, lambda windows: _compute_in_workers(workers, windows)
+        yield dimensions, lambda windows: compute_in_turn(windows, [worker.start for worker in workers], 1)
+
+
+def compute_in_turn(
+    windows: Iterator[Window], starts: Sequence[Callable[[list[str]], Callable[[], Embeddings]]], ahead: int
+) -> Iterator[Computed]:
+    """Yield windows with their embeddings, in their order, which several processes compute in turn.
+
+    Parameters
+    ----------
+    starts: of each process, a function that sends it the texts of a window, and returns one that waits for the result.
+    ahead: most windows that a process has at a time.
+    """
+    waiting = deque[tuple[Window, Callable[[], "Embeddings"]]]()
+    for window, start in zip(windows, itertools.cycle(starts)):
+        waiting.append((window, start(window.texts)))
+        if len(waiting) == ahead * len(starts):
+            window, finish = waiting.popleft()
+            yield window, finish()
+    for window, finish in waiting:
+        yield window, finish()
 
 
 def compute_here(
@@ -317,8 +304,9 @@ class _Worker:
     def __init__(self, process: Any, connection: Connection) -> None:
         self.process, self.connection = process, connection
 
-    def send(self, texts: list[str] | None) -> None:
+    def start(self, texts: list[str]) -> Callable[[], Any]:
         self.connection.send(texts)
+        return self.receive
 
     def receive(self) -> Any:
         """Return what the process has sent. Raises CpuftError: its own one, or that it has ended."""
@@ -337,10 +325,10 @@ class _Worker:
 
 
 @contextmanager
-def _start_worker(model: EmbeddingModel, cores: list[int]) -> Iterator[_Worker]:
+def _start_worker(request: PredictConfig, cores: list[int]) -> Iterator[_Worker]:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_work, args=(theirs, model, cores), daemon=True)
+    process = context.Process(target=_work, args=(theirs, request, cores), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -351,7 +339,7 @@ def _start_worker(model: EmbeddingModel, cores: list[int]) -> Iterator[_Worker]:
         process.kill()
 
 
-def _work(connection: Connection, model: EmbeddingModel, cores: list[int]) -> None:
+def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> None:
     """Compute the embeddings of the lists of texts that come, on these cores, until the parent closes the connection.
 
     The first message to the parent is the number of dimensions; a text is the message of a CpuftError.
@@ -362,29 +350,14 @@ def _work(connection: Connection, model: EmbeddingModel, cores: list[int]) -> No
         import torch
 
         torch.set_num_threads(len(cores))
-        embedder = model.load()
+        embedder = make_embedder(request)
         connection.send(embedder.dimensions)
         while True:
-            connection.send(embedder.embed(connection.recv(), batch_size=model.batch_size))
+            connection.send(embedder.embed(connection.recv(), batch_size=request.batch_size))
     except CpuftError as error:
         connection.send(str(error))
     except (EOFError, ConnectionError):
         pass  # the parent has ended
-
-
-def _compute_in_workers(workers: Sequence[_Worker], windows: Iterator[Window]) -> Iterator[Computed]:
-    """Give each worker a window in turn. A worker gets its next window when its embeddings have arrived."""
-    active: list[tuple[_Worker, Window]] = []
-    for worker, window in zip(workers, itertools.islice(windows, len(workers))):
-        worker.send(window.texts)
-        active.append((worker, window))
-    while active:
-        worker, window = active.pop(0)
-        embeddings = worker.receive()
-        if (following := next(windows, None)) is not None:
-            worker.send(following.texts)
-            active.append((worker, following))
-        yield window, embeddings
 
 
 def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Window]:
@@ -407,23 +380,6 @@ def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Wind
     return itertools.chain([next(windows)], windows)
 
 
-@contextmanager
-def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[EmbeddingWriter]:
-    """Yield the writer of a file that gets its name when the block has ended without an error.
-
-    Parameters
-    ----------
-    path: ends in .npy or .parquet; from `name_output`.
-    has_ids: whether the texts have ids.
-    """
-    with write_atomically(path) as beside:
-        writer = NpyWriter(beside, dimensions) if path.suffix == ".npy" else ParquetWriter(beside, dimensions, has_ids)
-        try:
-            yield writer
-        finally:
-            writer.close()
-
-
 def write_embeddings(request: PredictConfig) -> None:
     """Write the embeddings of all texts of a file, and print the name of the file that was written.
 
@@ -436,26 +392,28 @@ def write_embeddings(request: PredictConfig) -> None:
     """
     path = name_output(request)
     windows = open_windows(request)  # an empty file is found before the model is loaded
-    model = EmbeddingModel.of(request)
     with (
-        start_computing(model, request.np) as (dimensions, compute),
-        open_writer(path, dimensions, bool(request.id_column)) as writer,
+        start_computing(request) as (dimensions, compute),
+        open_writer(path, dimensions, bool(request.id_column)) as write,
     ):
-        write_all(writer, compute(windows))
-    print(f"embeddings: {path} ({counted(writer.rows, 'text')}, {counted(dimensions, 'dimension')})")
+        rows = write_all(write, compute(windows))
+    print(f"embeddings: {path} ({counted(rows, 'text')}, {counted(dimensions, 'dimension')})")
 
 
-def write_all(writer: EmbeddingWriter, computed: Iterator[Computed]) -> None:
-    """Write embeddings as they come; tell the speed on standard error every 10 s and at the end."""
+def write_all(write: Write, computed: Iterator[Computed]) -> int:
+    """Write embeddings as they come, and return their number; tell the speed on standard error every 10 s and at the
+    end."""
     start = said = time.perf_counter()
-    told = -1
+    rows, told = 0, -1
     for window, embeddings in computed:
-        writer.write(embeddings, window.ids)
+        write(embeddings, window.ids)
+        rows += len(embeddings)
         if time.perf_counter() - said > _PROGRESS_SECONDS:
-            said, told = time.perf_counter(), writer.rows
-            _tell_speed(told, said - start)
-    if told != writer.rows:
-        _tell_speed(writer.rows, time.perf_counter() - start)
+            said, told = time.perf_counter(), rows
+            _tell_speed(rows, said - start)
+    if told != rows:
+        _tell_speed(rows, time.perf_counter() - start)
+    return rows
 
 
 def _tell_speed(rows: int, seconds: float) -> None:

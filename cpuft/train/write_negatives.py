@@ -13,12 +13,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpuft.config import MINED_ENDINGS, MineConfig, parse_arguments
-from cpuft.errors import CpuftError, counted, install_command
+from cpuft.config import MINED_ENDINGS, MineConfig, PredictConfig, parse_arguments
+from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_special, write_atomically
 from cpuft.train.data.pairs import choose_pair_columns
 from cpuft.train.data.tables import find_column, read_tables
@@ -26,10 +26,10 @@ from cpuft.train.embedding_form import find_embedding_model, read_form
 from cpuft.train.startup import run_as_process
 from cpuft.train.write_embeddings import (
     Computer,
-    EmbeddingModel,
-    NpyWriter,
     Window,
+    check_pyarrow,
     choose_column,
+    open_npy,
     read_windows,
     start_computing,
     write_all,
@@ -57,12 +57,7 @@ def name_output(request: MineConfig) -> Path:
             f"--output {request.output!r:.80} has none of the endings {', '.join(MINED_ENDINGS)}: give a file with one "
             f"of them"
         )
-    if path.suffix == ".parquet":
-        try:
-            import pyarrow
-        except ImportError:
-            raise CpuftError(f"writing {path} needs pyarrow: {install_command('train')}") from None
-        del pyarrow
+    check_pyarrow(path)
     refuse_special(path)
     if path.exists() and not request.overwrite:
         raise CpuftError(f"{path} exists: give another --output, or replace the file with --overwrite")
@@ -115,12 +110,8 @@ def make_rules(request: MineConfig) -> MiningRules:
 
 def embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, compute: Computer) -> Embeddings:
     """Write the embeddings of texts, with a prompt in front, to a .npy file, and return it mapped into memory."""
-    path.touch()
-    writer = NpyWriter(path, dimensions)
-    try:
-        write_all(writer, compute(_split(texts, prompt)))
-    finally:
-        writer.close()
+    with open_npy(path, dimensions) as write:
+        write_all(write, compute(_split(texts, prompt)))
     embeddings: Embeddings = np.load(path, mmap_mode="r")
     return embeddings
 
@@ -138,49 +129,22 @@ def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
             yield (task.anchors[place], task.documents[positive], *negatives)
 
 
-def write_rows(path: Path, columns: Sequence[str], rows: Iterator[tuple[str, ...]], ending: str) -> int:
-    """Write rows of texts as CSV, JSON lines or Parquet, by the ending; return their number."""
+def write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[str, ...]], ending: str) -> None:
+    """Write rows of texts as CSV, JSON lines or Parquet, by the ending."""
     if ending == ".parquet":
-        return _write_parquet(path, columns, rows)
-    count = 0
+        import pyarrow
+        from pyarrow import parquet
+
+        with parquet.ParquetWriter(path, pyarrow.schema([(name, pyarrow.string()) for name in columns])) as writer:
+            for start in range(0, len(rows), _ROWS_AT_ONCE):
+                block = [dict(zip(columns, row)) for row in rows[start : start + _ROWS_AT_ONCE]]
+                writer.write_table(pyarrow.Table.from_pylist(block, writer.schema))
+        return
     with path.open("w", encoding="utf-8", newline="") as file:
-        write = csv.writer(file, lineterminator="\n").writerow if ending == ".csv" else None
-        if write:
-            write(columns)
-        for row in rows:
-            count += 1
-            if write:
-                write(row)
-            else:
-                _write_json(file, dict(zip(columns, row)))
-    return count
-
-
-def _write_json(file: IO[str], row: dict[str, str]) -> None:
-    file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def _write_parquet(path: Path, columns: Sequence[str], rows: Iterator[tuple[str, ...]]) -> int:
-    import pyarrow
-    from pyarrow import parquet
-
-    schema, count = pyarrow.schema([(name, pyarrow.string()) for name in columns]), 0
-    with parquet.ParquetWriter(path, schema) as writer:
-        block: list[tuple[str, ...]] = []
-
-        def write_block() -> None:
-            values: Any = list(zip(*block))
-            writer.write_table(pyarrow.Table.from_arrays([pyarrow.array(one) for one in values], schema=schema))
-            block.clear()
-
-        for row in rows:
-            count += 1
-            block.append(row)
-            if len(block) == _ROWS_AT_ONCE:
-                write_block()
-        if block:
-            write_block()
-    return count
+        if ending == ".csv":
+            csv.writer(file, lineterminator="\n").writerows([columns, *rows])
+        else:
+            file.writelines(json.dumps(dict(zip(columns, row)), ensure_ascii=False) + "\n" for row in rows)
 
 
 def write_negatives(request: MineConfig) -> None:
@@ -197,11 +161,13 @@ def write_negatives(request: MineConfig) -> None:
     anchors, positives = read_anchors(request)
     corpus = read_corpus(request)
     form = read_form(find_embedding_model(request.model))
-    model = EmbeddingModel(request.model, request.precision, request.batch_size)
+    model = PredictConfig(
+        model=request.model, precision=request.precision, batch_size=request.batch_size, np=request.np
+    )
     path.parent.mkdir(parents=True, exist_ok=True)
     with (
         tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as name,
-        start_computing(model, request.np) as (dimensions, compute),
+        start_computing(model) as (dimensions, compute),
     ):
         from cpuft.train.mine import check_rules, make_mining_task, search_negatives  # imports torch
 
@@ -217,9 +183,10 @@ def write_negatives(request: MineConfig) -> None:
     if left_out == len(task.anchors):
         raise CpuftError(f"{why}: loosen --max-score, --min-score or the margins, or lower --negatives")
     columns = [*_COLUMNS, *(f"negative_{number}" for number in range(1, request.negatives + 1))]
+    rows = list(list_rows(task, found))
     with write_atomically(path) as beside:
-        rows = write_rows(beside, columns, list_rows(task, found), path.suffix)
-    print(f"negatives: {path} ({counted(rows, 'row')} of {counted(request.negatives, 'negative')}; {why})")
+        write_rows(beside, columns, rows, path.suffix)
+    print(f"negatives: {path} ({counted(len(rows), 'row')} of {counted(request.negatives, 'negative')}; {why})")
 
 
 def _make_progress(total: int) -> Any:

@@ -86,7 +86,7 @@ from cpuft.train.data.tables import parse_hub_name, read_table
 from cpuft.train.data.texts import scan_texts, split_texts
 from cpuft.train.embedding_form import read_form, read_settings
 from cpuft.train.generate import read_prompts
-from cpuft.train.model import read_safetensors_header
+from cpuft.train.model import read_stored_tensors
 from cpuft.train.predict import read_finished_run
 from tests.conftest import make_facts
 from tests.fuzz import values
@@ -449,8 +449,8 @@ PARSERS: dict[str, Parser] = {
             "=".join
         ),
     ),
-    "read_safetensors_header": Parser(
-        _from_file("m.safetensors", read_safetensors_header),
+    "read_stored_tensors": Parser(
+        _from_file("m.safetensors", read_stored_tensors),
         values.damaged_json(_HEADER).map(_add_length) | values.damaged([_add_length(json.dumps(_HEADER))]),
     ),
     "read_pairs": Parser(_from_file("p.csv", _read_pairs), values.damaged(_PAIRS)),

@@ -120,7 +120,7 @@ def test_answers_to_a_column_of_prompts_are_written_beside_them(lora: int, tmp_p
     found = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     wanted = [row[2].removeprefix("'") for row in rows[1:]]
     assert found == [{"index": n, **chats[n], "answer": wanted[n]} for n in range(2)]
-    with pytest.raises(CpuftError, match=r"out\.jsonl holds answers already: add --overwrite"):
+    with pytest.raises(CpuftError, match=r"out\.jsonl holds predictions already: add --overwrite"):
         generate(request)
     generate(replace(request, overwrite=True))
 

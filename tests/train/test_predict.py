@@ -27,9 +27,9 @@ from cpuft.train.data.sources import Examples
 from cpuft.train.evaluate import compute_outputs, plan_batches
 from cpuft.train.objective.base import Objective
 from cpuft.train.predict import (
-    TABLES,
     add_input,
     check_output,
+    format_predictions,
     format_submission,
     guard_formula,
     name_submission,
@@ -51,7 +51,7 @@ def make_task(kind: str, labels: tuple[str, ...]) -> Task:
 
 def table(task: Task, outputs: object, path: Path, rows: int = 2) -> str:
     texts = Examples([("x",)] * rows, [0.0] * rows)
-    write_table(path, TABLES[task.kind](task, texts, np.asarray(outputs, np.float32), make_tokens([1] * rows)))
+    write_table(path, format_predictions(task, texts, np.asarray(outputs, np.float32), make_tokens([1] * rows)))
     return path.read_text(encoding="utf-8")
 
 
@@ -80,7 +80,7 @@ def test_words_have_their_tags_and_those_that_were_cut_off_none(tmp_path: Path) 
     outputs = np.zeros((2, 3, 2), np.float32)
     outputs[[0, 0, 1], [0, 2, 1]] = LOGITS[[0, 1, 0]]
     rows = Examples([("New", "\u200e", "a,b"), ("x", "y")], [0.0, 0.0])
-    write_table(tmp_path / "x.csv", TABLES["tags"](make_task("tags", ("B-X", "O")), rows, outputs, tokens))
+    write_table(tmp_path / "x.csv", format_predictions(make_task("tags", ("B-X", "O")), rows, outputs, tokens))
     assert (tmp_path / "x.csv").read_text(encoding="utf-8") == (
         "index,token,tag,p_B-X,p_O\n"
         "0,New,O,0.250000,0.750000\n"
@@ -117,7 +117,7 @@ def test_glue_s_names_of_files() -> None:
 def test_only_predictions_are_written_over(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     check_output(path)
-    for text in ("index,label,p_a\n", "index\tprediction\n"):
+    for text in ("index,label,p_a\n", "index\tprediction\n", '{"index": 0, "prompt": "a", "answer": "b"}\n'):
         path.write_text(text)
         check_output(path, overwrite=True)
         with pytest.raises(CpuftError, match=r"x\.csv holds predictions already: add --overwrite to replace them, or"):
@@ -141,14 +141,14 @@ def test_no_text_of_a_table_is_a_formula(tmp_path: Path) -> None:
     assert table(make_task("class", ("=a()", "ham")), LOGITS, tmp_path / "x.csv") == wanted
     rows, tokens = Examples([("=a()", "-")], [0.0]), replace(make_tokens([2]), labels=np.asarray([0, 1], np.int32))
     outputs = np.asarray([[[0, 1], [0, 1]]], np.float32)
-    found = list(TABLES["tags"](make_task("tags", ("O", "@X")), rows, outputs, tokens))
+    found = list(format_predictions(make_task("tags", ("O", "@X")), rows, outputs, tokens))
     assert [cells[1:3] for cells in found[1:]] == [("'=a()", "'@X"), ("-", "'@X")]
 
 
 def test_texts_stand_beside_what_was_predicted() -> None:
     task = replace(make_task("class", ("ham", "spam")), texts=("question", "label"))
     rows = Examples([("=a", "b"), ("c", "d")], [0.0, 0.0])
-    found = list(add_input(rows, task.texts, TABLES["class"](task, rows, LOGITS, make_tokens([1, 1]))))
+    found = list(add_input(rows, task.texts, format_predictions(task, rows, LOGITS, make_tokens([1, 1]))))
     assert [cells[:4] for cells in found] == [
         ("index", "question", "input_label", "label"),
         (0, "'=a", "b", "spam"),

@@ -30,6 +30,7 @@ TYPE_NAMES = {
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.uint8: "U8",
+    torch.int8: "I8",
     torch.bool: "BOOL",
 }
 """Names in safetensors files of all dtypes that a block can hold."""
@@ -77,7 +78,7 @@ class TrainingState:
         trained = shards.parameters if shards else [p for group in optimizer.param_groups for p in group["params"]]
         trained_ids = set(map(id, trained))
         self._trained = {name: p for name, p in parameters.items() if id(p) in trained_ids}
-        self.header, self._places = _lay_out(self._list_tensors(), checksum_frozen(frozen))
+        self.header, self._places = lay_out(self._list_tensors(), checksum_frozen(frozen))
         """The first bytes of every block: names, dtypes and shapes of the tensors, and the frozen weights' checksum."""
         self.nbytes = len(self.header) + sum(
             place.dtype.itemsize * torch.Size(place.shape).numel() for place in self._places.values()
@@ -169,7 +170,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
 
     Raises KeyError if a tensor is of a dtype that is not in TYPE_NAMES.
     """
-    header, places = _lay_out([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
+    header, places = lay_out([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     block = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     for name, tensor in tensors.items():
@@ -177,7 +178,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
     return block
 
 
-def _lay_out(
+def lay_out(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], frozen: str = ""
 ) -> tuple[bytes, dict[str, _Place]]:
     """Return a safetensors header of these tensors, and the place of each in a block.

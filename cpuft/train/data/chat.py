@@ -333,7 +333,7 @@ def _drop_end(messages: list[Message]) -> list[Message]:
 def _encode_marked(batch: Sequence[Conversation], tokenizer: Any) -> Iterator[list[_Example]]:
     """Yield the example of each conversation, by a template that marks the assistant's tokens."""
     for where, messages in batch:
-        found = _render(tokenizer, messages, where, return_dict=True, return_assistant_tokens_mask=True)
+        found = render(tokenizer, messages, where, return_dict=True, return_assistant_tokens_mask=True)
         mask = np.asarray(found["assistant_masks"], np.int8)
         if not mask.any():
             raise CpuftError(
@@ -370,8 +370,8 @@ def _find_answers(tokenizer: Any, messages: list[Message], where: str) -> list[t
     for number, message in enumerate(messages):
         if message["role"] != _ASSISTANT:
             continue
-        before = _render(tokenizer, messages[:number], where, tokenize=False, add_generation_prompt=True)
-        after = _render(tokenizer, messages[: number + 1], where, tokenize=False)
+        before = render(tokenizer, messages[:number], where, tokenize=False, add_generation_prompt=True)
+        after = render(tokenizer, messages[: number + 1], where, tokenize=False)
         if not after.startswith(before):
             raise CpuftError(
                 f"{where}: the chat template does not render an answer behind what it renders to ask for it, so that "
@@ -386,15 +386,19 @@ def _find_answers(tokenizer: Any, messages: list[Message], where: str) -> list[t
     return parts
 
 
-def _render(tokenizer: Any, messages: list[Message], where: str, **options: Any) -> Any:
+def render(
+    tokenizer: Any,
+    messages: list[Message],
+    where: str,
+    advice: str = "correct that line, or give another template with --chat-template",
+    **options: Any,
+) -> Any:
+    """Return what the chat template makes of messages. Raises CpuftError, which ends with `advice`: it refuses them."""
     try:
         return tokenizer.apply_chat_template(messages, **options)
     except Exception as error:  # templates raise errors of their own, and of jinja
         reason = " ".join(str(error).split())[:200] or type(error).__name__
-        raise CpuftError(
-            f"{where}: the chat template refuses the conversation ({reason}): correct that line, or give another "
-            f"template with --chat-template"
-        ) from None
+        raise CpuftError(f"{where}: the chat template refuses the conversation ({reason}): {advice}") from None
 
 
 def _cut(ids: NDArray[np.int32], mask: NDArray[np.int8], max_length: int) -> _Example | None:

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cpuft.config import TrainConfig, parse_arguments
 from cpuft.errors import counted
 from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
+from cpuft.terminal import align
 from cpuft.train.data.archive import UNTAGGED, Tokens, read_prepared
 from cpuft.train.data.chat import choose_validation, scan_chats
 from cpuft.train.data.prepare import (
@@ -450,7 +451,7 @@ def format_summary(summary: DataSummary) -> list[str]:
     rows.append([f"{repeats} of training", *(f"{split.duplicates:,}" for split in summary.splits)])
     if summary.kind not in (*TEXT_KINDS, *EMBEDDING_KINDS):
         rows.append(["  with another label", *(f"{split.contradictions:,}" for split in summary.splits)])
-    lines += _align(rows)
+    lines += align(rows)
     lines += ["", "lengths of the training examples in tokens", *_draw(train.lengths.histogram)]
     if train.labels and others:
         unknown_labels = ", ".join(f"{_show(one)} ({count:,})" for one, count in summary.unknown_labels.items())
@@ -462,15 +463,6 @@ def format_summary(summary: DataSummary) -> list[str]:
 def _order(scores: list[float]) -> tuple[float, float, float]:
     least, mean, most = scores
     return least, most, mean
-
-
-def _align(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines: the first column to the left, the others to the right."""
-    first, *widths = [max(map(len, column)) for column in zip(*rows)]
-    return [
-        "  ".join([f"{row[0]:<{first}}", *(f"{cell:>{width}}" for cell, width in zip(row[1:], widths))]).rstrip()
-        for row in rows
-    ]
 
 
 def _draw(bins: Sequence[Bin]) -> list[str]:
