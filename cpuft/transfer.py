@@ -500,6 +500,8 @@ def _read_list(stream: Stream) -> "list[Entry]":
         try:
             for name, kind, size, mode, changed in json.loads(stream.read(length).decode()):
                 found.append(Entry(_from_wire(name), str(kind), int(size), int(mode), int(changed)))
+                if found[-1].size < 0:
+                    raise ValueError
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
             raise RefusedError("the host did not send a list of files") from None
 

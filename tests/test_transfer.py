@@ -7,6 +7,7 @@ import io
 import os
 import shutil
 import stat
+import struct
 import subprocess
 import sys
 import tempfile
@@ -231,10 +232,29 @@ def test_a_list_that_cpuft_would_not_send_is_refused(root: Path, names: list[str
 
 
 @pytest.mark.parametrize(
-    "sent", [b"GET / HTTP/1.1\r\n", b"\0\0\0\2{}", b"\0\0\0\2[1", b"\0\0\0\4[[1]", b"\0\0\0\x06[[[]]]"]
+    "sent",
+    [
+        b"GET / HTTP/1.1\r\n",
+        b"\0\0\0\2[1",
+        b"\xff\xff\xff\xff[",
+        *(
+            struct.pack(">I", len(text)) + text
+            for text in (
+                b'{"x": 1}',
+                b"[[1]",
+                b"[[[]]]",
+                b'[["x", "file", -5, 420, 0]]',
+                b'[["x", "file", 1e999, 420, 0]]',
+                b'[["x", "file", 0, NaN, 0]]',
+                b'[["\\ud800", "file", 0, 420, 0]]',
+                b'[["x", "file", 0, 420, 0, "more"]]',
+                b"[" * 10**5,
+            )
+        ),
+    ],
 )
 def test_what_is_no_transfer_is_refused(root: Path, sent: bytes) -> None:
-    stream = Stream(cast(Any, io.BytesIO(sent + bytes(100))), cast(Any, io.BytesIO()))
+    stream = Stream(cast(Any, io.BytesIO(sent + bytes(4) + b"." + bytes(100))), cast(Any, io.BytesIO()))
     with pytest.raises((RefusedError, TransferError)), open_part(str(root / "part")) as part:
         receive(stream, part)
     assert not (root / "part" / "files").exists()

@@ -408,7 +408,9 @@ def _try_to_log_in(
     import paramiko
 
     seconds = ssh_config.CONNECT_SECONDS
-    options: dict[str, Any] = dict.fromkeys(("timeout", "banner_timeout", "auth_timeout"), seconds)
+    options: dict[str, Any] = dict.fromkeys(("timeout", "auth_timeout"), seconds)
+    # Of two limits that end at once, either may win, and a silent host would count as one that drops connections.
+    options["banner_timeout"] = 2 * seconds
     options["key_filename"] = [path for path in login.identities if os.path.exists(path)] or None
     with _raise_host_errors(host):
         client = stack.enter_context(paramiko.SSHClient())

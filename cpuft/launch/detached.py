@@ -89,6 +89,8 @@ print(json.dumps([cpuft.__version__, [name for name in sys.argv[1:] if not impor
 """
 _NO_PROGRAM, _KILLED = 127, 137
 _EVENT = re.compile(rb"([0-9]{1,18}) (\{.*\})\n")
+_MOST_SECONDS = 1e12
+"""Greatest age of a run that a host may tell: not infinite, and a number."""
 _ANSWER_SECONDS = 60.0
 _LOST_SECONDS = 60.0
 """How long a viewer tries to reach a head host that does not answer."""
@@ -144,12 +146,15 @@ class Head:
         """Return the detached runs of the host, the oldest first."""
         lines = self.ask("list").splitlines()
         try:
-            return [load(Description, parse_json(line)) for line in lines if line.startswith("{")]
+            found = [load(Description, parse_json(line)) for line in lines if line.startswith("{")]
+            if wrong := [one.seconds for one in found if not abs(one.seconds) < _MOST_SECONDS]:
+                raise ValueError(f"it.seconds is {wrong[0]}")
         except ValueError as error:
             raise CpuftError(
                 f"host {self.host.name} describes its detached runs in another form ({error}): install the same "
                 "version of cpuft there and here"
             ) from None
+        return found
 
 
 def refuse_jobs(config: LaunchConfig, environ: Mapping[str, str]) -> None:

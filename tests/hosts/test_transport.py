@@ -357,6 +357,21 @@ def test_a_server_that_is_too_busy_for_the_key_exchange_refuses_no_login(
     assert error.value.kind == transport_module.TIMED_OUT
 
 
+def test_a_host_that_accepts_connections_and_says_nothing_is_not_tried_again(
+    config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a frozen host does. One beyond its MaxStartups, which ends connections, is tried again."""
+    monkeypatch.setattr(ssh_config, "CONNECT_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:
+        host = Host("far", port=frozen.getsockname()[1])
+        begun = time.monotonic()
+        for _ in range(8):
+            with pytest.raises(HostError, match="no answer in") as error:
+                SshTransport(str(config)).run(host, ("true",))
+            assert error.value.kind == transport_module.TIMED_OUT
+        assert time.monotonic() - begun < 8 * 0.8
+
+
 def test_a_command_that_does_not_end_is_given_up(config: Path) -> None:
     with pytest.raises(HostError, match=r"no answer in 1 s") as error:
         SshTransport(str(config)).run(HOST, ("sleep", "60"), seconds=1.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -237,6 +238,23 @@ def test_a_viewer_reads_on_where_its_connection_broke(
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '{"kind": "end", "place": "moon"}',
+        '{"kind": "end", "code": "0"}',
+        '{"kind": "end", "code": 1e400}',
+        '{"kind": "end", "text": "\\ud800"}',
+        '{"kind": ' + "[" * 10**5 + "}",
+        '{"kind": }',
+    ],
+)
+def test_events_that_no_cpuft_of_this_version_writes_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Head, "from_here", lambda self, command: ("printf", "%s\n", f"1 {text}"))
+    with pytest.raises(CpuftError, match=r"^the events of run \w+ cannot be read \(.*use the cpuft that its host has$"):
+        Detached(make_head(), ORDER, "/home/runs/x").show()
+
+
+@pytest.mark.parametrize(
     "event, what",
     [
         (
@@ -322,9 +340,23 @@ def test_a_cluster_is_active_while_a_run_of_its_own_is(monkeypatch: pytest.Monke
     assert detached.list_active("lab") == ["1", "3", "4"]
 
 
-def test_a_host_that_describes_its_runs_otherwise_is_named() -> None:
+OTHER_DESCRIPTIONS = [
+    '{"id": 1}',
+    json.dumps(asdict(FOUND) | {"place": "moon"}),
+    *(json.dumps(asdict(replace(FOUND, seconds=value))) for value in (math.nan, math.inf, -1e20)),
+    json.dumps(asdict(replace(FOUND, code=10**300))),
+    json.dumps(asdict(FOUND))[:-9],
+    '{"order": ' + "[" * 10**5,
+]
+
+
+@pytest.mark.parametrize("text", OTHER_DESCRIPTIONS)
+def test_a_host_that_describes_its_runs_otherwise_is_named(text: str) -> None:
     with pytest.raises(CpuftError, match=r"host node1 describes its detached runs in another form .*same version"):
-        make_head(Answer(0, '{"id": 1}\n')).list_runs()
+        make_head(Answer(0, f"{text}\n")).list_runs()
+
+
+def test_a_host_that_prints_more_than_its_runs_is_understood() -> None:
     assert make_head(Answer(0, f"hello\n{json.dumps(asdict(FOUND))}\n")).list_runs() == [FOUND]
 
 
