@@ -18,6 +18,7 @@ import pytest
 from hypothesis import HealthCheck
 from hypothesis import settings as trials
 
+from cpuft.files import cache_path
 from cpuft.hosts.topology import HostFacts
 
 DATA = Path(__file__).parent / "data"
@@ -119,7 +120,11 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 @pytest.fixture
 def own_cache(tmp_path: Path) -> Iterator[None]:
-    """The cache folder is in the test's own."""
+    """The cache folder is in the test's own. It has the kernels of the user's, so that ranks compile none."""
+    own = tmp_path / "cpuft"
+    own.mkdir(mode=0o700)
+    for kernels in cache_path(os.environ).glob("kernels-*.so"):
+        (own / kernels.name).symlink_to(kernels)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path))
         yield

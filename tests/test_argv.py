@@ -79,7 +79,7 @@ def test_a_module_of_others_that_imports_ours_keeps_its_folder(tmp_path: Path) -
 
 def test_a_whole_run_and_the_doctor_import_nothing_of_the_working_folder(planted: Path) -> None:
     cpuft = Path(sys.executable).with_name("cpuft")
-    demo = ("--max-train-samples", "16", "--max-steps", "1", "--batch-size", "8", "--no-save-model")
+    demo = ("--max-train-samples", "16", "--max-steps", "1", "--max-length", "16", "--no-save-model")
     run = subprocess.run([cpuft, "launch", "--run-dir", "run", *demo], capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
     look = subprocess.run([cpuft, "doctor"], capture_output=True, text=True, timeout=60)

@@ -43,10 +43,10 @@ def test_a_disk_that_fills_up_is_no_bad_input(number: int) -> None:
 
 
 @needs_root
-def test_a_record_that_finds_no_room_ends_the_rank_with_74(tmp_path: Path) -> None:
+def test_a_record_that_finds_no_room_ends_the_rank_with_74() -> None:
     options = "--task=demo --max-train-samples=16 --max-steps=2 --max-length=16 --save-model=False --checkpoint-every=0"
     full = "mkdir run && mount -t tmpfs -o size=4k none run && head -c 4096 /dev/zero > run/filler 2>/dev/null"
-    done = run_shell(f"{full}; python -m cpuft.train --run-dir=run {options}", XDG_CACHE_HOME=str(tmp_path / "cache"))
+    done = run_shell(f"{full}; python -m cpuft.train --run-dir=run {options}")
     assert done.returncode == 74
     said = f"cpuft: error: no space is left on the disk of run/record.jsonl on host {socket.gethostname()}: make room"
     assert done.stderr.splitlines()[-1].startswith(said)

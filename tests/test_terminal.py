@@ -81,7 +81,7 @@ def test_under_nohup_a_hangup_ends_nothing() -> None:
         signal.signal(signal.SIGHUP, signal_before)
 
 
-DEMO = {"task": "demo", "max-train-samples": "128", "max-steps": "4", "batch-size": "16", "save-model": "false"}
+DEMO = {"task": "demo", "max-train-samples": "128", "max-steps": "4", "max-length": "16", "save-model": "false"}
 UNHEARD = pytest.mark.parametrize("streams", ["<&- >&- 2>&-", "2>&1 | head -1"])
 
 

@@ -25,6 +25,7 @@ from tests.records import make_state
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 DEMO = ("--task", "demo", "--max-train-samples", "128", "--max-steps", "4", "--batch-size", "16")
+SHORT = (*DEMO, "--max-length", "16")  # evaluating is most of the time of such a run
 MRPC = ("--task", "mrpc", "--data-dir", str(GLUE))
 
 
@@ -59,7 +60,7 @@ def test_a_resumed_run_stays_on_the_disk_of_the_host_where_it_began(
 
 
 def test_two_ranks_train_on_the_demo_task() -> None:
-    record = launch("--np", "2", *DEMO)
+    record = launch("--np", "2", *SHORT)
     assert [len(place.cpus) for place in record.header.ranks] == [1, 1]
     assert record.header.ranks[0].cpus != record.header.ranks[1].cpus
     assert record.header.kernels == "compiled"
@@ -85,7 +86,7 @@ def test_a_run_without_a_compiler_says_that_it_is_slower(tmp_path: Path) -> None
     for path in Path("/usr/bin").iterdir():
         if "++" not in path.name:
             (tools / path.name).symlink_to(path)
-    words = ("launch", "--run-dir", "run", "--np", "1", *DEMO, "--max-steps", "1", "--no-save-model")
+    words = ("launch", "--run-dir", "run", "--np", "1", *SHORT, "--max-steps", "1", "--no-save-model")
     done = run_cpuft(*words, settings={"PATH": str(tools)})
     assert done.returncode == 0, done.stderr
     assert read_record("run").header.kernels == "absent"
@@ -240,7 +241,7 @@ def test_the_printed_plan_trains_too(tmp_path: Path) -> None:
 
 
 def test_compare_reports(tmp_path: Path) -> None:
-    done = run_cpuft("compare", "--np", "1,2", "--scaling", "strong", "--run-dir", "all", *DEMO)
+    done = run_cpuft("compare", "--np", "1,2", "--scaling", "strong", "--run-dir", "all", *SHORT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"report: {tmp_path}/all/report.md"
     report = json.loads(run_cpuft("report", "all", "--json").stdout)

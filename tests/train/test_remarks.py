@@ -104,6 +104,8 @@ def test_a_learning_rate_far_above_the_usual_ones_is_said_at_once() -> None:
 
 
 def test_a_run_ends_with_the_warning() -> None:
-    done = run_cpuft("launch", "--task", "demo", "--epochs", "0", "--no-save-model", "--run-dir", "run")
+    done = run_cpuft(
+        "launch", "--task", "demo", "--max-length", "16", "--epochs", "0", "--no-save-model", "--run-dir", "run"
+    )
     assert done.returncode == 0
     assert done.stderr.splitlines()[-1].startswith("warning: nothing was trained, because of --epochs 0: ")
