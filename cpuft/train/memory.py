@@ -90,14 +90,14 @@ def measure_layer(shape: ModelShape, config: TrainConfig, batch: LargestBatch) -
     size, hidden, inner = 2 if config.precision == "bf16" else 4, shape.hidden, shape.inner
     tokens, positions, pairs = batch.tokens, batch.positions, batch.positions * batch.length
     relative, distances = shape.relative_embeddings, 2 * batch.length - 1
-    if _is_fast(shape, config) and shape.norms:  # fast.prenorm.run_layer
+    if _is_fast(shape, config) and shape.norms:  # fast.layers, pre-norm
         ends, packed = shape.norms - 2, shape.query + 2 * shape.key
         widths = (4 + ends) * hidden + shape.query + (1 + shape.norms_heads) * packed + 3 * inner
         kept = (size * widths + 4 * shape.norms) * tokens
         inputs = (size * (1 + (ends > 0)) * hidden + 4) * tokens
         last = inputs if config.gradient_checkpointing else kept
         return Layer(kept, last, inputs, kept + inputs, 2 * size * inner * tokens)
-    if _is_fast(shape, config):  # fast.encoder.run_layer
+    if _is_fast(shape, config):  # fast.layers, post-norm
         # Relative embeddings, and what they give as positions of keys and of queries.
         relations = size * (2 * distances + min(distances, relative)) * hidden if relative else 0
         kept = (size * (8 * hidden + 2 * inner) + 16) * tokens + relations

@@ -9,7 +9,7 @@ from typing import Any
 
 from cpuft.config import TrainConfig
 from cpuft.tasks import DECODER_KINDS, find_task
-from cpuft.train.fast.architectures import ARCHITECTURES, ATTENTION_DROPOUT_SETTINGS, SIZE_SETTINGS
+from cpuft.train.fast.architectures import ATTENTION_DROPOUT_SETTINGS, POST_NORM_ARCHITECTURES, SIZE_SETTINGS
 from cpuft.train.model import find_model, load_config, read_config_file
 
 FAST_DECODERS = ("llama", "qwen3", "smollm3", "gemma3_text")
@@ -90,7 +90,7 @@ def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Mo
     number. `dropout` is the value of --dropout; below 0, the configuration's own rate counts.
     """
     sizes = [_read_size(settings, *names) for names in SIZE_SETTINGS.values()]
-    architecture = next((one for one in ARCHITECTURES if one.model_type == settings.get("model_type")), None)
+    architecture = next((one for one in POST_NORM_ARCHITECTURES if one.model_type == settings.get("model_type")), None)
     if architecture is None or not all(sizes):
         return None
     layers, hidden, inner, heads, vocab_size, positions = sizes
@@ -100,8 +100,8 @@ def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Mo
         layers, different = layers * in_group, groups * in_group
     linears = different * (4 * (hidden + 1) * hidden + 2 * hidden * inner + hidden + inner)
     relative_embeddings = 0
-    if architecture.relative_embeddings is not None:
-        relative = architecture.relative_embeddings.read_size(settings, hidden, positions)
+    if architecture.read_relative_size is not None:
+        relative = architecture.read_relative_size(settings, hidden, positions)
         if relative is None:
             return None
         positions, relative_embeddings = relative.absolute_positions, relative.embeddings

@@ -16,7 +16,7 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.train.engines import ENGINES, optimize_with_engine
 from cpuft.train.fast.acceleration import accelerate, describe_layers
-from cpuft.train.fast.encoder import find_encoders
+from cpuft.train.fast.stack import find_stacks
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
@@ -91,7 +91,7 @@ def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -
 
     layers: list[Any] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     if not layers and uses_fast_path:
-        layers = [layer for encoder in find_encoders(model, adapters=True) for layer in encoder.runs]
+        layers = [layer for stack in find_stacks(model, adapters=True) for layer in stack.runs]
     if not layers:
         name = type(model).__name__
         raise CpuftError(f"--gradient-checkpointing finds no layers in {name} that can compute again: leave it out")

@@ -180,7 +180,7 @@ def layers_in_steps() -> Iterator[None]:
 
     Otherwise, each half of a layer is one call of C++, see `cpuft.train.fast.encoder_layer`.
     """
-    with mock.patch("cpuft.train.fast.encoder.can_run_halves", return_value=False):
+    with mock.patch("cpuft.train.fast.layers.can_run_halves", return_value=False):
         yield
 
 

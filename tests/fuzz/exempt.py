@@ -58,7 +58,6 @@ EXEMPT = {
     "read_tags": "what boto3 has read by AWS's own model",
     "read_packages": "what pip has installed",
     "read_norm": "a model's module",
-    "read_parts": "a model's layers",
     "read_raw": "a text, whatever it holds",
     "read_predictions": "what cpuft predict has written",
     "read_result": "a file whose signature is checked first",

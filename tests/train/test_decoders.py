@@ -23,8 +23,8 @@ from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.show import format_summary, summarize
 from cpuft.train.evaluate import evaluate
-from cpuft.train.fast import prenorm
-from cpuft.train.fast.prenorm import run_layer
+from cpuft.train.fast import stack
+from cpuft.train.fast.layers import run_layer
 from tests.comm.ranks import mpirun
 from tests.train.decoder_ranks import learn, make_setup
 from tests.train.decoders import (
@@ -285,7 +285,7 @@ def test_classes_are_evaluated_by_the_fast_layers(family: str, tmp_path: Path, m
         calls.append(arguments)
         return run_layer(*arguments)
 
-    monkeypatch.setattr(prenorm, "run_layer", count_and_run)
+    monkeypatch.setattr(stack, "run_layer", count_and_run)
     found = evaluate(setup, 0).metrics
     assert len(calls) == 2 * 3  # layers and batches
     objective, tokens = setup.objective, setup.prepared.validation[""]

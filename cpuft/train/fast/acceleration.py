@@ -16,13 +16,11 @@ from cpuft.compiler import read_cpu_flags
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import PRECISIONS, bf16_hardware
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, MasterWeights, use_masters
-from cpuft.train.fast.architectures import ARCHITECTURES, PRE_NORM_ARCHITECTURES, find_architecture
+from cpuft.train.fast.architectures import ARCHITECTURES, reads_first_token
 from cpuft.train.fast.elementwise import FastDropout
 from cpuft.train.fast.embedding import patch_embedding
-from cpuft.train.fast.encoder import FastEncoder, FastLayer, find_encoders, find_unknown, reads_first_token
 from cpuft.train.fast.frozen import list_frozen_weights
-from cpuft.train.fast.prenorm import FastPreNormLayer, FastStack, find_obstacle, find_stacks
-from cpuft.train.fast.prenorm import read_parts as read_pre_norm_parts
+from cpuft.train.fast.stack import FastLayer, find_stacks, list_stacks
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
@@ -56,8 +54,8 @@ def accelerate(
     optimizer is made, and before DistributedDataParallel or a trainer gets them. Layers of BERT, RoBERTa, XLM-RoBERTa,
     CamemBERT, ELECTRA, DistilBERT, MPNet, ALBERT, DeBERTa-v2/v3, ModernBERT, EuroBERT, Llama, Qwen3, SmolLM3 and Gemma
     3 (text) become fast, also inside of another module such as a SentenceTransformer; in any other model only dropout
-    modules change. To generate with keys and values of earlier tokens, or to return hidden states, decoders use their
-    own layers.
+    modules change. To generate with keys and values of earlier tokens, or to return hidden states or attentions of all
+    layers, models use their own layers, with bf16 under autocast.
     A model that has been accelerated before keeps its layers and precision, whatever the options; the optimizer is
     connected to its master weights. For the whole process, malloc keeps freed memory (see `keep_freed_memory`).
 
@@ -67,9 +65,8 @@ def accelerate(
 
     What changes: gradients of the encoder's linear layers are bf16. Accumulation over many micro-batches, over the runs
     of ALBERT's shared layers and in the all-reduce of DistributedDataParallel rounds to 8 bits at each addition, with
-    half the bytes sent, and the norm for clipping has that precision. Hidden states that the caller asks for are bf16.
-    The token embedding's gradient is a buffer that the next backward pass reuses; do not write to it through `.data`,
-    which goes unnoticed.
+    half the bytes sent, and the norm for clipping has that precision. The token embedding's gradient is a buffer that
+    the next backward pass reuses; do not write to it through `.data`, which goes unnoticed.
 
     Parameters
     ----------
@@ -163,8 +160,7 @@ def _check(model: nn.Module, precision: str) -> None:
 
 
 def _patch(model: nn.Module, precision: str, first_token: bool, adapters: bool) -> MasterWeights:
-    encoders, stacks = find_encoders(model, adapters), find_stacks(model, adapters)
-    found: list[FastEncoder | FastStack] = [*encoders, *stacks]
+    found = find_stacks(model, adapters)
     if precision == "int8" and not found:
         raise CpuftError(
             f"precision int8 needs layers that the fast path knows, and {type(model).__name__} has none: choose "
@@ -184,6 +180,7 @@ def _patch(model: nn.Module, precision: str, first_token: bool, adapters: bool) 
     if found:
         _return_free_memory()
     masters.embedding = patch_embedding(model) if found else None
+    encoders = [one for one in found if not one.is_pre_norm]
     if first_token and len(encoders) == 1:
         for module in list(model.modules()):
             if reads_first_token(module):
@@ -208,19 +205,16 @@ def describe_layers(model: nn.Module) -> str:
     not know.
     """
     layers = _find_layers(model)
-    replaced = sum(isinstance(layer, (FastLayer, FastPreNormLayer)) for layer in layers)
+    replaced = sum(isinstance(layer, FastLayer) for layer in layers)
     counts = f"{replaced} of {counted(len(layers), 'layer')} replaced"
     if replaced:
         return counts
-    parts = [read_pre_norm_parts(layer, False, False) for layer in layers]
-    obstacle = next((found for one in parts if one is not None and (found := find_obstacle(one, True))), "")
-    if obstacle := obstacle or find_unknown(model):
+    obstacles = (stack.find_obstacle(adapters) for stack in list_stacks(model) for adapters in (True, False))
+    if obstacle := next(filter(None, obstacles), ""):
         why = f"it does not know {obstacle}"
-    elif any(map(find_architecture, layers)):
-        why = "they have parts that it does not know (a decoder, chunked feed-forward, or adapters with dropout)"
     else:
         names = ", ".join(dict.fromkeys(type(layer).__name__ for layer in layers)) or type(model).__name__
-        *titles, last = (one.title for one in (*ARCHITECTURES, *PRE_NORM_ARCHITECTURES))
+        *titles, last = (one.title for one in ARCHITECTURES)
         why = f"it does not know {names} (it knows the layers of {', '.join(titles)} and {last})"
     return f"{counts}, because {why}"
 

@@ -93,21 +93,21 @@ def bias_strides(bias: Tensor) -> tuple[int, int, int]:
     return batch, head, query
 
 
-def _split_packed(query: Tensor | None, packed: Tensor, heads: Heads) -> Sequence[Tensor]:
-    """Views of the queries, (tokens, count * size), and of the keys and values, (tokens, keys * size) each."""
+def split_packed(query: Tensor | None, packed: Tensor, heads: Heads) -> Sequence[Tensor]:
+    """Return views of the queries, (tokens, count * size), and of the keys and values, (tokens, keys * size) each."""
     queries, keys = heads.count * heads.size, heads.keys * heads.size
     return torch.split(packed, [queries, keys, keys], 1) if query is None else (query, *torch.split(packed, keys, 1))
 
 
-def _split_heads(x: Tensor, size: int, grid: Grid) -> Tensor:
-    """(tokens, heads * size) -> (batch * heads, length, size), zero where there is no token."""
+def split_heads(x: Tensor, size: int, grid: Grid) -> Tensor:
+    """Return the heads: (tokens, heads * size) -> (batch * heads, length, size), zero where there is no token."""
     if grid.places is not None:
         x = x.new_zeros(grid.batch * grid.length, x.shape[-1]).index_copy(0, grid.places, x)
     return x.view(grid.batch, grid.length, -1, size).transpose(1, 2).flatten(0, 1)
 
 
 def _join_heads(x: Tensor, grid: Grid) -> Tensor:
-    """The inverse of `_split_heads`."""
+    """The inverse of `split_heads`."""
     joined = x.view(grid.batch, -1, *x.shape[1:]).transpose(1, 2).flatten(2).flatten(0, 1)
     return joined if grid.places is None else joined.index_select(0, grid.places)
 
@@ -164,7 +164,7 @@ def _probabilities(q: Tensor, k: Tensor, arguments: _Arguments) -> Tensor:
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, arguments: _Arguments) -> Tensor:
     heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
-    q, k, v = (_split_heads(x, heads.size, grid) for x, grid in zip((q, k, v), (queries, keys, keys), strict=True))
+    q, k, v = (split_heads(x, heads.size, grid) for x, grid in zip((q, k, v), (queries, keys, keys), strict=True))
     dropped = masked(_probabilities(q, _repeat_keys(k, heads), arguments), arguments.mask)
     return _join_heads(torch.bmm(dropped, _repeat_keys(v, heads)), queries)
 
@@ -174,8 +174,8 @@ def _plain_backward(
 ) -> list[Tensor]:
     """The gradients of q, k and v. Those of the position bias are added to `position_grad`, unless it is None."""
     heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
-    q, grad = (_split_heads(x, heads.size, queries) for x in (q, grad))
-    k, v = (_repeat_keys(_split_heads(x, heads.size, keys), heads) for x in (k, v))
+    q, grad = (split_heads(x, heads.size, queries) for x in (q, grad))
+    k, v = (_repeat_keys(split_heads(x, heads.size, keys), heads) for x in (k, v))
     probs = _probabilities(q, k, arguments)
     dprobs = masked(torch.bmm(grad, v.transpose(1, 2)), arguments.mask).float()
     total = (probs * dprobs).sum(-1, keepdim=True)
@@ -201,7 +201,7 @@ class _Attention(torch.autograd.Function):
     ) -> Tensor:
         ctx.arguments = arguments
         ctx.save_for_backward(query, packed)
-        q, k, v = _split_packed(query, packed, arguments.heads)
+        q, k, v = split_packed(query, packed, arguments.heads)
         context = torch.empty(q.shape, dtype=q.dtype)
         if forward_pass is ForwardPass.RECOMPUTE:
             return context
@@ -216,13 +216,13 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, packed = ctx.saved_tensors
         arguments: _Arguments = ctx.arguments
-        q, k, v = _split_packed(query, packed, arguments.heads)
+        q, k, v = split_packed(query, packed, arguments.heads)
         dquery, dpacked, grad = (
             None if query is None else torch.empty_like(query),
             torch.empty_like(packed),
             grad.contiguous(),
         )
-        outputs = _split_packed(dquery, dpacked, arguments.heads)
+        outputs = split_packed(dquery, dpacked, arguments.heads)
         # One for each example, so that threads share none and the sum does not depend on their number.
         position_grad = arguments.blank_position_grad() if ctx.needs_input_grad[2] else None
         if kernels := kernels_for(packed, grad):

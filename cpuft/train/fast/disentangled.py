@@ -21,11 +21,16 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cpuft.kernels import kernels_for
-from cpuft.train.fast.architectures import Heads, count_position_groups
-from cpuft.train.fast.attention import Grid
+from cpuft.train.fast.architectures import Heads
+from cpuft.train.fast.attention import Grid, bias_strides, split_heads, split_packed
 from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.elementwise import Mask, masked
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
+
+_PARALLEL_PARTS = 64
+"""Least number of independent parts in the backward pass of disentangled attention, if there are as many pairs of an
+example and a head. Each part takes memory for gradients of positions. The number of threads must not decide, because
+sums in another order are rounded otherwise."""
 
 
 @dataclass(frozen=True)
@@ -73,17 +78,14 @@ class _Arguments:
 
     def sizes(self, query: Tensor, key: Tensor) -> tuple[int | float, ...]:
         """The kernel's arguments from the number of examples on."""
-        bias, heads = self.bias, self.heads
-        strides = [0, 0, 0]
-        if bias is not None:  # of a dimension that is broadcast, 0
-            strides = [0 if size == 1 else step for size, step in zip(bias.shape[:3], bias.stride(), strict=False)]
+        heads, strides = self.heads, (0, 0, 0) if self.bias is None else bias_strides(self.bias)
         sizes = (self.keys.batch, heads.count, self.queries.length, self.keys.length, heads.size)
         return *sizes, query.stride(0), key.stride(0), *strides, heads.factor, *self.mask.kernel_arguments
 
     @property
     def groups(self) -> int:
         """Into how many groups of examples backward divides the batch."""
-        return count_position_groups(self.keys.batch, self.heads.count)
+        return min(self.keys.batch, -(-_PARALLEL_PARTS // self.heads.count))
 
 
 def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
@@ -104,20 +106,6 @@ def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
     return (distances + half).clamp(0, 2 * half - 1)
 
 
-def _split_packed(query: Tensor | None, packed: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
-    """Views of the queries, keys and values, each (tokens, heads * size)."""
-    parts = packed.chunk(packed.shape[1] // (heads.count * heads.size), 1)
-    q, k, v = parts if query is None else (query, *parts)
-    return q, k, v
-
-
-def _split_heads(x: Tensor, heads: Heads, grid: Grid) -> Tensor:
-    """(tokens, heads * size) -> (batch, heads, length, size), zero where there is no token."""
-    if grid.places is not None:
-        x = x.new_zeros(grid.batch * grid.length, x.shape[-1]).index_copy(0, grid.places, x)
-    return x.view(grid.batch, grid.length, heads.count, heads.size).transpose(1, 2)
-
-
 def _plain(tensors: tuple[Tensor, ...], arguments: _Arguments) -> Tensor:
     """The same computation in plain torch, with torch's own gradients.
 
@@ -125,7 +113,10 @@ def _plain(tensors: tuple[Tensor, ...], arguments: _Arguments) -> Tensor:
     """
     heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
     grids = (queries, keys, keys)
-    q, k, v = (_split_heads(x, heads, grid) for x, grid in zip(tensors[:3], grids, strict=True))
+    q, k, v = (
+        split_heads(x, heads.size, grid).view(grid.batch, heads.count, grid.length, heads.size)
+        for x, grid in zip(tensors[:3], grids, strict=True)
+    )
     position_keys, position_queries = (x.view(-1, heads.count, heads.size).permute(1, 2, 0) for x in tensors[3:])
     ahead = torch.arange(keys.length) - torch.arange(queries.length)[:, None] + keys.length - 1
     shape = (keys.batch, heads.count, queries.length, keys.length)
@@ -155,7 +146,7 @@ class _Disentangled(torch.autograd.Function):
     ) -> Tensor:
         ctx.arguments = arguments
         ctx.save_for_backward(query, packed, position_keys, position_queries)
-        q, k, v = _split_packed(query, packed, arguments.heads)
+        q, k, v = split_packed(query, packed, arguments.heads)
         context = torch.empty(q.shape, dtype=q.dtype)
         if forward_pass is ForwardPass.RECOMPUTE:
             return context
@@ -171,9 +162,9 @@ class _Disentangled(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, packed, *positions = ctx.saved_tensors
         arguments: _Arguments = ctx.arguments
-        q, k, v = parts = _split_packed(query, packed, arguments.heads)
+        q, k, v = parts = split_packed(query, packed, arguments.heads)
         dquery, dpacked = None if query is None else torch.empty_like(query), torch.empty_like(packed)
-        outputs, grad = _split_packed(dquery, dpacked, arguments.heads), grad.contiguous()
+        outputs, grad = split_packed(dquery, dpacked, arguments.heads), grad.contiguous()
         if kernels := kernels_for(packed, grad, *positions):
             dpositions = torch.empty(2, arguments.groups, *positions[0].shape)
             arrays = (q, k, v, *positions, grad, *outputs, *dpositions, *arguments.places)

@@ -42,10 +42,6 @@ class Mask:
         """The factor of elements that are kept: 65536 / (65536 - threshold), one over the probability of being kept."""
         return LEVELS / (LEVELS - self.threshold)
 
-    def after(self, elements: int) -> Mask:
-        """Return the mask whose element 0 is element number `elements` of this one; a multiple of four (unchecked)."""
-        return Mask((self.seed + elements // 4 * _GOLDEN) % _INT64, self.threshold)
-
     @property
     def kernel_arguments(self) -> tuple[int, int, float]:
         """(seed, threshold, scale), in the order in which every kernel takes them."""
@@ -216,13 +212,8 @@ GATES = {
     "swish": "silu",
     "gelu": "gelu",
     "gelu_pytorch_tanh": "gelu_tanh",
-    "SiLUActivation": "silu",
-    "SiLU": "silu",
-    "GELUActivation": "gelu",
-    "GELUTanh": "gelu_tanh",
 }
-"""The activations that `glu` knows: by their name in config.json (hidden_act or hidden_activation), and by the name of
-the class that transformers has for them."""
+"""The activations that `glu` knows, by their name in config.json (hidden_act or hidden_activation)."""
 _PLAIN_GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,

@@ -2,7 +2,7 @@
 kernels.
 
 The attention half is `norm(x + dropout(attention(x)))` with its linear layers, and the feed-forward half is
-`norm(x + dropout(feed_forward(x)))`, as in BERT. `encoder_layer.h` lists their steps. `encoder.run_layer` runs the same
+`norm(x + dropout(feed_forward(x)))`, as in BERT. `encoder_layer.h` lists their steps. `layers.run_layer` runs the same
 steps one by one for all layers that `can_run_halves` refuses. There are two halves and not one whole layer so that the
 gradients of the feed-forward half are sent to other hosts while those of the attention half are computed.
 """
@@ -151,7 +151,7 @@ def can_run_halves(parts: LayerParts, x: Tensor) -> bool:
 
     The caller has to check that the layout has no bias by distance, and that the layer has to compute all tokens.
     """
-    if parts.int8 or parts.recomputes or not torch.is_grad_enabled() or not can_multiply(x, parts.inner.weight):
+    if parts.int8 or parts.recomputes or not torch.is_grad_enabled() or not can_multiply(x, parts.inner[0].weight):
         return False
     heads, modules = parts.heads, [*parts.linears, parts.attention_norm, parts.outer_norm]
     is_simple = heads.back < 0 and heads.ahead < 0 and heads.keys == heads.count and parts.positions is None
@@ -188,7 +188,7 @@ def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Tensor:
     ----------
     mask: dropout of the output of the second linear layer.
     """
-    inner, outer, norm = parts.inner, parts.outer, parts.outer_norm
+    (inner,), outer, norm = parts.inner, parts.outer, parts.outer_norm
     kernels = kernels_for(x)
     assert kernels is not None
     half = _FeedForward(kernels, len(inner.weight), norm.eps, mask)

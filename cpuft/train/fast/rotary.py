@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from cpuft.kernels import Kernels, kernels_for
 from cpuft.train.fast.architectures import Heads
+from cpuft.train.fast.attention import split_packed
 from cpuft.train.fast.elementwise import Norm
 
 
@@ -54,16 +55,6 @@ class HeadNorms:
         return [n.weight for n in (self.query, self.key) if n is not None and n.weight is not None]
 
 
-@dataclass(frozen=True)
-class _Columns:
-    """What is side by side in a row: heads of queries and of keys, of width `size`, and numbers that do not change."""
-
-    queries: int
-    keys: int
-    values: int
-    size: int
-
-
 class _Rotate(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -73,7 +64,7 @@ class _Rotate(torch.autograd.Function):
         key_weight: Tensor | None,
         angles: Angles | None,
         norms: HeadNorms,
-        columns: _Columns,
+        heads: Heads,
         overwrites: bool,
         kernels: Kernels,
     ) -> Tensor:
@@ -81,7 +72,7 @@ class _Rotate(torch.autograd.Function):
             ctx.mark_dirty(packed)
         cos, sin = (None, None) if angles is None else (angles.cos.contiguous(), angles.sin.contiguous())
         half = 0 if cos is None else cos.shape[1]
-        sizes = (len(packed), columns.queries, columns.keys, columns.values, columns.size, half)
+        sizes = (len(packed), heads.count, heads.keys, heads.keys * heads.size, heads.size, half)
         both = (norms.query, norms.key)
         # A negative eps tells the kernel that there is no norm.
         ctx.rest = (*sizes, *(-1.0 if norm is None else norm.eps for norm in both))
@@ -124,10 +115,9 @@ def _plain_heads(x: Tensor, angles: Angles | None, norm: Norm | None, size: int)
     return heads.to(x.dtype).view(x.shape)
 
 
-def _plain_rotate(packed: Tensor, angles: Angles | None, norms: HeadNorms, columns: _Columns) -> Tensor:
-    queries, keys = columns.queries * columns.size, columns.keys * columns.size
-    query, key, values = torch.split(packed, [queries, keys, columns.values], 1)
-    turned = (_plain_heads(x, angles, norm, columns.size) for x, norm in ((query, norms.query), (key, norms.key)))
+def _plain_rotate(packed: Tensor, angles: Angles | None, norms: HeadNorms, heads: Heads) -> Tensor:
+    query, key, values = split_packed(None, packed, heads)
+    turned = (_plain_heads(x, angles, norm, heads.size) for x, norm in ((query, norms.query), (key, norms.key)))
     return torch.cat([*turned, values], 1)
 
 
@@ -139,15 +129,7 @@ def _may_overwrite(packed: Tensor, norms: HeadNorms) -> bool:
     return not trains or (norms.query is None and norms.key is None)
 
 
-def rotate(
-    packed: Tensor,
-    angles: Angles | None,
-    heads: Heads,
-    norms: HeadNorms | None,
-    *,
-    queries: bool = True,
-    keys: bool = True,
-) -> Tensor:
+def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms | None) -> Tensor:
     """Return queries, keys and values side by side, the queries and keys normed and then rotated, the values unchanged.
 
     The result has the shape and dtype of `packed`, whose memory it may have: use `packed` no more, unless it is a leaf
@@ -161,16 +143,12 @@ def rotate(
         for no rotation.
     heads: their numbers and their size.
     norms: before the rotation; None for none.
-    queries: whether `packed` holds queries; if not, it is (tokens, 2 * keys * size), keys and values.
-    keys: whether `packed` holds keys and values; if not, it is (tokens, count * size), queries.
     """
-    norms = HeadNorms(norms.query if queries else None, norms.key if keys else None) if norms else HeadNorms(None, None)
+    norms = norms or HeadNorms(None, None)
     if angles is None and norms.query is None and norms.key is None:
         return packed
-    key_heads = heads.keys if keys else 0
-    columns = _Columns(heads.count if queries else 0, key_heads, key_heads * heads.size, heads.size)
     if kernels := kernels_for(packed):
         packed = packed.contiguous()
         weights = [None if norm is None else norm.weight for norm in (norms.query, norms.key)]
-        return _rotate(packed, *weights, angles, norms, columns, _may_overwrite(packed, norms), kernels)
-    return _plain_rotate(packed, angles, norms, columns)
+        return _rotate(packed, *weights, angles, norms, heads, _may_overwrite(packed, norms), kernels)
+    return _plain_rotate(packed, angles, norms, heads)

@@ -28,7 +28,7 @@ from transformers.models.bert import BertConfig
 
 from cpuft.errors import CpuftError
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.encoder import run_layer
+from cpuft.train.fast.layers import run_layer
 from tests.train.fast.encoders import (
     DEBERTA,
     KINDS,
@@ -271,7 +271,7 @@ def test_only_the_last_run_of_a_shared_layer_computes_first_tokens_alone() -> No
             rows.append(len(output))
             return output
 
-        patch.setattr("cpuft.train.fast.encoder.run_layer", note)
+        patch.setattr("cpuft.train.fast.stack.run_layer", note)
         for _ in range(2):
             model(**make_batch())
     assert rows == 2 * [*[sum(LOOSE_BATCH)] * 11, len(LOOSE_BATCH)]

@@ -9,9 +9,9 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 
-from cpuft.train.fast.acceleration import accelerate
+from cpuft.train.fast.acceleration import accelerate, describe_layers
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE
-from cpuft.train.fast.encoder import find_encoders
+from cpuft.train.fast.stack import find_stacks
 from cpuft.train.lora import add_adapters
 from tests.train.fast.encoders import KINDS, make_batch, make_model, relative_error
 
@@ -95,6 +95,7 @@ def test_adapters_are_left_alone_unless_they_are_asked_for() -> None:
     model = make_adapted("bert")
     accelerate(model, make_optimizer(model), precision="fp32")
     assert not is_fast(model)
+    assert "because it does not know the linear layer Linear, or the form of its adapter" in describe_layers(model)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +111,7 @@ def test_adapters_are_left_alone_unless_they_are_asked_for() -> None:
 def test_adapters_of_other_forms_run_unchanged(options: dict[str, Any]) -> None:
     settings = {"r": 4, "target_modules": ["query", "key", "value"], "task_type": "SEQ_CLS", **options}
     plain = with_weights(get_peft_model(make_model("bert"), LoraConfig(**settings)))
-    assert find_encoders(plain, adapters=True) == []
+    assert find_stacks(plain, adapters=True) == []
 
 
 @pytest.mark.parametrize("targets", [["query"], ["key", "value", "output.dense"]], ids=str)

@@ -58,8 +58,11 @@ UNKNOWN = (
         ),
         (
             BertConfig(**SMALL, chunk_size_feed_forward=4),
-            "0 of 2 layers replaced, because they have parts that it does not know (a decoder, chunked feed-forward, "
-            "or adapters with dropout)",
+            "0 of 2 layers replaced, because it does not know chunked feed-forward",
+        ),
+        (
+            BertConfig(**SMALL, is_decoder=True),
+            "0 of 2 layers replaced, because it does not know decoders with layers like BERT's",
         ),
     ],
     ids=[
@@ -74,6 +77,7 @@ UNKNOWN = (
         "activation",
         "gpt2",
         "chunked",
+        "decoder",
     ],
 )
 def test_how_many_layers_are_replaced(config: Any, said: str) -> None:

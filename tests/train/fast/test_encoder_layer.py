@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cpuft
-from cpuft.train.fast import encoder, encoder_layer, products
+from cpuft.train.fast import encoder_layer, layers, products
 from cpuft.train.fast.encoder_layer import can_run_halves
 from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import make_batch, make_model, make_optimizer, relative_error
@@ -41,7 +41,7 @@ def count_calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             calls.append(name)
             return own(*given)
 
-        monkeypatch.setattr(encoder, name, run)
+        monkeypatch.setattr(layers, name, run)
     return calls
 
 
@@ -65,9 +65,9 @@ def test_halves_compute_what_the_steps_do(
     model, calls = make_fast(kind, dropout, first_token), count_calls(monkeypatch)
     loss, gradients = train_once(model, lengths)
     has_tiles = products.can_multiply(*2 * (torch.empty(32, 32, dtype=torch.bfloat16),))
-    layers = (1 if first_token else 2) if has_tiles else 0
-    assert calls == layers * ["attention_half", "feed_forward_half"]
-    monkeypatch.setattr(encoder, "can_run_halves", lambda parts, x: False)
+    count = (1 if first_token else 2) if has_tiles else 0
+    assert calls == count * ["attention_half", "feed_forward_half"]
+    monkeypatch.setattr(layers, "can_run_halves", lambda parts, x: False)
     wanted_loss, wanted = train_once(model, lengths)
     assert loss == pytest.approx(wanted_loss, rel=1e-5)
     assert gradients.keys() == wanted.keys()
@@ -80,7 +80,7 @@ def test_halves_compute_what_the_steps_do(
 def test_halves_read_norms_of_a_model_that_was_converted_to_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     model, calls = make_fast("bert", first_token=False).to(torch.bfloat16), count_calls(monkeypatch)
     loss, gradients = train_once(model, (17, 9))
-    monkeypatch.setattr(encoder, "can_run_halves", lambda parts, x: False)
+    monkeypatch.setattr(layers, "can_run_halves", lambda parts, x: False)
     wanted_loss, wanted = train_once(model, (17, 9))
     assert len(calls) in (0, 4)
     assert loss == pytest.approx(wanted_loss, rel=1e-5)
@@ -92,7 +92,7 @@ def test_halves_without_a_gradient_of_their_input(monkeypatch: pytest.MonkeyPatc
     for parameter in model.bert.embeddings.parameters():
         parameter.requires_grad_(False)
     loss, gradients = train_once(model, (17, 9))
-    monkeypatch.setattr(encoder, "can_run_halves", lambda parts, x: False)
+    monkeypatch.setattr(layers, "can_run_halves", lambda parts, x: False)
     wanted_loss, wanted = train_once(model, (17, 9))
     assert len(calls) in (0, 4)
     assert loss == pytest.approx(wanted_loss, rel=1e-5)

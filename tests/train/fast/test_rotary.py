@@ -58,7 +58,6 @@ def exact_heads(x: Tensor, angles: Angles | None, norm: Norm | None, weight: Ten
     size=st.integers(1, 40) | st.sampled_from([64, 100, 128]),
     share=st.sampled_from([None, 0.0, 0.3, 1.0]),
     normed=st.tuples(st.booleans(), st.booleans(), st.sampled_from([0.0, 1.0])),
-    held=st.sampled_from([(True, True), (True, True), (True, False), (False, True)]),
     is_leaf=st.booleans(),
     dtype=st.sampled_from(list(TOLERANCE)),
 )
@@ -68,24 +67,22 @@ def test_rotate(
     size: int,
     share: float | None,
     normed: tuple[bool, bool, float],
-    held: tuple[bool, bool],
     is_leaf: bool,
     dtype: torch.dtype,
 ) -> None:
     torch.manual_seed(tokens * size)
     heads = Heads(counts[0], size, 1.0, counts[1])
-    queries, keys = heads.count * held[0], heads.keys * held[1]
     angles = None if share is None else draw_angles(tokens, round(share * (size // 2)))
     query, key = (draw_norm(size, normed[2]) if has_norm else None for has_norm in normed[:2])
-    used = [n.weight for n, there in ((query, queries), (key, keys)) if n and there and n.weight is not None]
-    packed = torch.randn(tokens, (queries + 2 * keys) * size).to(dtype).requires_grad_()
+    used = [norm.weight for norm in (query, key) if norm is not None and norm.weight is not None]
+    packed = torch.randn(tokens, (heads.count + 2 * heads.keys) * size).to(dtype).requires_grad_()
     weights = torch.randn(packed.shape).to(dtype)
 
     def exact(packed: Tensor, *given: Tensor) -> Tensor:
-        q, k, v = torch.split(packed.view(tokens, -1, size), [queries, keys, keys], 1)
+        q, k, v = torch.split(packed.view(tokens, -1, size), [heads.count, heads.keys, heads.keys], 1)
         rest = list(given)
-        q = exact_heads(q, angles, query, rest.pop(0) if query and queries else None) if queries else q
-        k = exact_heads(k, angles, key, rest.pop(0) if key and keys else None) if keys else k
+        q = exact_heads(q, angles, query, rest.pop(0) if query else None)
+        k = exact_heads(k, angles, key, rest.pop(0) if key else None)
         return torch.cat([q, k, v], 1).flatten(1)
 
     doubles = [t.detach().double().requires_grad_() for t in (packed, *used)]
@@ -95,7 +92,7 @@ def test_rotate(
         # What is no leaf may be overwritten.
         given = packed if is_leaf else packed * 1
         with way:
-            found = rotate(given, angles, heads, HeadNorms(query, key), queries=held[0], keys=held[1])
+            found = rotate(given, angles, heads, HeadNorms(query, key))
             grads = torch.autograd.grad(found, [packed, *used], weights)
         assert found.dtype == dtype
         for one, other in zip((found, *grads), (wanted, *wanted_grads), strict=True):

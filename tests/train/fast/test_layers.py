@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from cpuft.kernels import plain_torch
 from cpuft.train.fast.acceleration import accelerate, describe_layers
-from cpuft.train.fast.prenorm import make_layout
+from cpuft.train.fast.layout import make_shifted_layout
 from cpuft.train.lora import add_adapters
 from tests.train.fast.encoders import make_optimizer, relative_error
 from tests.train.fast.families import CONFIGS, FAMILIES, LONGEST, WINDOW, compute_loss, make_batch, make_model
@@ -136,12 +136,12 @@ def test_packed_sequences_see_each_other_only_where_transformers_lets_them(famil
 
 def test_places_of_packed_sequences() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 1], [0, 0, 1, 2, 3]])
-    layout = make_layout(2, 5, None, positions)
+    layout = make_shifted_layout(2, 5, None, positions)
     assert layout is not None
     assert layout.grid.places is not None
     assert (layout.grid.batch, layout.grid.length) == (4, 4)
     assert layout.grid.places.tolist() == [0, 1, 2, 4, 5, 8, 12, 13, 14, 15]
-    alone = make_layout(2, 5, None, torch.arange(5)[None])
+    alone = make_shifted_layout(2, 5, None, torch.arange(5)[None])
     assert alone is not None
     assert alone.grid.places is None
 
@@ -170,6 +170,14 @@ def test_a_caller_who_wants_hidden_states_gets_all_of_them(family: str, precisio
     assert relative_error(compute_loss(fast, batch), compute_loss(plain, batch)) < (
         1e-5 if precision == "fp32" else 0.1
     )
+
+
+def test_a_hook_on_a_layer_sees_every_position() -> None:
+    _, fast, _, _ = make_pair("qwen3", "fp32")
+    seen: list[torch.Size] = []
+    fast.layers[0].register_forward_hook(lambda layer, given, output: seen.append(output.shape))
+    compute_loss(fast, make_batch((17, 9)))
+    assert seen == [(2, 17, 32)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "smollm3"])

@@ -1,0 +1,152 @@
+"""Which tokens of a batch have a row inside the fast layers, and which rows attend to each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from cpuft.train.fast.attention import Grid, make_bias
+from cpuft.train.fast.disentangled import Distances
+from cpuft.train.fast.rotary import Angles
+
+MIN_PADDING = 0.05
+"""Share of padding in a batch above which post-norm layers get packed tokens. With less, packing the tokens before the
+layers and around every attention costs about as much as the padding does. With MiniLM and 32 examples of 64 positions
+on a CPU with AVX512_BF16, both cost the same at 2 to 9 %."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the (tokens, hidden) rows inside the layers map to the (batch, length) positions that the model sees."""
+
+    batch: int
+    length: int
+    grid: Grid
+    """Which rows attend to each other: examples, and the positions of their tokens. Sequences that were packed into one
+    row of the batch are examples of their own here."""
+    sources: Tensor | None = None
+    """(tokens,) int64: number of the position, b * length + p, from which each row comes. None: all, in order."""
+    bias: Tensor | None = None
+    """What is added to the attention scores: fp32, (batch or 1, heads or 1, queries or 1, length); None for nothing."""
+    first_only: bool = False
+    """Whether the last layer has to compute only the first token of each example, because nothing reads the others."""
+    positions: Tensor | Distances | None = None
+    """What attention is told about distances, see `architectures.EncoderPositions`; None for nothing."""
+    _angles: list[tuple[Tensor, Angles]] = field(default_factory=list, repr=False, compare=False)
+    """The cosines that the layers of this batch got, and the angles of its rows."""
+
+    @property
+    def first_rows(self) -> Tensor | slice:
+        """The rows of the examples' first tokens, to index (tokens, hidden) with, where no sequences were packed.
+
+        A slice if every position has its row, else (batch,) int64, with -1 for an example whose first position has
+        none.
+        """
+        rows = self.grid.rows
+        return slice(None, None, self.length) if rows is None else rows[:: self.length]
+
+    def pack(self, hidden: Tensor) -> Tensor:
+        """Return the rows of the tokens: (batch, length, width) -> (tokens, width).
+
+        A copy if positions are left out, else a view where the strides allow it. A batch of size 1 holds for all.
+        """
+        flat = hidden.expand(self.batch, self.length, -1).reshape(self.batch * self.length, -1)
+        return flat if self.sources is None else flat.index_select(0, self.sources)
+
+    def unpack(self, rows: Tensor) -> Tensor:
+        """Return the rows at their positions, (tokens, width) -> (batch, length, width), zero where there is no row."""
+        if self.sources is not None:
+            blank = rows.new_zeros(self.batch * self.length, rows.shape[-1])
+            rows = blank.index_copy(0, self.sources, rows)
+        return rows.view(self.batch, self.length, -1)
+
+    def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
+        """Return the angles of the rows of this batch. All layers that get the same ones share them.
+
+        `embeddings`: the cosines and sines of the model's rotary embedding, (batch or 1, length, size), whose second
+            half repeats the first one.
+        """
+        cosines, sines = embeddings
+        known = next((angles for given, angles in self._angles if given is cosines), None)
+        if known is None:
+            half = cosines.shape[-1] // 2
+            known = Angles(*(self.pack(one[..., :half]).float().contiguous() for one in (cosines, sines)))
+            self._angles.append((cosines, known))
+        return known
+
+
+def make_biased_layout(
+    batch: int, length: int, mask: Tensor | None, first_only: bool, positions: Tensor | Distances | None
+) -> Layout:
+    """Return the layout of a batch for post-norm layers, whose attention excludes keys by a bias.
+
+    Tokens that no query may look at are left out, if they are more than `MIN_PADDING` of the batch, the mask has one
+    row for each example (the same for all heads and queries), and each example keeps its first token. That changes no
+    other token's result.
+
+    Parameters
+    ----------
+    mask: as transformers passes it to layers, (batch or 1, heads or 1, queries or 1, length), bool (true: may be looked
+        at) or float (added to the scores); None for no mask.
+    first_only: of the layout; with a mask of one row for each example, it becomes False if it masks a first token.
+    positions: of the layout.
+    """
+    bias = make_bias(mask)
+    if bias is not None and not bool(bias.any()):
+        bias = None
+    if bias is not None and bias.shape[2] > 1 and bool((bias == bias[:, :, :1]).all()):
+        bias = bias[:, :, :1].contiguous()
+    places = None
+    if bias is not None and bias.shape[:3] == (batch, 1, 1):
+        seen = bias[:, 0, 0] > torch.finfo(torch.float32).min / 2
+        keeps_first = bool(seen[:, 0].all())
+        first_only &= keeps_first
+        found = seen.reshape(-1).nonzero().squeeze(1)
+        places = found if keeps_first and found.numel() < (1.0 - MIN_PADDING) * seen.numel() else None
+    return Layout(batch, length, Grid.of(batch, length, places), places, bias, first_only, positions)
+
+
+def make_shifted_layout(batch: int, length: int, mask: Tensor | None, position_ids: Tensor | None) -> Layout | None:
+    """Return the layout of a batch for pre-norm layers, of which each example begins at position 0 of the grid.
+
+    Returns None if there is padding between the tokens of an example, or the mask has another form than this.
+
+    Parameters
+    ----------
+    mask: (batch, length), 0 for padding, which is left out; None if there is no padding.
+    position_ids: (batch or 1, length); without a mask, a new sequence begins wherever a number is not one more than the
+        number before it, as in transformers. None for positions in order.
+    """
+    if mask is not None:
+        if tuple(mask.shape) != (batch, length):
+            return None
+        seen = mask != 0
+        if bool(seen.all()):
+            return Layout(batch, length, Grid(batch, length))
+        # Attention excludes no position before an example's last token, so that the first one has to be position 0.
+        first = seen.int().argmax(1, keepdim=True)
+        positions = torch.arange(length)
+        is_between = (positions >= first) & (positions < first + seen.sum(1, keepdim=True))
+        if bool((seen != is_between).any()):
+            return None
+        sources = seen.view(-1).nonzero().squeeze(1)
+        places = sources - first.expand(-1, length).reshape(-1)[sources]
+        return Layout(batch, length, Grid.of(batch, length, places), sources)
+    starts = _find_starts(position_ids.expand(batch, -1)) if position_ids is not None else None
+    if starts is None or len(starts) == batch:
+        return Layout(batch, length, Grid(batch, length))
+    positions = torch.arange(batch * length)
+    sizes = torch.diff(starts, append=torch.tensor([batch * length]))
+    longest = int(sizes.max())
+    sequence = torch.repeat_interleave(torch.arange(len(starts)), sizes)
+    places = sequence * longest + positions - starts[sequence]
+    return Layout(batch, length, Grid.of(len(starts), longest, places))
+
+
+def _find_starts(position_ids: Tensor) -> Tensor:
+    """Return where sequences begin, as numbers b * length + p in ascending order; each row begins one."""
+    is_start = torch.ones(position_ids.shape, dtype=torch.bool)
+    is_start[:, 1:] = torch.diff(position_ids, dim=1) != 1
+    return is_start.view(-1).nonzero().squeeze(1)
