@@ -61,7 +61,7 @@ class MasterWeights:
                 module.register_load_state_dict_pre_hook(hooks.load)  # type: ignore[no-untyped-call]
         setattr(model, MASTERS_ATTRIBUTE, self)
 
-    def __contains__(self, parameter: Tensor | None) -> bool:
+    def __contains__(self, parameter: Tensor) -> bool:
         """Return whether there is a master of this parameter here."""
         return parameter in self._masters
 
@@ -398,7 +398,7 @@ class FusedStep(MasterStep):
             torch._foreach_add_([update.state["step"] for update in updates], 1)
             torch.autograd.graph.increment_version(parameters)
         for one in self.masters:
-            one.mark_rounded(update.compute for update in updates if update.compute in one)
+            one.mark_rounded(parameter for parameter in parameters if parameter in one)
         return updates
 
 

@@ -178,7 +178,8 @@ class Stack:
         mask = given.get("attention_mask")
         if mask is not None and self.architecture.is_entered_at_model:
             mask = mask.bool() if mask.dim() == 4 else mask.bool()[:, None, None]
-        self.layout, self.runs_left = self._make_layout(*found.shape[:2], mask, given), len(self.runs)
+        batch, length = found.shape[:2]
+        self.layout, self.runs_left = self._make_layout(batch, length, mask, given), len(self.runs)
         if self.layout is None:
             return None
         return (), {**given, "attention_mask": _NO_MASK_NEEDED if self.is_pre_norm or mask is None else mask}
