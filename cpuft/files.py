@@ -277,16 +277,22 @@ def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
 def cache_path(environ: Mapping[str, str]) -> Path:
     """Return $XDG_CACHE_HOME/cpuft, or ~/.cache/cpuft if the variable is not set. Nothing is made.
 
+    Where the home cannot be written, as in some containers, it is a folder of this user in /var/tmp.
+
     Raises CpuftError: the path is relative.
     """
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
     if not os.path.isabs(home):
         raise CpuftError(f"the cache folder {home} is a relative path: {_ELSEWHERE}")
-    return Path(home, "cpuft")
+    folder = Path(home, "cpuft")
+    lowest = next(one for one in (folder, *folder.parents) if os.path.exists(one))
+    if environ.get("XDG_CACHE_HOME") or os.access(lowest, os.W_OK):
+        return folder
+    return Path(f"/var/tmp/cpuft-cache-{os.geteuid()}")
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/cpuft, or ~/.cache/cpuft if the variable is not set, and make this folder if necessary.
+    """Return `cache_path`, and make this folder if necessary.
 
     Other users lose the right to read the folder (mode 700).
 

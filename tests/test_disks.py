@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 from pathlib import Path
 
@@ -63,6 +64,14 @@ def test_a_full_cache_is_named(start: str, tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == f"{said}, or set XDG_CACHE_HOME to another folder"
     assert not Path("run").exists()
     assert list((tmp_path / "cache" / "cpuft").glob("demo*")) == []
+
+
+@needs_root
+def test_a_home_that_cannot_be_written_leaves_the_cache_to_a_folder_of_the_user_in_var_tmp(tmp_path: Path) -> None:
+    home = "mkdir home && mount -t tmpfs -o ro none home && mount -t tmpfs none /var/tmp"
+    show = "import os; from cpuft.files import cache_folder; print(cache_folder(os.environ))"
+    done = run_shell(f"{home}; unset XDG_CACHE_HOME; HOME=$PWD/home python -c '{show}' && stat -c %a /var/tmp/cpuft*")
+    assert done.stdout.split() == [f"/var/tmp/cpuft-cache-{os.geteuid()}", "700"], done.stderr
 
 
 @pytest.mark.parametrize("home", ["~", "none"])
