@@ -116,8 +116,9 @@ def run_attempt(
         None if grace is None else StopRequest(work, cluster.head, cluster.command_prefixes, grace, ctrl_c_seconds)
     )
     try:
-        with secrets_on_hosts(plan, cluster, work, environ, state), register_run(run_dir, cluster):
-            keep_bundles(plan, cluster)
+        secrets, registration = secrets_on_hosts(plan, cluster, work, environ, state), register_run(run_dir, cluster)
+        with secrets, registration, ThreadPoolExecutor(1) as background:
+            background.submit(keep_bundles, plan, cluster)  # the ranks need not wait for it
             if cluster.works_remotely:
                 return run_on_head_host(plan, run_dir, state, cluster, environ, time_limit, say, request)
             return run_on_this_machine(plan, run_dir, state, environ, time_limit, transport, request)
