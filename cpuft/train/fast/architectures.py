@@ -167,12 +167,9 @@ def _read_mpnet_layer(layer: Any) -> LayerParts:
 def _read_deberta_layer(layer: Any) -> LayerParts:
     attention, end = layer.attention.self, layer.attention.output
     parts = _read_bert_like_layer(layer, attention, ("query_proj", "key_proj", "value_proj"), end.dense, end)
-    shares = attention.share_att_key
-    positions = PositionParts(
-        attention.key_proj if shares else attention.pos_key_proj,
-        attention.query_proj if shares else attention.pos_query_proj,
-        attention.pos_dropout,
-    )
+    names = ("key_proj", "query_proj") if attention.share_att_key else ("pos_key_proj", "pos_query_proj")
+    # `_find_unknown_in_deberta` refuses a model that lacks some of them.
+    positions = PositionParts(*(getattr(attention, name, None) for name in (*names, "pos_dropout")))
     heads = replace(parts.heads, factor=(3 * parts.heads.size) ** -0.5)
     return replace(parts, heads=heads, positions=positions, more_outputs=(None,))
 
