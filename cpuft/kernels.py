@@ -58,9 +58,9 @@ _SIGNATURES = {
     "average_blocks": "pppqqqqi",
     "decode_blocks": "ppqqqqi",
     "orthonormalise": "ppqqi",
-    "make_first_factors": "pppppppppqi",
+    "make_first_factors": "ppppppppppqi",
     "make_second_factors": "pppppppqi",
-    "write_products": "ppppppqi",
+    "write_products": "pppppppqi",
 }
 """Types of each C++ function's parameters in their order: p pointer (or array of pointers), q int64, Q uint64,
 I uint32, f float, i int."""

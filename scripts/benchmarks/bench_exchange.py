@@ -119,19 +119,9 @@ def profile(asked: argparse.Namespace, step: Step, batch: dict[str, torch.Tensor
         if perf:
             perf.send_signal(2)
             perf.wait()
-            report = (
-                "perf",
-                "report",
-                "-i",
-                data,
-                "--stdio",
-                "--no-children",
-                "--sort",
-                "symbol",
-                "--percent-limit",
-                "0.5",
-            )
-            subprocess.run(report, check=True, stderr=subprocess.DEVNULL)
+            command = ["perf", "report", "-i", data, "--stdio", "--no-children", "-F", "overhead,comm,symbol"]
+            report = subprocess.run([*command, "--percent-limit", "0.3"], check=True, capture_output=True, text=True)
+            print(*(line[:110].rstrip() for line in report.stdout.splitlines() if line.strip("# ")), sep="\n")
 
 
 def main() -> None:

@@ -250,39 +250,67 @@ void write_product(const float *p, const float *q, T *gradient, int64_t rows, in
     }
 }
 
-// For each of `count` gradients: makes the rows of q (rank, cols) orthonormal, and calls `add_gradient` with them.
+// Where a gradient's numbers begin in tensors in which those of all gradients lie one after another: in the gradients
+// themselves, (rows, cols) each, and in their factors, (rank, rows) and (rank, cols) each.
+struct Place {
+    int64_t whole, left, right;
+};
+
+inline std::vector<Place> find_places(const int64_t *rows, const int64_t *cols, const int64_t *rank, int64_t count) {
+    std::vector<Place> places(size_t(count) + 1);
+    for (size_t k = 0; k < size_t(count); k++)
+        places[k + 1] = {places[k].whole + rows[k] * cols[k], places[k].left + rank[k] * rows[k],
+                         places[k].right + rank[k] * cols[k]};
+    return places;
+}
+
+// For each of `count` gradients, number k from gradients[starts[k]] on: makes the rows of q (rank, cols) orthonormal,
+// and calls `add_gradient` with them. All other tensors have those of one gradient after another.
 template <class T>
-void make_first_factors(const T *const *gradient, T *const *unsent, const float *const *left,
-                        const float *const *right, const float *const *q, float *const *p, const int64_t *rows,
-                        const int64_t *cols, const int64_t *rank, int64_t count, int threads) {
-    std::vector<std::vector<float>> bases(static_cast<size_t>(count));
+void make_first_factors(const T *gradients, const int64_t *starts, T *unsent, const float *left, const float *right,
+                        const float *q, float *p, const int64_t *rows, const int64_t *cols, const int64_t *rank,
+                        int64_t count, int threads) {
+    std::vector<Place> places = find_places(rows, cols, rank, count);
+    std::vector<float> bases(size_t(places.back().right));
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int64_t k = 0; k < count; k++) {
-        bases[size_t(k)].resize(size_t(rank[k] * cols[k]));
-        orthonormalise<T>(q[k], bases[size_t(k)].data(), rank[k], cols[k], 1);
+        int64_t at = places[size_t(k)].right;
+        orthonormalise<T>(q + at, bases.data() + at, rank[k], cols[k], 1);
     }
-    for (int64_t k = 0; k < count; k++)
-        add_gradient(gradient[k], unsent[k], left[k], right[k], bases[size_t(k)].data(), p[k], rows[k], cols[k],
+    for (int64_t k = 0; k < count; k++) {
+        Place at = places[size_t(k)];
+        add_gradient(gradients + starts[k], unsent + at.whole, left ? left + at.left : nullptr,
+                     left ? right + at.right : nullptr, bases.data() + at.right, p + at.left, rows[k], cols[k],
                      rank[k], threads);
+    }
 }
 
 // For each of `count` gradients: basis (rank, rows) gets orthonormal rows that span those of p, and then q (rank, cols)
 // becomes basis unsent.
 template <class T>
-void make_second_factors(const float *const *p, float *const *basis, const T *const *unsent, float *const *q,
-                         const int64_t *rows, const int64_t *cols, const int64_t *rank, int64_t count, int threads) {
+void make_second_factors(const float *p, float *basis, const T *unsent, float *q, const int64_t *rows,
+                         const int64_t *cols, const int64_t *rank, int64_t count, int threads) {
+    std::vector<Place> places = find_places(rows, cols, rank, count);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int64_t k = 0; k < count; k++) orthonormalise<T>(p[k], basis[k], rank[k], rows[k], 1);
-    for (int64_t k = 0; k < count; k++)
-        multiply_factor(basis[k], unsent[k], q[k], rows[k], cols[k], rank[k], threads);
+    for (int64_t k = 0; k < count; k++) {
+        int64_t at = places[size_t(k)].left;
+        orthonormalise<T>(p + at, basis + at, rank[k], rows[k], 1);
+    }
+    for (int64_t k = 0; k < count; k++) {
+        Place at = places[size_t(k)];
+        multiply_factor(basis + at.left, unsent + at.whole, q + at.right, rows[k], cols[k], rank[k], threads);
+    }
 }
 
-// `write_product` for each of `count` gradients.
+// `write_product` for each of `count` gradients, number k from gradients[starts[k]] on.
 template <class T>
-void write_products(const float *const *p, const float *const *q, T *const *gradient, const int64_t *rows,
+void write_products(const float *p, const float *q, T *gradients, const int64_t *starts, const int64_t *rows,
                     const int64_t *cols, const int64_t *rank, int64_t count, int threads) {
-    for (int64_t k = 0; k < count; k++)
-        write_product(p[k], q[k], gradient[k], rows[k], cols[k], rank[k], threads);
+    std::vector<Place> places = find_places(rows, cols, rank, count);
+    for (int64_t k = 0; k < count; k++) {
+        Place at = places[size_t(k)];
+        write_product(p + at.left, q + at.right, gradients + starts[k], rows[k], cols[k], rank[k], threads);
+    }
 }
 
 } // namespace

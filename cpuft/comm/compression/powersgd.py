@@ -8,7 +8,7 @@ EXACT_UPDATES).
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import GradBucket
 
 from cpuft.comm.compression.int8 import BlockMean, BlockReducer, encoded_bytes
 from cpuft.comm.process_group import ProgressThread, QueuedWork
-from cpuft.kernels import CArray, address_array, int64_array, kernels_for
+from cpuft.kernels import int64_array, kernels_for
 
 RANK = 12
 """Rows of the factors. The paper trains with 2 (ResNet-18) and 4 (LSTM), for hundreds of epochs. Factors of 16 rows,
@@ -33,120 +33,116 @@ parameters ended after 63 updates of SST-2 at a distance from the exact ones tha
 with them."""
 
 
-class Matrix:
-    """The approximation P^T Q of a parameter's gradient, and what has not been sent of the gradient yet.
+class Matrices:
+    """The approximations P^T Q of several gradients in a bucket, and what has not been sent of these gradients yet.
 
     In each update, call `compute_p`, average its result over the ranks, then the same with `compute_q`, and then
-    `write_approximations`. The factors have r = min(rows, columns, RANK) rows. Their rows belong to the singular
-    vectors of the gradient, the largest one first, so that the numbers of a block are of similar size.
+    `write_approximations`. Factors have r = min(rows, columns, RANK) rows. Their rows belong to the singular vectors of
+    the gradient, the largest one first, so that the numbers of a block are of similar size. The factors of all
+    gradients lie one after another in one tensor, which is sent as it is, and each function is one call of a kernel:
+    tensors and calls for each gradient would take a fifth more time.
 
     Parameters
     ----------
-    unsent: what has not been sent so far: in the type of the gradients, contiguous, shape (rows, columns). Each update
-        changes it in place. In bf16, each update rounds it, and the rounding error is not sent later. It is at most
-        0.2 % of each number.
+    shapes: rows and columns of each gradient.
+    starts: the index of the first number of each gradient in the bucket's buffer.
+    unsent: what has not been sent so far of all gradients, one after another: in the type of the gradients,
+        one-dimensional. Each update changes it in place. In bf16, each update rounds it, and the rounding error is not
+        sent later. It is at most 0.2 % of each number.
     generator: makes the first Q; in the same state on all ranks.
     """
 
-    def __init__(self, unsent: torch.Tensor, generator: torch.Generator) -> None:
-        self._unsent = unsent
-        self.rows, self.columns = unsent.shape
-        self.factor_rows = min(*unsent.shape, RANK)
-        # From the second update on, the last update's factor, to which the next one is close (the paper's warm start).
-        # torch draws normal numbers in fp32 differently with AVX2 and AVX-512.
-        self._q = torch.randn(self.factor_rows, self.columns, generator=generator, dtype=torch.float64).float()
-        self._p = torch.empty(self.factor_rows, self.rows)
-        """Orthonormal rows that span the mean of P."""
+    def __init__(
+        self,
+        shapes: Sequence[tuple[int, int]],
+        starts: Sequence[int],
+        unsent: torch.Tensor,
+        generator: torch.Generator,
+    ) -> None:
+        self._shapes, self._starts, self._unsent = shapes, int64_array(starts), unsent
+        factor_rows = [min(*shape, RANK) for shape in shapes]
+        self.p_shapes = [(rank, rows) for rank, (rows, _) in zip(factor_rows, shapes, strict=True)]
+        self.q_shapes = [(rank, columns) for rank, (_, columns) in zip(factor_rows, shapes, strict=True)]
+        rows, columns = ([shape[i] for shape in shapes] for i in (0, 1))
+        self._sizes = int64_array(rows), int64_array(columns), int64_array(factor_rows), len(shapes)
+        # From the second update on, the last update's factors, to which the next ones are close (the paper's warm
+        # start). torch draws normal numbers in fp32 differently with AVX2 and AVX-512.
+        drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).float() for shape in self.q_shapes]
+        self._q = torch.cat([torch.empty(0), *(one.view(-1) for one in drawn)])
+        self._p = torch.empty(sum(rank * rows for rank, rows in self.p_shapes))
+        """Orthonormal rows that span the mean of each P."""
         self._sent: torch.Tensor | None = None
-        """What this rank has sent of Q since the last update; P^T times this is still part of `_unsent`."""
+        """What this rank has sent of each Q since the last update; P^T times this is still part of `_unsent`."""
 
     @property
-    def unsent(self) -> torch.Tensor:
-        """What has not been sent so far: fp32, shape (rows, columns)."""
-        unsent = self._unsent.float()
-        return unsent if self._sent is None else unsent - self._p.T @ self._sent
+    def unsent(self) -> list[torch.Tensor]:
+        """What has not been sent so far of each gradient: fp32, shape (rows, columns)."""
+        unsent = _split(self._unsent.float(), self._shapes)
+        if self._sent is None:
+            return unsent
+        factors = zip(unsent, _split(self._p, self.p_shapes), _split(self._sent, self.q_shapes), strict=True)
+        return [one - p.T @ sent for one, p, sent in factors]
 
+    def compute_p(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Add gradients to what is unsent, and return this rank's P of all of them: fp32, of shape (r, rows) each.
 
-# Each of the following functions handles all matrices of a bucket in one call of a kernel: one call for each matrix
-# would take a tenth to a fifth more time. All gradients have the type of what is unsent.
-
-
-def compute_p(matrices: Sequence[Matrix], gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Add a gradient to what is unsent of each matrix, and return this rank's P of each: fp32, shape (r, rows).
-
-    Parameters
-    ----------
-    gradients: each has rows * columns numbers in any shape. They do not change.
-    """
-    factors = [torch.empty(one.factor_rows, one.rows) for one in matrices]
-    if not matrices:
+        `buffer`: of the bucket, one-dimensional, contiguous. It does not change.
+        """
+        factors, dtype = torch.empty_like(self._p), buffer.dtype
+        kernels = kernels_for(buffer)
+        if kernels is not None:
+            left = None if self._sent is None else self._p
+            arrays = buffer, self._starts, self._unsent, left, self._sent, self._q, factors
+            kernels.run("make_first_factors", dtype, *arrays, *self._sizes)
+            return factors
+        summed = [one + gradient for one, gradient in zip(self.unsent, self._split_buffer(buffer), strict=True)]
+        self._unsent.copy_(torch.cat([torch.empty(0), *(one.reshape(-1) for one in summed)]))
+        parts = _split(self._q, self.q_shapes), _split(self._unsent, self._shapes), _split(factors, self.p_shapes)
+        for q, unsent, factor in zip(*parts, strict=True):
+            torch.mm(orthonormalise(q, dtype), unsent.float().T, out=factor)
         return factors
-    dtype, gradients = gradients[0].dtype, [gradient.contiguous() for gradient in gradients]
-    kernels = kernels_for(gradients[0])
-    if kernels is not None:
-        lefts = [None if one._sent is None else one._p for one in matrices]
-        arrays = gradients, [one._unsent for one in matrices], lefts, [one._sent for one in matrices]
-        addresses = [address_array(array) for array in (*arrays, [one._q for one in matrices], factors)]
-        kernels.run("make_first_factors", dtype, *addresses, *_list_shapes(matrices), len(matrices))
+
+    def compute_q(self, means: torch.Tensor) -> torch.Tensor:
+        """Return this rank's Q of all gradients for the mean of P: fp32, of shape (r, columns) each."""
+        factors, self._sent = torch.empty_like(self._q), None
+        kernels = kernels_for(self._unsent)
+        if kernels is not None:
+            arrays = means, self._p, self._unsent, factors
+            kernels.run("make_second_factors", self._unsent.dtype, *arrays, *self._sizes)
+            return factors
+        parts = (_split(one, self.p_shapes) for one in (means, self._p))
+        others = _split(self._unsent, self._shapes), _split(factors, self.q_shapes)
+        for mean, p, unsent, factor in zip(*parts, *others, strict=True):
+            torch.mm(p.copy_(orthonormalise(mean, unsent.dtype)), unsent.float(), out=factor)
         return factors
-    for one, gradient, factor in zip(matrices, gradients, factors, strict=True):
-        basis = orthonormalise(one._q, dtype)
-        summed = one._unsent.float() + gradient.view(one._unsent.shape)
-        one._unsent.copy_(summed if one._sent is None else summed.addmm_(one._p.T, one._sent, alpha=-1))
-        torch.mm(basis, one._unsent.float().T, out=factor)
-    return factors
+
+    def write_approximations(self, sent: torch.Tensor, means: torch.Tensor, buffer: torch.Tensor) -> None:
+        """Write P^T Q into the gradients in the bucket's buffer. This rank's part of it is no longer unsent.
+
+        Parameters
+        ----------
+        sent: what `compute_q` has returned, without what rounding has left out of it. It is kept.
+        means: of what all ranks have sent of Q, the same on all ranks. It is kept.
+        buffer: one-dimensional, contiguous. The gradients in it are overwritten.
+        """
+        self._sent, self._q = sent, means
+        kernels = kernels_for(buffer)
+        if kernels is not None:
+            kernels.run("write_products", buffer.dtype, self._p, means, buffer, self._starts, *self._sizes)
+            return
+        factors = _split(self._p, self.p_shapes), _split(means, self.q_shapes)
+        for p, q, gradient in zip(*factors, self._split_buffer(buffer), strict=True):
+            gradient.copy_(p.T @ q)
+
+    def _split_buffer(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        places = zip(self._starts, self._shapes, strict=True)
+        return [buffer[start : start + rows * columns].view(rows, columns) for start, (rows, columns) in places]
 
 
-def compute_q(matrices: Sequence[Matrix], means: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return this rank's Q of each matrix for the mean of its P: fp32, shape (r, columns)."""
-    factors = [torch.empty(one.factor_rows, one.columns) for one in matrices]
-    if not matrices:
-        return factors
-    dtype, means = matrices[0]._unsent.dtype, [mean.contiguous() for mean in means]
-    kernels = kernels_for(matrices[0]._unsent)
-    if kernels is not None:
-        arrays = means, [one._p for one in matrices], [one._unsent for one in matrices], factors
-        addresses = [address_array(array) for array in arrays]
-        kernels.run("make_second_factors", dtype, *addresses, *_list_shapes(matrices), len(matrices))
-    for one, mean, factor in zip(matrices, means, factors, strict=True):
-        if kernels is None:
-            one._p = orthonormalise(mean, dtype)
-            torch.mm(one._p, one._unsent.float(), out=factor)
-        one._sent = None
-    return factors
-
-
-def write_approximations(
-    matrices: Sequence[Matrix],
-    sent: Sequence[torch.Tensor],
-    means: Sequence[torch.Tensor],
-    gradients: Sequence[torch.Tensor],
-) -> None:
-    """Write P^T Q into the gradient of each matrix. This rank's part of it is no longer unsent.
-
-    Parameters
-    ----------
-    sent: the Q that `compute_q` has returned for each, without what rounding has left out of it.
-    means: of what all ranks have sent of Q, the same on all ranks.
-    gradients: contiguous, rows * columns numbers each in any shape. They are overwritten.
-    """
-    for one, own, mean in zip(matrices, sent, means, strict=True):
-        one._sent, one._q = own.contiguous(), mean.contiguous()
-    kernels = kernels_for(gradients[0]) if gradients else None
-    if kernels is not None:
-        arrays = [one._p for one in matrices], [one._q for one in matrices], gradients
-        addresses = [address_array(array) for array in arrays]
-        kernels.run("write_products", gradients[0].dtype, *addresses, *_list_shapes(matrices), len(matrices))
-        return
-    for one, gradient in zip(matrices, gradients, strict=True):
-        gradient.view(one._unsent.shape).copy_(one._p.T @ one._q)
-
-
-def _list_shapes(matrices: Sequence[Matrix]) -> tuple[CArray, CArray, CArray]:
-    """Return the rows and columns of matrices, and the rows of their factors, for a kernel."""
-    shapes = [(one.rows, one.columns, one.factor_rows) for one in matrices]
-    rows, columns, factor_rows = zip(*shapes, strict=True)
-    return int64_array(rows), int64_array(columns), int64_array(factor_rows)
+def _split(numbers: torch.Tensor, shapes: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    """Return views of matrices that lie one after another in a tensor."""
+    parts = torch.split(numbers, [rows * columns for rows, columns in shapes])
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def orthonormalise(factor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -187,42 +183,59 @@ def _project(rows: torch.Tensor, i: int) -> torch.Tensor:
     return length
 
 
-class _Message:
-    """Tensors whose means over the ranks are computed as one message of blocks. Making one encodes the tensors.
+class _Bucket:
+    """A bucket of gradients, of which factors are sent, and the small ones whole.
 
-    `bits`: of a code, 8 or 4.
+    Parameters
+    ----------
+    unsent: what has not been sent so far of each gradient: fp32, one-dimensional; None for nothing.
+    generator: see `Matrices`.
     """
 
-    def __init__(self, tensors: Sequence[torch.Tensor], group: dist.ProcessGroup, bits: int) -> None:
-        self._shapes = [tensor.shape for tensor in tensors]
-        self._blocks = BlockMean(torch.cat([tensor.reshape(-1) for tensor in tensors]), group, bits=bits)
+    def __init__(
+        self,
+        parameters: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        unsent: Sequence[torch.Tensor | None],
+        generator: torch.Generator,
+    ) -> None:
+        sizes = [one.numel() for one in parameters]
+        starts = [0, *accumulate(sizes)]
+        zeros = [torch.zeros(size) if one is None else one for size, one in zip(sizes, unsent, strict=True)]
+        factored, whole = list[int](), list[int]()
+        for number, one in enumerate(parameters):
+            (factored if saves_bytes(one.shape) else whole).append(number)
+        shapes = [_matrix_shape(parameters[number].shape) for number in factored]
+        kept = torch.cat([torch.empty(0), *(zeros[number] for number in factored)]).to(dtype)
+        self.matrices = Matrices(shapes, [starts[number] for number in factored], kept, generator)
+        self._whole = [(starts[number], sizes[number]) for number in whole]
+        self._unsent = torch.cat([torch.empty(0), *(zeros[number] for number in whole)])
+        """What was not sent of the gradients that are sent whole, one after another."""
 
-    def average(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Send the tensors, and wait for their means; return these, and what they lack of this rank's tensors."""
-        self._blocks.send()
-        self._blocks.average_share()
-        return self._split(self._blocks.finish()), self._split(self._blocks.error)
+    def begin(self, buffer: torch.Tensor) -> None:
+        """Compute what is sent first: P."""
+        self._buffer, self.p = buffer, self.matrices.compute_p(buffer)
+        self._unsent += torch.cat([torch.empty(0), *self._list_whole()])
 
-    def _split(self, numbers: torch.Tensor) -> list[torch.Tensor]:
-        parts = torch.split(numbers, [shape.numel() for shape in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+    def compute_second(self, means: torch.Tensor) -> torch.Tensor:
+        """Return what is sent second, for the means of P: Q, and then the gradients that are sent whole."""
+        return torch.cat([self.matrices.compute_q(means), self._unsent])
 
+    def finish(self, sent: torch.Tensor, means: torch.Tensor, errors: torch.Tensor) -> None:
+        """Write the means of what was sent second into the bucket.
 
-@dataclass
-class _Bucket:
-    """A bucket of gradients of which factors are sent."""
+        `errors`: what the means lack of this rank's numbers, and `sent` what is in them of these.
+        """
+        count = len(means) - len(self._unsent)
+        self.matrices.write_approximations(sent[:count], means[:count], self._buffer)
+        self._unsent = errors[count:]
+        parts = torch.split(means[count:], [size for _, size in self._whole])
+        for gradient, mean in zip(self._list_whole(), parts, strict=True):
+            gradient.copy_(mean)
+        del self._buffer  # its memory is free before the next update makes another one
 
-    matrices: list[Matrix]
-    gradients: list[torch.Tensor]
-    """Of the matrices."""
-    whole: list[tuple[torch.Tensor, torch.Tensor]]
-    """The other parameters, and their gradients, which are sent as they are."""
-    factors: list[torch.Tensor]
-    """P of the matrices."""
-    sums: list[torch.Tensor]
-    """The gradients that are sent whole, with what was not sent of them before."""
-    work: QueuedWork
-    """Is done when the means are in the bucket's buffer."""
+    def _list_whole(self) -> list[torch.Tensor]:
+        return [self._buffer[start : start + size] for start, size in self._whole]
 
 
 SMALL_SHARE = 0.5
@@ -233,9 +246,8 @@ class PowerSGD:
     """Averages DDP's buckets over a group's ranks: in the first updates as int8 blocks, then as factors.
 
     P is sent as blocks of 4-bit codes, Q as int8 blocks. Gradients that factors would not make smaller are sent as int8
-    blocks in all updates. P is computed in the backward
-    pass, and everything else by a thread, so that the backward pass waits for no message. One object belongs to one
-    model.
+    blocks in all updates. P is computed in the backward pass, and everything else by a thread, so that the backward
+    pass waits for no message. One object belongs to one model.
 
     Parameters
     ----------
@@ -254,11 +266,10 @@ class PowerSGD:
         """Number of buckets before the last bucket of the previous update, if that bucket was small; otherwise 0."""
         self._error: Exception | None = None
         """The first error of the thread, after which it sends nothing any more."""
-        self._held: list[_Bucket] = []
+        self._held: list[tuple[_Bucket, QueuedWork]] = []
         """Buckets whose messages are sent together with those of the next one."""
-        self._matrices: dict[torch.Tensor, Matrix] = {}
-        self._unsent: dict[torch.Tensor, torch.Tensor] = {}
-        """Parameter -> what was not sent of its gradient, for gradients that are sent whole."""
+        self._buckets: dict[tuple[torch.Tensor, ...], _Bucket] = {}
+        """Parameters -> their bucket. DDP changes its buckets after the first update, which is an exact one."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
@@ -282,63 +293,46 @@ class PowerSGD:
 
     @torch.no_grad()
     def _reduce_as_factors(self, bucket: GradBucket, is_held: bool) -> torch.futures.Future[torch.Tensor]:
-        pairs = list(zip(bucket.parameters(), bucket.gradients(), strict=True))
-        of_matrices = [(one, gradient) for one, gradient in pairs if saves_bytes(one.shape)]
-        matrices = [self._find_matrix(one, gradient) for one, gradient in of_matrices]
-        gradients = [gradient for _, gradient in of_matrices]
-        whole = [(one, gradient) for one, gradient in pairs if not saves_bytes(one.shape)]
-        factors, sums = compute_p(matrices, gradients), self._add_unsent(whole)
-        self._held.append(_Bucket(matrices, gradients, whole, factors, sums, QueuedWork(bucket.buffer())))
-        future = self._held[-1].work.get_future()
+        parameters, buffer = tuple(bucket.parameters()), bucket.buffer()
+        if parameters not in self._buckets:
+            unsent = [self._blocks.take_unsent(one) for one in parameters]
+            self._buckets[parameters] = _Bucket(parameters, buffer.dtype, unsent, self._generator)
+        one = self._buckets[parameters]
+        one.begin(buffer)
+        work = QueuedWork(buffer)
+        future = work.get_future()
+        self._held.append((one, work))
         if not is_held:
-            buckets, self._held = self._held, []
+            held, self._held = self._held, []
             # These messages follow all messages of the buckets before, so that their order is the same on all ranks.
-            self._thread.put(lambda: self._average(buckets))
+            self._thread.put(lambda: self._average([one for one, _ in held], [work for _, work in held]))
         return future
 
-    def _average(self, buckets: Sequence[_Bucket]) -> None:
+    def _average(self, buckets: Sequence[_Bucket], works: Sequence[QueuedWork]) -> None:
         """Average buckets together, and complete their works."""
         try:
             if self._error is not None:  # other ranks may wait for what this rank could not send
                 raise self._error
-            first = [factor for one in buckets for factor in one.factors]
-            means = iter(_Message(first, self._group, P_BITS).average()[0] if first else [])
-            factors = [compute_q(one.matrices, [next(means) for _ in one.matrices]) for one in buckets]
-            second = [tensor for one, own in zip(buckets, factors, strict=True) for tensor in own + one.sums]
-            pairs = zip(*_Message(second, self._group, Q_BITS).average(), strict=True)
-            for one, own in zip(buckets, factors, strict=True):
-                of_matrices, of_whole = [next(pairs) for _ in own], [next(pairs) for _ in one.whole]
-                sent = [factor - error for factor, (_, error) in zip(own, of_matrices, strict=True)]
-                write_approximations(one.matrices, sent, [mean for mean, _ in of_matrices], one.gradients)
-                for (parameter, gradient), (mean, error) in zip(one.whole, of_whole, strict=True):
-                    gradient.copy_(mean)
-                    self._unsent[parameter] = error
+            first = [one.p for one in buckets]
+            means = self._send(first, P_BITS)[0] if any(len(one) for one in first) else first
+            second = [one.compute_second(mean) for one, mean in zip(buckets, means, strict=True)]
+            means, errors = self._send(second, Q_BITS)
+            for one, own, mean, error in zip(buckets, second, means, errors, strict=True):
+                one.finish(own - error, mean, error)
         except Exception as failure:  # whoever waits for the futures raises it
             self._error = failure
-            for one in buckets:
-                one.work.fail(failure)
+            for work in works:
+                work.fail(failure)
         else:
-            for one in buckets:
-                one.work.complete()
+            for work in works:
+                work.complete()
 
-    def _add_unsent(self, whole: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-        """Return for each parameter the sum of its gradient and of what was not sent of it before: fp32."""
-        if not whole:
-            return []
-        unsent = []
-        for parameter, gradient in whole:
-            if parameter not in self._unsent:
-                exact = self._blocks.take_unsent(parameter)
-                self._unsent[parameter] = torch.zeros(gradient.shape) if exact is None else exact.view(gradient.shape)
-            unsent.append(self._unsent[parameter])
-        return list(torch._foreach_add(unsent, [gradient for _, gradient in whole]))
-
-    def _find_matrix(self, parameter: torch.Tensor, gradient: torch.Tensor) -> Matrix:
-        if parameter not in self._matrices:
-            unsent, shape = self._blocks.take_unsent(parameter), _matrix_shape(parameter.shape)
-            start = gradient.new_zeros(shape) if unsent is None else unsent.view(shape).to(gradient.dtype)
-            self._matrices[parameter] = Matrix(start, self._generator)
-        return self._matrices[parameter]
+    def _send(self, parts: Sequence[torch.Tensor], bits: int) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+        """Send one-dimensional tensors as one message; return their means, and what these lack of this rank's."""
+        blocks, sizes = BlockMean(torch.cat(list(parts)), self._group, bits=bits), [len(one) for one in parts]
+        blocks.send()
+        blocks.average_share()
+        return torch.split(blocks.finish(), sizes), torch.split(blocks.error, sizes)
 
 
 def count_numbers(shape: torch.Size) -> int:

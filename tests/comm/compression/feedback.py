@@ -17,7 +17,7 @@ from cpuft import comm
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.int8 import BlockMean, BlockReducer, encoded_bytes
 from cpuft.comm.compression.local_sgd import LocalSGD
-from cpuft.comm.compression.powersgd import EXACT_UPDATES, PowerSGD
+from cpuft.comm.compression.powersgd import EXACT_UPDATES, PowerSGD, saves_bytes
 from cpuft.kernels import plain_torch
 from tests.comm.ranks import become_rank
 
@@ -88,8 +88,12 @@ def blocks(reducer: BlockReducer, parameter: torch.Tensor) -> torch.Tensor:
 
 def factors(reducer: PowerSGD, parameter: torch.Tensor) -> torch.Tensor:
     """Return what is unsent of a gradient that is sent as factors, or of a small one that is sent whole."""
-    matrix = reducer._matrices.get(parameter)
-    return reducer._unsent[parameter] if matrix is None else matrix.unsent
+    buckets = reducer._buckets.items()
+    parameters, bucket = next((some, one) for some, one in buckets if any(parameter is other for other in some))
+    whole = iter(torch.split(bucket._unsent, [size for _, size in bucket._whole]))
+    matrices = iter(bucket.matrices.unsent)
+    unsent = [next(matrices if saves_bytes(one.shape) else whole) for one in parameters]
+    return unsent[[one is parameter for one in parameters].index(True)]
 
 
 def row_sums(compression: str, dtype: torch.dtype = torch.float32, waits: bool = True) -> dict[str, float]:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import nullcontext
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -15,19 +16,18 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from cpuft.comm.compression.int8 import BlockMean
-from cpuft.comm.compression.powersgd import (
-    RANK,
-    Matrix,
-    PowerSGD,
-    compute_p,
-    compute_q,
-    orthonormalise,
-    write_approximations,
-)
+from cpuft.comm.compression.powersgd import RANK, Matrices, PowerSGD, _split, orthonormalise
 from cpuft.compiler import find_compiler, read_cpu_flags
 from cpuft.kernels import Kernels, build, plain_torch, use_kernels
 from tests.comm.compression.feedback import Bucket
 from tests.comm.ranks import mpirun
+
+
+def gather(unsent: list[torch.Tensor], generator: torch.Generator) -> Matrices:
+    """Matrices of which this is unsent, in a bucket that begins with seven other numbers if they are several."""
+    starts = accumulate((one.numel() for one in unsent), initial=7 if len(unsent) > 1 else 0)
+    shapes = [(one.shape[0], one.shape[1]) for one in unsent]
+    return Matrices(shapes, [*starts][:-1], torch.cat([one.view(-1) for one in unsent]), generator)
 
 
 @pytest.mark.parametrize(
@@ -36,13 +36,13 @@ from tests.comm.ranks import mpirun
 def test_two_factors_send_all_of_a_gradient_of_low_rank(dtype: torch.dtype, off: float) -> None:
     generator = torch.Generator().manual_seed(1)
     gradient = (torch.randn(100, 8, generator=generator) @ torch.randn(8, 80, generator=generator)).to(dtype)
-    matrix, received = Matrix(torch.zeros(100, 80, dtype=dtype), generator), torch.empty_like(gradient)
-    p = compute_p([matrix], [gradient.view(-1)])
-    q = compute_q([matrix], p)
-    assert (p[0].shape, q[0].shape) == ((RANK, 100), (RANK, 80))
-    write_approximations([matrix], q, q, [received])
+    matrices, received = gather([torch.zeros(100, 80, dtype=dtype)], generator), torch.empty_like(gradient)
+    p = matrices.compute_p(gradient.view(-1))
+    q = matrices.compute_q(p)
+    assert (p.shape, q.shape) == ((RANK * 100,), (RANK * 80,))
+    matrices.write_approximations(q, q, received.view(-1))
     assert (received - gradient).norm() < off * gradient.norm()
-    assert matrix.unsent.norm() < off * gradient.norm()
+    assert matrices.unsent[0].norm() < off * gradient.norm()
 
 
 @pytest.mark.parametrize("dtype, off", [(torch.float32, 1e-4), (torch.bfloat16, 3e-2)])
@@ -56,26 +56,28 @@ def test_factors_are_the_same_with_kernels_and_without(dtype: torch.dtype, off: 
     starts = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
     exact = [start.float() for start in starts]
     draw, again = torch.Generator().manual_seed(3), torch.Generator().manual_seed(3)
-    mine, others = [Matrix(one.clone(), draw) for one in starts], [Matrix(one.clone(), again) for one in starts]
+    mine, others = gather(starts, draw), gather(starts, again)
     for _ in range(3):
         gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
-        p = compute_p(mine, gradients)
+        buffer = torch.cat([torch.ones(7).to(dtype), *(one.view(-1) for one in gradients)])
+        p = mine.compute_p(buffer)
         with plain_torch():
-            assert_close(compute_p(others, gradients), p, rtol=off, atol=off)
-        q = compute_q(mine, p)
-        sent, received = [one * 0.99 for one in q], [torch.empty_like(one) for one in gradients]
+            assert_close(_split(others.compute_p(buffer), mine.p_shapes), _split(p, mine.p_shapes), rtol=off, atol=off)
+        q = mine.compute_q(p)
+        sent, received, approximations = q * 0.99, buffer.clone(), buffer.clone()
+        factors = _split(mine._p, mine.p_shapes), _split(sent, mine.q_shapes)
         exact = [
-            unsent + gradient.float() - matrix._p.T @ one
-            for unsent, gradient, matrix, one in zip(exact, gradients, mine, sent, strict=True)
+            unsent + gradient.float() - left.T @ right
+            for unsent, gradient, left, right in zip(exact, gradients, *factors, strict=True)
         ]
-        write_approximations(mine, sent, q, received)
+        mine.write_approximations(sent, q, received)
         with plain_torch():
-            assert_close(compute_q(others, p), q, rtol=off, atol=off)
-            approximations = [torch.empty_like(one) for one in gradients]
-            write_approximations(others, sent, q, approximations)
-        assert_close(approximations, received, rtol=1e-2, atol=1e-5)
-        for matrix, unsent in zip(mine + others, exact * 2, strict=True):
-            torch.testing.assert_close(matrix.unsent, unsent, rtol=off, atol=off)
+            assert_close(_split(others.compute_q(p), mine.q_shapes), _split(q, mine.q_shapes), rtol=off, atol=off)
+            others.write_approximations(sent, q, approximations)
+        assert received[:7].tolist() == [1.0] * 7
+        assert_close(others._split_buffer(approximations), mine._split_buffer(received), rtol=1e-2, atol=1e-5)
+        for one, unsent in zip(mine.unsent + others.unsent, exact * 2, strict=True):
+            torch.testing.assert_close(one, unsent, rtol=off, atol=off)
 
 
 @pytest.fixture
@@ -159,11 +161,11 @@ def test_all_processors_make_the_same_bits_of_the_same_messages() -> None:
 
     def make() -> tuple[torch.Tensor, torch.Tensor]:
         generator = torch.Generator().manual_seed(6)
-        matrix = Matrix(torch.zeros(100, 333).bfloat16(), generator)
-        matrix._p = orthonormalise(torch.randn(16, 100, generator=generator), torch.bfloat16)
-        mean, received = torch.randn(16, 333, generator=generator), torch.empty(100, 333).bfloat16()
-        write_approximations([matrix], [mean], [mean], [received])
-        return matrix._p, received
+        matrices = gather([torch.zeros(100, 333).bfloat16()], generator)
+        matrices._p = orthonormalise(torch.randn(RANK, 100, generator=generator), torch.bfloat16)
+        mean, received = torch.randn(RANK, 333, generator=generator), torch.empty(100, 333).bfloat16()
+        matrices.write_approximations(mean, mean, received)
+        return matrices._p, received
 
     compiler, flags = find_compiler(os.environ), set(read_cpu_flags(os.environ))
     assert compiler is not None
@@ -191,12 +193,12 @@ def test_what_was_sent_is_subtracted_with_more_digits_than_bf16_has(shape: tuple
     generator = torch.Generator().manual_seed(4)
     gradient = torch.randn(shape, generator=generator).bfloat16()
     with plain_torch() if without else nullcontext():
-        matrix = Matrix(torch.zeros(shape).bfloat16(), generator)
-        q = compute_q([matrix], compute_p([matrix], [gradient]))
-        write_approximations([matrix], q, q, [torch.empty_like(gradient)])
-        exact = matrix.unsent
-        compute_p([matrix], [torch.zeros_like(gradient)])
-        torch.testing.assert_close(matrix._unsent.float(), exact, rtol=2.0**-8, atol=1e-4)
+        matrices = gather([torch.zeros(shape).bfloat16()], generator)
+        q = matrices.compute_q(matrices.compute_p(gradient.view(-1)))
+        matrices.write_approximations(q, q, torch.empty_like(gradient).view(-1))
+        exact = matrices.unsent[0]
+        matrices.compute_p(torch.zeros_like(gradient).view(-1))
+        torch.testing.assert_close(matrices._unsent.float().view(shape), exact, rtol=2.0**-8, atol=1e-4)
 
 
 @pytest.fixture(scope="module", params=(2, 3))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpuft.comm.compression.powersgd import Matrix, orthonormalise, write_approximations
+from cpuft.comm.compression.powersgd import Matrices, orthonormalise
 from cpuft.compiler import SOURCES, find_compiler
 from cpuft.kernels import Kernels, kernels_for, use_kernels
 from cpuft.train.fast import products
@@ -105,11 +105,11 @@ def test_all_cpus_make_the_same_factors_of_powersgd(emulated: Kernels, dtype: to
 
     def make() -> tuple[Tensor, Tensor]:
         generator = torch.Generator().manual_seed(6)
-        matrix = Matrix(torch.zeros(100, 333, dtype=dtype), generator)
-        matrix._p = orthonormalise(torch.randn(12, 100, generator=generator), dtype)
+        matrices = Matrices([(100, 333)], [0], torch.zeros(100 * 333, dtype=dtype), generator)
+        matrices._p = orthonormalise(torch.randn(12, 100, generator=generator), dtype)
         mean, received = torch.randn(12, 333, generator=generator), torch.empty(100, 333, dtype=dtype)
-        write_approximations([matrix], [mean], [mean], [received])
-        return matrix._p, received
+        matrices.write_approximations(mean, mean, received)
+        return matrices._p, received
 
     with use_kernels(build_for("haswell")):
         wanted = make()
