@@ -50,7 +50,7 @@ class PositionParts:
     """Linear layer from a relative embedding to the position of a key; the layer's `key` if it shares that."""
     query: Any
     """Linear layer from a relative embedding to the position of a query; the layer's `query` if it shares that."""
-    dropout: nn.Dropout
+    dropout: Any
     """Dropout of the relative embeddings."""
 
 
@@ -169,7 +169,8 @@ def _read_deberta_layer(layer: Any) -> LayerParts:
     parts = _read_bert_like_layer(layer, attention, ("query_proj", "key_proj", "value_proj"), end.dense, end)
     names = ("key_proj", "query_proj") if attention.share_att_key else ("pos_key_proj", "pos_query_proj")
     # `_find_unknown_in_deberta` refuses a model that lacks some of them.
-    positions = PositionParts(*(getattr(attention, name, None) for name in (*names, "pos_dropout")))
+    key, query, dropout = (getattr(attention, name, None) for name in (*names, "pos_dropout"))
+    positions = PositionParts(key, query, dropout)
     heads = replace(parts.heads, factor=(3 * parts.heads.size) ** -0.5)
     return replace(parts, heads=heads, positions=positions, more_outputs=(None,))
 
