@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import itertools
 import os
 import platform
 import struct
@@ -27,43 +28,6 @@ from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.hardware import compiler_target
 
-_SIGNATURES = {
-    "dropout": "ppqQIfi",
-    "norm_forward": "pppppppppqqQIffi",
-    "norm_backward": "pppppppppppqqQIfi",
-    "attention_forward": "ppppppppqqqqqqqqqqqqqfQIfi",
-    "attention_backward": "ppppppppppppqqqqqqqqqqqqqfQIfi",
-    "disentangled_forward": "pppppppppqqqqqqqqqqfQIfi",
-    "disentangled_backward": "ppppppppppppppqqqqqqqqqqqfQIfi",
-    "gelu_forward": "ppppqqi",
-    "gelu_backward": "ppppqqi",
-    "glu_forward": "ppqqqi",
-    "glu_backward": "pppqqqi",
-    "rotate_forward": "ppppppqqqqqqffi",
-    "rotate_backward": "pppppppppqqqqqqffi",
-    "column_sums": "ppqqi",
-    "attention_half_forward": "ppqqqqqqqqffQIfQIfi",
-    "attention_half_backward": "ppqqqqqqqqffQIfQIfi",
-    "feed_forward_half_forward": "ppqqqfQIfi",
-    "feed_forward_half_backward": "ppqqqfQIfi",
-    "matrix_product": "pppppppppqqqqqqi",
-    "quantise_rows": "ppppqqi",
-    "dequantise": "pppppqqi",
-    "dequantise_rows": "pppqqi",
-    "add_table_rows": "ppppppppqqqqqi",
-    "sum_table_rows": "ppppqqi",
-    "square_sum": "pppqi",
-    "adamw": "ppppppppqffffffffi",
-    "encode_blocks": "ppppqqqqi",
-    "average_blocks": "pppqqqqi",
-    "decode_blocks": "ppqqqqi",
-    "orthonormalise": "ppqqi",
-    "make_first_factors": "ppppppppppqi",
-    "make_second_factors": "pppppppqi",
-    "write_products": "pppppppqi",
-}
-"""Types of each C++ function's parameters in their order: p pointer (or array of pointers), q int64, Q uint64,
-I uint32, f float, i int."""
 _C_TYPES: dict[str, Any] = {
     "p": ctypes.c_void_p,
     "q": ctypes.c_int64,
@@ -72,7 +36,9 @@ _C_TYPES: dict[str, Any] = {
     "f": ctypes.c_float,
     "i": ctypes.c_int,
 }
-_SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+"""Type of a C++ parameter by the letter that kernels.cpp gives it; p is a pointer, or an array of pointers."""
+_TYPES = (torch.float32, torch.bfloat16)
+"""Types of elements for which there are kernels."""
 _LOAD_ERRORS = (OSError, AttributeError, ValueError)
 """What `Kernels` raises for a library that cannot be loaded."""
 _override: tuple[Kernels | None, str] | None = None
@@ -95,24 +61,34 @@ def int64_array(values: Sequence[int]) -> CArray:
     return (ctypes.c_int64 * len(values))(*values)
 
 
+class _Kernel(ctypes.Structure):
+    """`Kernel` in kernels.cpp."""
+
+    _fields_ = (
+        ("name", ctypes.c_char_p),
+        ("letters", ctypes.c_char_p),
+        ("fp32", ctypes.c_void_p),
+        ("bf16", ctypes.c_void_p),
+    )
+
+
 class Kernels:
     """A loaded library of kernels."""
 
     def __init__(self, path: Path) -> None:
         """Load the shared library at `path`.
 
-        Raises OSError if it cannot be loaded, and ValueError if it lacks a kernel.
+        Raises OSError if it cannot be loaded, and ValueError if it has no table of kernels.
         """
         _check_length(path)
         _share_openmp()
         library = ctypes.CDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
-        for name, letters in _SIGNATURES.items():
-            for dtype, suffix in _SUFFIXES.items():
-                address = ctypes.c_void_p.in_dll(library, f"{name}_{suffix}").value
-                assert address is not None
-                kind = ctypes.CFUNCTYPE(None, *(_C_TYPES[letter] for letter in letters))
-                self._functions[name, dtype] = kind(address)
+        table = ctypes.pointer(_Kernel.in_dll(library, "cpuft_kernels"))
+        for kernel in itertools.takewhile(lambda one: one.name, map(table.__getitem__, itertools.count())):
+            kind = ctypes.CFUNCTYPE(None, *(_C_TYPES[letter] for letter in kernel.letters.decode()))
+            for dtype, address in zip(_TYPES, (kernel.fp32, kernel.bf16), strict=True):
+                self._functions[kernel.name.decode(), dtype] = kind(address)
 
     def run(self, name: str, dtype: torch.dtype, *arguments: torch.Tensor | CArray | int | float | None) -> None:
         """Run kernel `name`, such as "dropout", for elements of `dtype`, on as many threads as torch uses.
@@ -254,7 +230,7 @@ def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
     `tensors`: at least one; `torch.empty(0)` to ask for the kernels alone.
     """
     first = tensors[0]
-    if first.dtype not in _SUFFIXES or any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
+    if first.dtype not in _TYPES or any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
         return None
     return (_override or _load())[0]
 

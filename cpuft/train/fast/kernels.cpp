@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <cmath>
 #include <omp.h>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -414,44 +415,70 @@ void adamw(float *const *master, bf16 *const *compute, const G *const *grad, flo
     }
 }
 
+// A letter for each type of a kernel's parameters, by which Python calls it (cpuft/kernels.py).
+template <class T> constexpr char letter() {
+    if (std::is_pointer_v<T>) return 'p';
+    if (std::is_same_v<T, int64_t>) return 'q';
+    if (std::is_same_v<T, uint64_t>) return 'Q';
+    if (std::is_same_v<T, uint32_t>) return 'I';
+    if (std::is_same_v<T, int>) return 'i';
+    return std::is_same_v<T, float> ? 'f' : 0;
+}
+
+template <class... T> struct Letters {
+    static constexpr char text[] = {letter<T>()..., 0};
+};
+
+struct Kernel {
+    const char *name, *letters;
+    void *fp32, *bf16; // the function for each type of elements
+};
+
+template <class... T> Kernel describe(const char *name, void (*fp32)(T...), void *bf16) {
+    static_assert(((letter<T>() != 0) && ...), "a parameter has a type without a letter");
+    return {name, Letters<T...>::text, reinterpret_cast<void *>(fp32), bf16};
+}
+
+#define KERNEL(name) describe(#name, &name<float>, reinterpret_cast<void *>(&name<bf16>))
+
 } // namespace
 
-// Exports the address of each kernel for each element type. The arguments are those of the template.
-#define EXPORT(name)                                                                                                  \
-    extern "C" {                                                                                                      \
-    void *name##_fp32 = reinterpret_cast<void *>(&name<float>);                                                 \
-    void *name##_bf16 = reinterpret_cast<void *>(&name<bf16>);                                                  \
-    }
-EXPORT(dropout)
-EXPORT(norm_forward)
-EXPORT(norm_backward)
-EXPORT(attention_forward)
-EXPORT(attention_backward)
-EXPORT(disentangled_forward)
-EXPORT(disentangled_backward)
-EXPORT(gelu_forward)
-EXPORT(gelu_backward)
-EXPORT(glu_forward)
-EXPORT(glu_backward)
-EXPORT(rotate_forward)
-EXPORT(rotate_backward)
-EXPORT(column_sums)
-EXPORT(attention_half_forward)
-EXPORT(attention_half_backward)
-EXPORT(feed_forward_half_forward)
-EXPORT(feed_forward_half_backward)
-EXPORT(matrix_product)
-EXPORT(quantise_rows)
-EXPORT(dequantise)
-EXPORT(dequantise_rows)
-EXPORT(add_table_rows)
-EXPORT(sum_table_rows)
-EXPORT(square_sum)
-EXPORT(adamw)
-EXPORT(encode_blocks)
-EXPORT(average_blocks)
-EXPORT(decode_blocks)
-EXPORT(orthonormalise)
-EXPORT(make_first_factors)
-EXPORT(make_second_factors)
-EXPORT(write_products)
+// All kernels; the last entry has no name.
+extern "C" {
+Kernel cpuft_kernels[] = {
+    KERNEL(dropout),
+    KERNEL(norm_forward),
+    KERNEL(norm_backward),
+    KERNEL(attention_forward),
+    KERNEL(attention_backward),
+    KERNEL(disentangled_forward),
+    KERNEL(disentangled_backward),
+    KERNEL(gelu_forward),
+    KERNEL(gelu_backward),
+    KERNEL(glu_forward),
+    KERNEL(glu_backward),
+    KERNEL(rotate_forward),
+    KERNEL(rotate_backward),
+    KERNEL(column_sums),
+    KERNEL(attention_half_forward),
+    KERNEL(attention_half_backward),
+    KERNEL(feed_forward_half_forward),
+    KERNEL(feed_forward_half_backward),
+    KERNEL(matrix_product),
+    KERNEL(quantise_rows),
+    KERNEL(dequantise),
+    KERNEL(dequantise_rows),
+    KERNEL(add_table_rows),
+    KERNEL(sum_table_rows),
+    KERNEL(square_sum),
+    KERNEL(adamw),
+    KERNEL(encode_blocks),
+    KERNEL(average_blocks),
+    KERNEL(decode_blocks),
+    KERNEL(orthonormalise),
+    KERNEL(make_first_factors),
+    KERNEL(make_second_factors),
+    KERNEL(write_products),
+    {},
+};
+}
