@@ -18,7 +18,7 @@ from cpuft.config import TrainConfig, parse_arguments
 from cpuft.errors import counted
 from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.terminal import align
-from cpuft.train.data.archive import UNTAGGED, Tokens, read_prepared
+from cpuft.train.data.archive import UNTAGGED, Prepared, Tokens, read_prepared
 from cpuft.train.data.chat import choose_validation, scan_chats
 from cpuft.train.data.prepare import (
     MAX_BLANK_SHARE,
@@ -270,20 +270,7 @@ def _summarize_texts(config: TrainConfig) -> DataSummary:
             train_lines.add(line)
     for name, line in _hash_lines(corpus, config, validation):
         duplicates[name] += name != "training" and line in train_lines
-    found = {"training": prepared.train, "validation": prepared.validation[""]}
-    splits = [
-        Split(
-            name,
-            len(tokens),
-            {},
-            [],
-            summarize_lengths(tokens.lengths, config.max_length),
-            prepared.unknown_share if name == "training" else 0.0,
-            duplicates[name],
-            0,
-        )
-        for name, tokens in found.items()
-    ]
+    splits = [_describe(prepared, name, duplicates[name], config) for name in ("training", "validation")]
     task = find_task(config.task, exact)
     return _complete(config, replace(task, texts=corpus.columns or task.texts), splits)
 
@@ -299,24 +286,18 @@ def _summarize_chats(config: TrainConfig) -> DataSummary:
         is_kept = choose_validation(chats, config.validation_split)
         train, validation = chats.checksums[~is_kept], chats.checksums[is_kept]
     train = train[: config.max_train_samples or None]
-    found = {
-        "training": (prepared.train, prepared.truncated, len(train) - len(np.unique(train))),
-        "validation": (prepared.validation[""], 0, int(np.isin(validation, train).sum())),
-    }
-    splits = [
-        Split(
-            name,
-            len(tokens),
-            {},
-            [],
-            replace(summarize_lengths(tokens.lengths, config.max_length), cut=cut),
-            prepared.unknown_share if name == "training" else 0.0,
-            duplicates,
-            0,
-        )
-        for name, (tokens, cut, duplicates) in found.items()
-    ]
+    training = _describe(prepared, "training", len(train) - len(np.unique(train)), config)
+    training = replace(training, lengths=replace(training.lengths, cut=prepared.truncated))
+    splits = [training, _describe(prepared, "validation", int(np.isin(validation, train).sum()), config)]
     return _complete(config, TASKS["chat"], splits)
+
+
+def _describe(prepared: Prepared, name: str, duplicates: int, config: TrainConfig) -> Split:
+    """Return the training or validation split of examples without labels, whose tokens are cut already."""
+    is_training = name == "training"
+    tokens = prepared.train if is_training else prepared.validation[""]
+    lengths = summarize_lengths(tokens.lengths, config.max_length)
+    return Split(name, len(tokens), {}, [], lengths, prepared.unknown_share if is_training else 0.0, duplicates, 0)
 
 
 def _hash_lines(corpus: Corpus, config: TrainConfig, validation: Corpus | None) -> Iterator[tuple[str, bytes]]:

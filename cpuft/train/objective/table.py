@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cpuft.config import TrainConfig
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.chat import read_chat_template
@@ -52,8 +50,8 @@ def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
     if objective is Pairs:
         form = choose_form(config)
         usual = 0.05 if form.similarity == "cosine" else 1.0
-        return replace(
-            Pairs(*shared),
+        return Pairs(
+            *shared,
             form=form,
             texts=len(prepared.texts),
             matryoshka=parse_dimensions(config.matryoshka),
@@ -62,11 +60,9 @@ def make_objective(config: TrainConfig, prepared: Prepared) -> Objective:
         )
     if objective is ScoredPairs:
         dimensions = parse_dimensions(config.matryoshka)
-        return replace(
-            ScoredPairs(*shared), form=choose_form(config), matryoshka=dimensions, loss=config.similarity_loss
-        )
+        return ScoredPairs(*shared, form=choose_form(config), matryoshka=dimensions, loss=config.similarity_loss)
     if objective is Relevance:
-        return replace(Relevance(*shared), activation=read_activation(config), max_length=config.max_length)
+        return Relevance(*shared, activation=read_activation(config), max_length=config.max_length)
     if issubclass(objective, ClassObjective):
         weights = find_class_weights(config.class_weights, prepared)
         return objective(*shared, label_smoothing=config.label_smoothing, class_weights=weights)
