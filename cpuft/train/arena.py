@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from cpuft.train.fast.gradient_places import offer_place
+from cpuft.train.fast.gradient_places import offer_place, withdraw_place
 from cpuft.train.process_group import broadcast_value
 
 B = TypeVar("B", bound="Bucket")
@@ -87,7 +87,7 @@ class Bucket:
         return [value.view(parameter.shape) for value, parameter in zip(found, self._parameters, strict=True)]
 
     def begin(self, is_last: bool) -> None:
-        """Make the buffer, of zeros."""
+        """Make the buffer, of zeros, and forget the gradients that the parameters have."""
         self._is_last, self._buffer = is_last, torch.zeros(self._length, dtype=self._parameters[0].dtype)
         self._views = dict(zip(self._parameters, self.gradients(), strict=True))
         self.clear()
@@ -98,6 +98,7 @@ class Bucket:
         Kernels have written those of most matrices there already, and torch adds later ones in place. Zeroing the
         buffer, and adding the first one to it, would take three times as long as the copy.
         """
+        withdraw_place(parameter)
         view, grad = self._views[parameter], parameter.grad
         if grad is None:
             view.zero_()

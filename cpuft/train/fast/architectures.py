@@ -107,7 +107,7 @@ class LayerParts:
     """Norm of what attention adds to the hidden states of a pre-norm layer; None for none."""
 
     packed: PackedLinear | None = None
-    """`projections` as one product; None until `stack.patch_layer` has patched the layer."""
+    """`projections` as one product; None until `stack.Stack.install` has patched the layer."""
     packed_inner: PackedLinear | None = None
     """`inner` as one product, likewise."""
     int8: bool = False

@@ -14,22 +14,30 @@ _ATTRIBUTE = "_cpuft_gradient_place"
 def offer_place(parameter: Tensor, place: Tensor) -> None:
     """Let the next gradient of a parameter be written to `place`, a contiguous tensor of its shape and type.
 
-    Whoever offers it must find out afterwards whether the gradient is there: only some layers write to places.
+    Whoever offers it must find out afterwards whether the gradient is there, because only some layers write to places,
+    and withdraw the offer as soon as the parameter has a gradient: a later one must not be written over it.
     """
     setattr(parameter, _ATTRIBUTE, place)
+
+
+def withdraw_place(parameter: Tensor) -> None:
+    """End an offer, if there is one."""
+    vars(parameter).pop(_ATTRIBUTE, None)
 
 
 def take_place(parameters: Sequence[Tensor]) -> Tensor | None:
     """Return the memory for the gradients of these parameters, one after another: (sum of rows, ...).
 
     None if no place was offered, if they do not lie one after another, or if one was taken before: a shared weight has
-    several gradients in one backward pass, and torch adds up those behind the first one.
+    several gradients in one backward pass, and torch adds up those behind the first one. In any case the offers end.
 
     The tensor is a new view: torch takes a gradient without a copy only if nothing else refers to it.
     """
     places: list[Tensor | None] = [vars(parameter).pop(_ATTRIBUTE, None) for parameter in parameters]
     found = [place for place in places if place is not None]
-    if len(found) < len(places) or any(a.data_ptr() + a.nbytes != b.data_ptr() for a, b in pairwise(found)):
+    if len(found) < len(places) or len({place.untyped_storage().data_ptr() for place in found}) > 1:
+        return None
+    if any(a.data_ptr() + a.nbytes != b.data_ptr() for a, b in pairwise(found)):
         return None
     first = found[0]
     return first.as_strided((sum(map(len, found)), *first.shape[1:]), first.stride())

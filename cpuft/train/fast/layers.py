@@ -47,7 +47,7 @@ def run_layer(parts: LayerParts, x: Tensor, layout: Layout, is_last: bool, given
 
     Parameters
     ----------
-    parts: of a layer that `stack.patch_layer` has patched.
+    parts: of a layer that `stack.Stack.install` has patched.
     x: in the dtype of the layer's linear weights.
     is_last: whether no other layer runs after this one.
     given: what transformers passes to the layer by name: of this, `position_embeddings` is read (rotary positions) and

@@ -128,6 +128,7 @@ class _FeedForward(torch.autograd.Function):
         ctx: Any, x: Tensor, inner_weight: Tensor, bias: Tensor, outer_weight: Tensor, forward_pass: ForwardPass
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
+        ctx.weights = inner_weight, outer_weight  # what is saved may be copied by gradient checkpointing
         wants_x, wants_inner, wants_bias, wants_outer, _ = ctx.needs_input_grad
         inner, slope = gelu_product(x, inner_weight, bias, wants_x or wants_inner or wants_bias)
         # Backward of a frozen layer does not need its input.
@@ -148,12 +149,12 @@ class _FeedForward(torch.autograd.Function):
         grad = grad.contiguous()
         douter = dinner = dx = None
         if wants_outer:
-            douter = matrix_product(grad, inner, left_transposed=True, place=take_place([outer_weight]))
+            douter = matrix_product(grad, inner, left_transposed=True, place=take_place(ctx.weights[1:]))
         if slope is None:
             return residual_grad, None, None, douter, None
         before, sums = slope_product(grad, outer_weight, slope)
         if wants_inner:
-            dinner = matrix_product(before, x, left_transposed=True, place=take_place([inner_weight]))
+            dinner = matrix_product(before, x, left_transposed=True, place=take_place(ctx.weights[:1]))
         if wants_x:
             dx = matrix_product(before, inner_weight, addend=residual_grad)
         return dx, dinner, sums.to(grad.dtype) if wants_bias else None, douter, None

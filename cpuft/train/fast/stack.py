@@ -67,7 +67,7 @@ class FastLayer:
         stack, parts = self.fast_stack, self.fast_parts
         if fast_layout is None:
             with torch.autocast("cpu", torch.bfloat16, enabled=stack.dtype == torch.bfloat16):
-                return super().forward(hidden_states, *args, **kwargs)  # type: ignore[misc]
+                return super().forward(hidden_states.to(stack.output_dtype), *args, **kwargs)  # type: ignore[misc]
         rows = fast_layout.pack(hidden_states) if hidden_states.dim() == 3 else hidden_states
         rows = run_layer(parts, rows.to(stack.dtype), fast_layout, is_last_run, kwargs)
         if is_last_run:
@@ -131,6 +131,8 @@ class Stack:
 
         `adapters`: allow linear layers with a LoRA adapter of peft for which `is_adapted` holds.
         """
+        if self.architecture.is_entered_at_model and self.owner is self.holder:
+            return f"a {type(self.holder).__name__} without its model around it"
         unknown = self.architecture.find_unknown(self.holder)
         both = zip(self.layers, self.parts, strict=True)
         return unknown or next(filter(None, (_find_obstacle(layer, parts, adapters) for layer, parts in both)), "")
@@ -179,7 +181,7 @@ class Stack:
         if mask is not None and self.architecture.is_entered_at_model:
             mask = mask.bool() if mask.dim() == 4 else mask.bool()[:, None, None]
         batch, length = found.shape[:2]
-        self.layout, self.runs_left = self._make_layout(batch, length, mask, given), len(self.runs)
+        self.layout, self.runs_left = self._make_layout(batch, length, mask, given), len(_list_runs(self.holder))
         if self.layout is None:
             return None
         return (), {**given, "attention_mask": _NO_MASK_NEEDED if self.is_pre_norm or mask is None else mask}
@@ -196,7 +198,7 @@ class Stack:
         """Return whether the caller asks for what only the model's own layers give.
 
         These are hidden states or attentions of all layers, keys and values of earlier tokens, those of these tokens
-        for later ones, or masks of a form of the caller's own.
+        for later ones, what forward hooks on layers see, or masks of a form of the caller's own.
         """
         settings = getattr(self.owner, "config", None)
         for name in ("output_hidden_states", "output_attentions"):
@@ -274,11 +276,10 @@ def list_stacks(model: nn.Module) -> list[Stack]:
         architectures = [find_architecture(layer) for layer in dict.fromkeys(runs)]
         if not runs or architectures[0] is None or len({*architectures}) != 1:
             continue
-        owner: nn.Module | None = holder
+        owner: nn.Module = holder
         if architectures[0].is_entered_at_model:
-            owner = next((one for one in model.modules() if one._modules.get("encoder") is holder), None)
-        if owner is not None:
-            found.append(Stack(owner, holder, runs, architectures[0]))
+            owner = next((one for one in model.modules() if one._modules.get("encoder") is holder), holder)
+        found.append(Stack(owner, holder, runs, architectures[0]))
     return found
 
 

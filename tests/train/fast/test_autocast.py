@@ -54,6 +54,14 @@ def test_values_and_gradients_are_those_without_autocast(kind: str, where: str, 
     assert relative_error(*gradients) < TOLERANCE
 
 
+@pytest.mark.parametrize("kind", ["bert", "electra", "albert"])
+def test_a_model_trains_on_after_its_hidden_states_were_asked_for(kind: str) -> None:
+    _, model, batch = make_pair(kind, "fp32")
+    with torch.autocast("cpu", torch.bfloat16):
+        losses = [model(**batch, output_hidden_states=number == 1).loss for number in range(3)]
+    assert [one.item() for one in losses[1:]] == [pytest.approx(losses[0].item(), rel=TOLERANCE)] * 2
+
+
 def test_autocast_is_switched_off_for_one_function() -> None:
     @without_autocast
     def read_state(before: int, *, after: int) -> tuple[int, bool, int]:

@@ -86,6 +86,13 @@ def test_how_many_layers_are_replaced(config: Any, said: str) -> None:
     assert describe_layers(model) == said
 
 
+def test_an_encoder_that_is_entered_at_its_model_is_not_replaced_alone() -> None:
+    encoder = AutoModelForSequenceClassification.from_config(DebertaV2Config(**SMALL, **DEBERTA)).deberta.encoder
+    accelerate(encoder, torch.optim.AdamW(encoder.parameters()))
+    why = "it does not know a DebertaV2Encoder without its model around it"
+    assert describe_layers(encoder) == f"0 of 2 layers replaced, because {why}"
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

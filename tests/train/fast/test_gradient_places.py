@@ -13,7 +13,7 @@ from torch.optim import SGD
 from cpuft.train.arena import GradientBuckets
 from cpuft.train.exchange.data_parallel import make_buckets
 from cpuft.train.fast.acceleration import accelerate
-from cpuft.train.fast.gradient_places import offer_place, take_place
+from cpuft.train.fast.gradient_places import offer_place, take_place, withdraw_place
 from tests.train.fast import encoders, families
 
 SHARED = {"albert": "albert_layers", "deberta-v2": "(query|key|value)_proj|embed"}
@@ -76,6 +76,22 @@ def test_matrices_of_fast_layers_are_written_into_buckets(kind: str, precision: 
     check_places(kind, precision)
 
 
+def test_a_pass_through_other_layers_leaves_no_place_to_the_next_one() -> None:
+    model, plain = make_model("llama", "fp32"), make_model("llama", "fp32")
+    gradients = GradientBuckets(make_buckets([*model.parameters()], [], "none", 2), lambda bucket: None)
+    batch = families.make_batch(encoders.LENGTHS)
+    with_hole = {**batch, "attention_mask": batch["attention_mask"].clone()}
+    with_hole["attention_mask"][0, 3] = 0  # the fast layers know no such mask
+    for number, one in enumerate((with_hole, batch)):
+        gradients.begin_pass(is_last=number == 1)
+        for some in (model, plain):
+            torch.autograd.backward(families.compute_loss(some, one))
+    for parameter, other in zip(model.parameters(), plain.parameters(), strict=True):
+        assert parameter.grad is not None
+        assert other.grad is not None
+        assert torch.equal(parameter.grad, other.grad)
+
+
 def test_only_neighbours_have_one_place_and_each_place_is_taken_once() -> None:
     memory = torch.zeros(20)
     first, second, third = (nn.Parameter(torch.zeros(rows, 2)) for rows in (2, 3, 4))
@@ -88,3 +104,7 @@ def test_only_neighbours_have_one_place_and_each_place_is_taken_once() -> None:
     offer_place(first, memory[:4].view(2, 2))
     offer_place(third, memory[12:].view(4, 2))
     assert take_place([first, third]) is None
+    assert take_place([first]) is None
+    offer_place(first, memory[:4].view(2, 2))
+    withdraw_place(first)
+    assert take_place([first]) is None
