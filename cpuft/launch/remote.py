@@ -119,7 +119,7 @@ def run_attempt(
     try:
         secrets, registration = secrets_on_hosts(plan, cluster, work, environ, state), register_run(run_dir, cluster)
         with secrets, registration, ThreadPoolExecutor(1) as background:
-            background.submit(keep_bundles, plan, cluster)  # the ranks need not wait for it
+            background.submit(keep_bundles, plan, cluster)  # no rank waits for it, and no run fails by it
             if cluster.works_remotely:
                 return run_on_head_host(plan, run_dir, state, cluster, environ, time_limit, say, request)
             return run_on_this_machine(plan, run_dir, state, environ, time_limit, transport, request)

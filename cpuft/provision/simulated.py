@@ -511,8 +511,9 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         if not image:
             settings = {"PYTHONPATH": str(Path(cpuft.__file__).parents[1])}
             # An ssh login sets HOME from the user database. A user with another HOME must keep their own cache.
-            if cache_path(self.environ) != cache_path({"HOME": pwd.getpwuid(os.geteuid()).pw_dir}):
-                settings["XDG_CACHE_HOME"] = str(cache_path(self.environ).parent)
+            cache = cache_path(self.environ)
+            if cache != cache_path({"HOME": pwd.getpwuid(os.geteuid()).pw_dir}) and cache.name == "cpuft":
+                settings["XDG_CACHE_HOME"] = str(cache.parent)
             return Layout(directory, hostfile, sys.executable, settings)
         stamp = read_stamp(Path(image))
         python = str(stamp.get("python", ""))

@@ -58,7 +58,7 @@ def generate(request: PredictConfig) -> None:
     """
     run = read_finished_run(request.run)
     path = Path(request.output or Path(request.run, "predictions.csv"))
-    check_output(path, request.overwrite)
+    check_output(path, request.overwrite, path.suffix in JSON_SUFFIXES)
     prompts = read_prompts(request, run.task.kind == "chat")
     tokenizer = load_tokenizer(str(run.model))
     if run.task.kind == "chat":

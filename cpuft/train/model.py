@@ -412,6 +412,7 @@ def read_stored_tensors(path: Path) -> list[tuple[str, tuple[int, ...]]]:
     from safetensors import SafetensorError, safe_open
 
     opened: Any = safe_open
+    path.open("rb").close()  # safetensors calls a file missing that may not be read
     try:
         with opened(path, framework="np") as file:
             tensors = [file.get_slice(name) for name in file.keys()]  # noqa: SIM118

@@ -152,14 +152,15 @@ def _format(probabilities: NDArray[np.float64]) -> list[str]:
     return [f"{probability:.6f}" for probability in probabilities]
 
 
-def check_output(path: Path, overwrite: bool = False) -> None:
+def check_output(path: Path, overwrite: bool = False, has_json_lines: bool = False) -> None:
     """Check that predictions may be written to `path`; nothing is written. A missing or empty file is fine.
 
-    A file of predictions begins with `index` and a comma or a tab, or is JSON lines that begin with it.
+    A file of predictions begins with `index` and a comma or a tab; in JSON lines, `index` is the first key.
 
     Parameters
     ----------
     overwrite: accept a file that holds predictions.
+    has_json_lines: whether predictions are written as JSON lines.
 
     Raises
     ------
@@ -175,7 +176,7 @@ def check_output(path: Path, overwrite: bool = False) -> None:
         return
     except OSError as error:
         raise CpuftError(f"{path} cannot be written ({error.strerror}): give another --output") from None
-    if begin and not begin.startswith(("index,", "index\t", '{"index":')):
+    if begin and not begin.startswith('{"index":' if has_json_lines else ("index,", "index\t")):
         raise CpuftError(f"{path} exists and holds no predictions: give another --output")
     if begin and not overwrite:
         raise CpuftError(f"{path} holds predictions already: add --overwrite to replace them, or give another --output")

@@ -150,10 +150,14 @@ class LayerTimes:
 def main() -> None:
     """Train as the command line says, as `python -m cpuft.train` does, in the folder of the run that was launched."""
     started, times = time.perf_counter(), LayerTimes()
-    config, worker = parse_worker([*sys.argv[1:], f"--run-dir={os.environ['CPUFT_RUN_DIR']}"])
-    run(config, worker, started, [times])
-    with Path(worker.run_dir, FILE_NAME).open("a", encoding="utf-8") as file:
-        file.write(format_line(times.make_line()) + "\n")
+    try:
+        config, worker = parse_worker([*sys.argv[1:], f"--run-dir={os.environ['CPUFT_RUN_DIR']}"])
+        run(config, worker, started, [times])
+        with Path(worker.run_dir, FILE_NAME).open("a", encoding="utf-8") as file:
+            file.write(format_line(times.make_line()) + "\n")
+    except CpuftError as error:
+        print(f"cpuft: error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

@@ -46,23 +46,25 @@ class GlooWork(dist.Work):
     ) -> None:
         super().__init__()
         self._group, self._works, self._begin, self._finish, self._outputs = group, works, begin, finish, outputs
+        self._done: bool | None = None
+        """What gloo's works have returned: gloo waits for ever, or divides nothing, if it is asked twice."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all works are done, and return True. Raises gloo's RuntimeError. `timeout` is ignored.
 
-        The operation is watched from the begin to the end of this call.
+        The operation is watched from the begin to the end of the first call.
         """
-        operation = self._begin()
-        try:
-            done = [work.wait() for work in self._works]
-        except RuntimeError as error:
-            self._group.end(operation, error)
-            raise
-        finally:
+        if self._done is None:
+            operation = self._begin()
+            try:
+                done = [work.wait() for work in self._works]
+            except Exception as error:
+                self._group.end(operation, error)
+                raise
             self._group.end(operation)
-        self._finish()
-        self._finish = lambda: None
-        return all(done)
+            self._finish()
+            self._done = all(done)
+        return self._done
 
     def is_completed(self) -> bool:
         """Return whether gloo reports all works as done, successful or not. Does not wait."""
@@ -186,7 +188,7 @@ class WatchedGlooGroup(WatchedGroup):
         def end(future: torch.futures.Future[Any]) -> None:
             try:
                 future.value()
-            except RuntimeError as error:
+            except Exception as error:
                 self.end(operation, error)
             else:
                 self.end(operation)
