@@ -270,8 +270,8 @@ class SharedNumbers:
 
     noise: dict[str, torch.Tensor]
     """Random numbers by the name of their dtype: one-dimensional. Each gradient is a view of their beginning."""
-    zeros: torch.Tensor
-    """uint8, one-dimensional: the memory of all parameters. Ranks write nothing but zeros to it."""
+    zeros: mmap.mmap
+    """The memory of all parameters. Ranks write nothing but zeros to it."""
 
 
 def share_numbers(gradients: Sequence[GradientTime], ranks: int) -> SharedNumbers:
@@ -280,7 +280,7 @@ def share_numbers(gradients: Sequence[GradientTime], ranks: int) -> SharedNumber
     memory = mmap.mmap(-1, sum(_count_weight_bytes(one) for one in gradients))
     noise = torch.randn(count, generator=torch.Generator().manual_seed(0))
     by_dtype = {dtype: noise.to(getattr(torch, dtype)) for dtype in {one.dtype for one in gradients}}
-    return SharedNumbers(by_dtype, torch.frombuffer(memory, dtype=torch.uint8))
+    return SharedNumbers(by_dtype, memory)
 
 
 def _count_weight_bytes(gradient: GradientTime) -> int:
@@ -308,7 +308,10 @@ class ReplayedModel(nn.Module):
         begin = 0
         for number, one in reversed(list(enumerate(gradients))):
             dtype, count = getattr(torch, one.dtype), torch.Size(one.shape).numel()
-            weight = nn.Parameter(numbers.zeros[begin : begin + count * dtype.itemsize].view(dtype).view(one.shape))
+            # Each is a block of memory of its own, as in the recorded model: a block is never divided between buckets.
+            weight = nn.Parameter(
+                torch.frombuffer(numbers.zeros, dtype=dtype, count=count, offset=begin).view(one.shape)
+            )
             begin += _count_weight_bytes(one)
             if one.by_rows:
                 self._embedding = nn.Embedding(one.shape[0], one.shape[1], _weight=weight)
