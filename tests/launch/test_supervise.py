@@ -335,7 +335,7 @@ def test_ranks_are_ended_when_another_launcher_has_started_the_run_again(tmp_pat
     make = Step("make the run folder", ("mkdir", "-p", f"{run}/logs"))
     (tmp_path / "later").mkdir()
     write_state(str(tmp_path / "later"), make_state("localhost", owner=2))
-    script = 'cp "$0/../later/state.json" "$0/.."; echo "$CPUFT_OWNER $CPUFT_RUN_DIR" >"$0/told"; exec sleep 60'
+    script = 'echo "$CPUFT_OWNER $CPUFT_RUN_DIR" >"$0/told"; cp "$0/../later/state.json" "$0/.."; exec sleep 60'
     plan = RunPlan(((make,),), ranks=((Step("train", ("sh", "-c", script, str(run))),),))
     begun = time.monotonic()
     with pytest.raises(LaterStartError, match=r"has begun start 2 of the run, so this one, start 1, was ended"):

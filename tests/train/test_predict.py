@@ -117,11 +117,14 @@ def test_glue_s_names_of_files() -> None:
 def test_only_predictions_are_written_over(tmp_path: Path) -> None:
     path = tmp_path / "x.csv"
     check_output(path)
-    for text in ("index,label,p_a\n", "index\tprediction\n", '{"index": 0, "prompt": "a", "answer": "b"}\n'):
+    answer = '{"index": 0, "prompt": "a", "answer": "b"}\n'
+    for text, has_json_lines in (("index,label,p_a\n", False), ("index\tprediction\n", False), (answer, True)):
         path.write_text(text)
-        check_output(path, overwrite=True)
+        check_output(path, True, has_json_lines)
         with pytest.raises(CpuftError, match=r"x\.csv holds predictions already: add --overwrite to replace them, or"):
-            check_output(path)
+            check_output(path, False, has_json_lines)
+        with pytest.raises(CpuftError, match=r"x\.csv exists and holds no predictions: give another --output"):
+            check_output(path, True, not has_json_lines)
     path.write_text("")
     check_output(path)
     for text in ("text,label\n", "indexes\n"):

@@ -7,8 +7,8 @@ EXACT_UPDATES).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate, chain
 
 import torch
 import torch.distributed as dist
@@ -84,7 +84,7 @@ class Matrices:
         return [one - p.T @ sent for one, p, sent in factors]
 
     def compute_p(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Add gradients to what is unsent, and return this rank's P of all of them: fp32, of shape (r, rows) each.
+        """Add gradients to what is unsent, and return this rank's P of all: fp32, one-dimensional, see `p_shapes`.
 
         `buffer`: of the bucket, one-dimensional, contiguous. It does not change.
         """
@@ -95,15 +95,17 @@ class Matrices:
             arrays = buffer, self._starts, self._unsent, left, self._sent, self._q, factors
             kernels.run("make_first_factors", dtype, *arrays, *self._sizes)
             return factors
-        summed = [one + gradient for one, gradient in zip(self.unsent, self._split_buffer(buffer), strict=True)]
-        self._unsent.copy_(torch.cat([torch.empty(0), *(one.reshape(-1) for one in summed)]))
-        parts = _split(self._q, self.q_shapes), _split(self._unsent, self._shapes), _split(factors, self.p_shapes)
-        for q, unsent, factor in zip(*parts, strict=True):
+        gradients, unsents = self._split_buffer(buffer), _split(self._unsent, self._shapes)
+        sent = [None] * len(unsents) if self._sent is None else _split(self._sent, self.q_shapes)
+        parts = (_split(self._p, self.p_shapes), _split(self._q, self.q_shapes), _split(factors, self.p_shapes))
+        for gradient, unsent, own, p, q, factor in zip(gradients, unsents, sent, *parts, strict=True):
+            summed = unsent.float() + gradient
+            unsent.copy_(summed if own is None else summed.addmm_(p.T, own, alpha=-1))
             torch.mm(orthonormalise(q, dtype), unsent.float().T, out=factor)
         return factors
 
     def compute_q(self, means: torch.Tensor) -> torch.Tensor:
-        """Return this rank's Q of all gradients for the mean of P: fp32, of shape (r, columns) each."""
+        """Return this rank's Q of all gradients for the mean of P, which is contiguous: fp32, see `q_shapes`."""
         factors, self._sent = torch.empty_like(self._q), None
         kernels = kernels_for(self._unsent)
         if kernels is not None:
@@ -121,8 +123,8 @@ class Matrices:
 
         Parameters
         ----------
-        sent: what `compute_q` has returned, without what rounding has left out of it. It is kept.
-        means: of what all ranks have sent of Q, the same on all ranks. It is kept.
+        sent: what `compute_q` has returned, without what rounding has left out of it. Contiguous; it is kept.
+        means: of what all ranks have sent of Q, the same on all ranks. Contiguous; it is kept.
         buffer: one-dimensional, contiguous. The gradients in it are overwritten.
         """
         self._sent, self._q = sent, means
@@ -188,7 +190,8 @@ class _Bucket:
 
     Parameters
     ----------
-    unsent: what has not been sent so far of each gradient: fp32, one-dimensional; None for nothing.
+    take_unsent: returns what has not been sent so far of a parameter's gradient: fp32, one-dimensional; None for
+        nothing.
     generator: see `Matrices`.
     """
 
@@ -196,24 +199,29 @@ class _Bucket:
         self,
         parameters: Sequence[torch.Tensor],
         dtype: torch.dtype,
-        unsent: Sequence[torch.Tensor | None],
+        take_unsent: Callable[[torch.Tensor], torch.Tensor | None],
         generator: torch.Generator,
     ) -> None:
         sizes = [one.numel() for one in parameters]
         starts = [0, *accumulate(sizes)]
-        zeros = [torch.zeros(size) if one is None else one for size, one in zip(sizes, unsent, strict=True)]
+        self._length = starts[-1]
         factored, whole = list[int](), list[int]()
         for number, one in enumerate(parameters):
             (factored if saves_bytes(one.shape) else whole).append(number)
         shapes = [_matrix_shape(parameters[number].shape) for number in factored]
-        kept = torch.cat([torch.empty(0), *(zeros[number] for number in factored)]).to(dtype)
+        kept = torch.zeros(sum(sizes[number] for number in factored), dtype=dtype)
+        self._unsent = torch.zeros(sum(sizes[number] for number in whole))
+        """What was not sent of the gradients that are sent whole, one after another."""
+        for numbers, all_ in ((factored, kept), (whole, self._unsent)):
+            for number, place in zip(numbers, torch.split(all_, [sizes[number] for number in numbers]), strict=True):
+                if (one := take_unsent(parameters[number])) is not None:
+                    place.copy_(one)
         self.matrices = Matrices(shapes, [starts[number] for number in factored], kept, generator)
         self._whole = [(starts[number], sizes[number]) for number in whole]
-        self._unsent = torch.cat([torch.empty(0), *(zeros[number] for number in whole)])
-        """What was not sent of the gradients that are sent whole, one after another."""
 
     def begin(self, buffer: torch.Tensor) -> None:
         """Compute what is sent first: P."""
+        assert len(buffer) >= self._length
         self._buffer, self.p = buffer, self.matrices.compute_p(buffer)
         self._unsent += torch.cat([torch.empty(0), *self._list_whole()])
 
@@ -232,7 +240,7 @@ class _Bucket:
         parts = torch.split(means[count:], [size for _, size in self._whole])
         for gradient, mean in zip(self._list_whole(), parts, strict=True):
             gradient.copy_(mean)
-        del self._buffer  # its memory is free before the next update makes another one
+        del self._buffer, self.p  # copies of gradients are free before the next update makes others
 
     def _list_whole(self) -> list[torch.Tensor]:
         return [self._buffer[start : start + size] for start, size in self._whole]
@@ -269,7 +277,7 @@ class PowerSGD:
         self._held: list[tuple[_Bucket, QueuedWork]] = []
         """Buckets whose messages are sent together with those of the next one."""
         self._buckets: dict[tuple[torch.Tensor, ...], _Bucket] = {}
-        """Parameters -> their bucket. DDP changes its buckets after the first update, which is an exact one."""
+        """Parameters -> their bucket. DDP changes its buckets after the first update, before factors are sent."""
 
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket; a DDP communication hook. All ranks call it for the same buckets in the same order.
@@ -295,8 +303,12 @@ class PowerSGD:
     def _reduce_as_factors(self, bucket: GradBucket, is_held: bool) -> torch.futures.Future[torch.Tensor]:
         parameters, buffer = tuple(bucket.parameters()), bucket.buffer()
         if parameters not in self._buckets:
-            unsent = [self._blocks.take_unsent(one) for one in parameters]
-            self._buckets[parameters] = _Bucket(parameters, buffer.dtype, unsent, self._generator)
+            if {*chain(*self._buckets)} & {*parameters}:
+                raise RuntimeError(
+                    "buckets have changed after factors were sent: powersgd keeps what was not sent by bucket"
+                )
+            take = self._blocks.take_unsent
+            self._buckets[parameters] = _Bucket(parameters, buffer.dtype, take, self._generator)
         one = self._buckets[parameters]
         one.begin(buffer)
         work = QueuedWork(buffer)

@@ -434,12 +434,13 @@ struct Kernel {
     void *fp32, *bf16; // the function for each type of elements
 };
 
-template <class... T> Kernel describe(const char *name, void (*fp32)(T...), void *bf16) {
+template <class... T, class... U> Kernel describe(const char *name, void (*fp32)(T...), void (*bf16)(U...)) {
     static_assert(((letter<T>() != 0) && ...), "a parameter has a type without a letter");
-    return {name, Letters<T...>::text, reinterpret_cast<void *>(fp32), bf16};
+    static_assert(((std::is_pointer_v<T> || std::is_same_v<T, U>) && ...), "an element must be given by its address");
+    return {name, Letters<T...>::text, reinterpret_cast<void *>(fp32), reinterpret_cast<void *>(bf16)};
 }
 
-#define KERNEL(name) describe(#name, &name<float>, reinterpret_cast<void *>(&name<bf16>))
+#define KERNEL(name) describe(#name, &name<float>, &name<bf16>)
 
 } // namespace
 
