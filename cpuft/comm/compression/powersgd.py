@@ -214,8 +214,8 @@ class _Bucket:
         """What was not sent of the gradients that are sent whole, one after another."""
         for numbers, all_ in ((factored, kept), (whole, self._unsent)):
             for number, place in zip(numbers, torch.split(all_, [sizes[number] for number in numbers]), strict=True):
-                if (one := take_unsent(parameters[number])) is not None:
-                    place.copy_(one)
+                if (unsent := take_unsent(parameters[number])) is not None:
+                    place.copy_(unsent)
         self.matrices = Matrices(shapes, [starts[number] for number in factored], kept, generator)
         self._whole = [(starts[number], sizes[number]) for number in whole]
 
