@@ -1,6 +1,8 @@
 """The training loop: forward and backward passes, exchange, update, evaluation, checkpoint and stop, in this order.
 
-`train_and_evaluate` is a whole training, `train` its updates. What the updates need is made once, in `setup.py`.
+`train_and_evaluate` is a whole training, `train` its updates. What the updates need is made once, in `setup.py`. How
+ranks train as one is the matter of the exchange (`exchange/base.py`): most send gradients in every update, and with
+--sync-every N ranks update their own parameters and average them every N updates.
 """
 
 from __future__ import annotations
@@ -63,6 +65,7 @@ def train_and_evaluate(
     steps, evaluations = list[StepLine](), list(reporter.earlier_evaluations)
     stops = partial(should_stop_early, evaluations, setup.best_metric, config.early_stopping)
     try:
+        # A resumed run may have stopped early already.
         for line in () if stops() else train(setup, checkpoints, done):
             steps.append(line)
             reporter.add_step(line, updates)
@@ -89,8 +92,8 @@ def train_and_evaluate(
     checkpoints.write_final(last)
     with exchange.full_weights():
         checksum, difference = compare_parameters(setup.model, "after the last step")
-    # The last update may have been evaluated before it ended the training early. With --sync-every, that was the mean
-    # of the parameters without what sending them rounds away.
+    # The last update may have been evaluated before it ended the training early. With --sync-every, the parameters of
+    # that evaluation were the exact mean, and those of now have been rounded to be sent.
     if not evaluations or evaluations[-1].step != last or config.sync_every > 1:
         reporter.progress.show_evaluation_start(sum(len(tokens) for tokens in setup.prepared.validation.values()))
         evaluations.append(evaluate(setup, last))
@@ -200,7 +203,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
     exchange.forward_model.train()
     _warm_up(setup, done)
     take_traffic()  # the bytes sent until now belong to no step
-    average_updates, control = plan_averages(config, setup.updates), ControlMessages(setup, checkpoints, done)
+    averaging_updates, control = plan_averages(config, setup.updates), ControlMessages(setup, checkpoints, done)
     for update, (epoch, examples) in islice(enumerate(_plan_all_updates(setup), start=1), done, None):
         is_last = update == setup.updates
         for observer in setup.observers:
@@ -215,16 +218,18 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         find_terms = count_terms_of_ranks(setup, examples, epoch, own_terms)
         passes = objective.plan_passes(setup, examples, epoch)
         clock.lap("data")
-        # With class weights the sum of the weights can be below 1, so this is no maximum with 1; without terms it is 0.
+        # The losses of an update are divided by the number of their terms (examples, words or masked tokens) on all
+        # ranks, or the sum of their class weights.
         terms = find_terms() or 1.0
         clock.lap("communication")
 
-        # Forward and backward passes. Gradients already travel in the last backward pass.
+        # Forward and backward passes. Gradients already travel in the last backward pass. The exchange divides their
+        # sum by the number of ranks, hence the factor.
         loss = 0.0
         for number, run_pass in enumerate(passes.functions, start=1):
             loss += weight * run_pass(weight * world.size / terms, number == len(passes.functions), clock)
 
-        # Exchange of what is left of the gradients.
+        # Wait for the mean of the gradients, and exchange what is left: rows of the word embedding by token ids.
         waited = exchange.average_gradients(partial(list_tokens_of_ranks, setup, examples))
         clock.lap("communication")
 
@@ -235,9 +240,9 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         exchange.clear_gradients()
         clock.lap("update")
         # With --sync-every N, a checkpoint (not a stop) waits for the next average, but for at most N updates.
-        may_save = update in average_updates or update % config.sync_every == 0
+        may_save = update in averaging_updates or update % config.sync_every == 0
         due = Requests() if is_last else control.find_due(may_save)  # after the last update the run saves anyway
-        exchange.synchronize_parameters(is_due=update in average_updates, wait=due.any or is_last)
+        exchange.synchronize_parameters(is_due=update in averaging_updates, wait=due.any or is_last)
         is_pause = (
             due.any or is_last or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
         )
@@ -250,7 +255,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
             observer.end_update(clock, waited)
         own = clock.make_line(update, rate, loss, int(weight) * len(share), int(weight) * passes.tokens, waited)
         control.add(own, own_terms, is_pause)
-        yield from control.take_lines()
+        yield from control.take_lines()  # the caller evaluates now, before a checkpoint or stop
 
         # Checkpoint and stop, on all ranks after the same update.
         if due.stop:
