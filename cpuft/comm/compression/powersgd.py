@@ -305,7 +305,8 @@ class PowerSGD:
         if parameters not in self._buckets:
             if {*chain(*self._buckets)} & {*parameters}:
                 raise RuntimeError(
-                    "buckets have changed after factors were sent: powersgd keeps what was not sent by bucket"
+                    "DDP has changed its buckets after powersgd began to send factors, so what was not sent would be lost: "
+                    "leave the model's parameters as they are while it trains, or choose int8"
                 )
             take = self._blocks.take_unsent
             self._buckets[parameters] = _Bucket(parameters, buffer.dtype, take, self._generator)
