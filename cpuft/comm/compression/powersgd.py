@@ -305,7 +305,7 @@ class PowerSGD:
         if parameters not in self._buckets:
             if {*chain(*self._buckets)} & {*parameters}:
                 raise RuntimeError(
-                    "DDP has changed its buckets after powersgd began to send factors, so what was not sent would be lost: "
+                    "DDP has changed its buckets after powersgd had sent factors, and would lose what was not sent: "
                     "leave the model's parameters as they are while it trains, or choose int8"
                 )
             take = self._blocks.take_unsent
