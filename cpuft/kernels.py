@@ -155,7 +155,7 @@ def _load_own() -> tuple[Kernels | None, str]:
         return None, "off: no C++ compiler; install one (Debian: apt-get install g++)"
     try:
         target = compiler_target(os.environ.get("ONEDNN_MAX_CPU_ISA", ""), read_cpu_flags(os.environ))
-        library = locate_library(compiler, target)
+        library = _locate_library(compiler, target)
         was_cached = library.exists()
         build(compiler, target)
         if was_cached:
@@ -174,7 +174,7 @@ def _load_own() -> tuple[Kernels | None, str]:
         return None, f"off: {library} cannot be loaded: {error}"
 
 
-def locate_library(compiler: str, processor: str = "native") -> Path:
+def _locate_library(compiler: str, processor: str = "native") -> Path:
     """Return the path at which `build` stores the library of kernels; the file need not be there.
 
     The parameters and the exceptions are those of `build`, but nothing is compiled.
@@ -203,7 +203,7 @@ def build(compiler: str, processor: str = "native") -> Path:
     OSError, subprocess.SubprocessError: the compiler cannot tell its version within 30 s, or the library cannot be
         written.
     """
-    library = locate_library(compiler, processor)
+    library = _locate_library(compiler, processor)
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as folder:
             made = Path(folder) / "kernels.so"

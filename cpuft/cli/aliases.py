@@ -44,7 +44,7 @@ def read_aliases() -> tuple[Alias, ...]:
     return tuple(Alias(ours.strip("-") and ours, *rest) for ours, *rest in parts)
 
 
-def find_alias(name: str) -> Alias | None:
+def _find_alias(name: str) -> Alias | None:
     """Return the first line with this option of another tool, such as --num_processes; None if no tool has the option.
 
     Dashes and underscores are the same in names.
@@ -77,7 +77,7 @@ def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bo
     replaced: list[str] = []
     left_out: list[tuple[str, str]] = []
     for name in dict.fromkeys(text.partition("=")[0] for text in arguments[:place]):
-        alias = find_alias(name) if name not in flags else None
+        alias = _find_alias(name) if name not in flags else None
         if alias and alias.ours.partition(" ")[0] in {*flags, ""}:
             why = f" ({alias.why})" if alias.why else ""
             if alias.ours:

@@ -78,7 +78,7 @@ class FieldOption(click.Option):
 
     def __init__(self, names: list[str], section: str, takes: str, **attributes: Any) -> None:
         """`takes`: placeholder for the value in the help. `attributes`: those of click.Option."""
-        complete = complete_paths if takes in ("FILE", "FOLDER") else None
+        complete = _complete_paths if takes in ("FILE", "FOLDER") else None
         super().__init__(names, metavar=takes, shell_complete=complete, **attributes)
         self.section = section
 
@@ -97,7 +97,7 @@ class FieldOption(click.Option):
         return f"{flag} {self.metavar}", text if is_described else f"{text} [{default}]"
 
 
-def complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def _complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Let the shell complete the paths of files, or of folders only if the parameter takes FOLDER.
 
     Returns one item, which tells the shell to do so.

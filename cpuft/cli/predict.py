@@ -69,11 +69,11 @@ def predict(dry_run: bool, **values: Any) -> None:
     if asked.model:
         if asked.run:
             raise CpuftError("RUN and --model both name the model: leave out one of them")
-        check_embedding_request(asked)
+        _check_embedding_request(asked)
     elif asked.run:
         header = read_record(asked.run).header
         check_request(asked, header, config)
-        task = "chat" if is_decoder_run(header) else header.task
+        task = "chat" if _is_decoder_run(header) else header.task
     else:
         raise CpuftError("there is neither RUN nor --model: give the folder of a run, or name an embedding model")
     if (asked.model or is_embedding_task(task)) and needs_launch(config):
@@ -151,14 +151,14 @@ def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | N
     CpuftError: not exactly one of --file and --split is given; --split is neither validation nor test; --split test for
         a task that is not GLUE's, or with --with-input; --data-dir with --file, or for a task that is not GLUE's; or
         the run has no model; or an option of embeddings is given for another task. For a run that has trained an
-        embedding model, what `check_embedding_request` raises.
+        embedding model, what `_check_embedding_request` raises.
     """
     if is_embedding_task(header.task):
-        check_embedding_request(asked)
+        _check_embedding_request(asked)
         find_model_folder(asked.run)
         return
-    if is_decoder_run(header):
-        check_generation_request(asked)
+    if _is_decoder_run(header):
+        _check_generation_request(asked)
         find_model_folder(asked.run)
         return
     _refuse_generation_options(asked, f"--task {header.task} trains no decoder")
@@ -193,7 +193,7 @@ def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | N
     find_model_folder(asked.run)
 
 
-def check_embedding_request(asked: PredictConfig) -> None:
+def _check_embedding_request(asked: PredictConfig) -> None:
     """Check what `cpuft predict` is asked for with an embedding model.
 
     Raises CpuftError: --file is missing, or an option is given that embeddings do not have.
@@ -207,7 +207,7 @@ def check_embedding_request(asked: PredictConfig) -> None:
             raise CpuftError(f"{flag} is for predictions, and this model computes embeddings: leave it out")
 
 
-def check_generation_request(asked: PredictConfig) -> None:
+def _check_generation_request(asked: PredictConfig) -> None:
     """Check what `cpuft predict` is asked for with a decoder.
 
     Raises CpuftError: --file is missing, or an option is given that answers do not have.
@@ -227,7 +227,7 @@ def _refuse_generation_options(asked: PredictConfig, reason: str) -> None:
             raise CpuftError(f"{format_flag(name)} is for decoders, and {reason}: leave it out")
 
 
-def is_decoder_run(header: Header) -> bool:
+def _is_decoder_run(header: Header) -> bool:
     """Return whether a run, whose record has this header, has trained a decoder to predict tokens."""
     return header.task in TASKS and find_task(header.task, header.options.get("causal") is True).kind in DECODER_KINDS
 

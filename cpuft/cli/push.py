@@ -71,15 +71,15 @@ def push(run: str, name: str, public: bool, dry_run: bool, config: str) -> None:
     prepared data and no record. The files are listed first. The token is the one of `hf auth login` or of the variable
     HF_TOKEN. HF_ENDPOINT names another hub.
     """
-    upload = list_upload(find_model_folder(run))
-    check_base_model(upload.folder)
-    for line in describe_upload(upload, name, public):
+    upload = _list_upload(find_model_folder(run))
+    _check_base_model(upload.folder)
+    for line in _describe_upload(upload, name, public):
         say(line)
     if not dry_run:
-        click.echo(f"uploaded: {upload_files(upload, name, public)}")
+        click.echo(f"uploaded: {_upload_files(upload, name, public)}")
 
 
-def list_upload(folder: Path) -> Upload:
+def _list_upload(folder: Path) -> Upload:
     """Return which files of a model's folder are uploaded: regular files with the names of a model, its tokenizer, its
     card, and the settings of an embedding model, some of which are in folders of their own. Links and other folders
     are not.
@@ -102,7 +102,7 @@ def _may_be_uploaded(folder: Path, name: str) -> bool:
     return is_known and (folder / name).is_file() and not (folder / name).is_symlink()
 
 
-def check_base_model(folder: Path) -> None:
+def _check_base_model(folder: Path) -> None:
     """Raise CpuftError if the folder holds adapters for a base model in a local folder, which nobody else can load.
 
     The path of that folder would be uploaded, too.
@@ -121,7 +121,7 @@ def check_base_model(folder: Path) -> None:
         )
 
 
-def describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
+def _describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
     """Return lines that list the files with their sizes, and the names of what is not uploaded."""
     sizes = {file: (upload.folder / file).stat().st_size for file in upload.files}
     width = max(map(len, sizes))
@@ -132,7 +132,7 @@ def describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
     ]
 
 
-def upload_files(upload: Upload, name: str, public: bool) -> str:
+def _upload_files(upload: Upload, name: str, public: bool) -> str:
     """Make the repository if necessary, upload the files in one commit, and return the address of the model.
 
     Raises CpuftError: the client of the hub is not installed; there is no token, or it may not write there; the hub

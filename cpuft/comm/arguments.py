@@ -103,7 +103,7 @@ def _accept_forms(method: Method, start: Callable[..., dist.Work]) -> Callable[.
     return call
 
 
-def check_all_reduce(
+def _check_all_reduce(
     group: GroupMembership, tensors: Tensors, opts: Any, name: str = "all_reduce", coalesced: bool = False
 ) -> str:
     """Check one tensor, or several of one type if they are `coalesced`; a sparse one can only be summed."""
@@ -117,18 +117,18 @@ def check_all_reduce(
     return f"{name} ({reduction}) of {_describe(tensors)}"
 
 
-def check_coalesced(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
+def _check_coalesced(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
     """Check the tensors of a coalesced all-reduce."""
-    return check_all_reduce(group, tensors, opts, coalesced=True)
+    return _check_all_reduce(group, tensors, opts, coalesced=True)
 
 
-def check_reduce(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
+def _check_reduce(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
     """Check a tensor and a root."""
     _check_root("reduce", group, opts.rootRank)
-    return check_all_reduce(group, tensors, opts, "reduce") + f" to {opts.rootRank}"
+    return _check_all_reduce(group, tensors, opts, "reduce") + f" to {opts.rootRank}"
 
 
-def check_broadcast(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
+def _check_broadcast(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
     """Check a tensor and a root."""
     _check_root("broadcast", group, opts.rootRank)
     _check_one("broadcast", tensors)
@@ -136,7 +136,7 @@ def check_broadcast(group: GroupMembership, tensors: Tensors, opts: Any) -> str:
     return f"broadcast of {_describe(tensors)} from {opts.rootRank}"
 
 
-def check_all_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
+def _check_all_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
     """Check one output for each rank, of which this rank's has the shape of the input; the others may differ."""
     if not inputs or len(outputs) != len(inputs):
         _refuse("all_gather", "requires input/output tensor lists to have the same length")
@@ -149,14 +149,14 @@ def check_all_gather(group: GroupMembership, outputs: list[Tensors], inputs: Ten
     return f"all_gather of {_describe([target for targets in outputs for target in targets])}"
 
 
-def check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
+def _check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
     """Check a list of outputs for each rank, with as many as there are inputs."""
     if any(len(targets) != len(inputs) for targets in outputs):
         _refuse("all_gather", "requires input/output tensor lists to have the same length")
-    return check_all_gather(group, transpose(outputs), inputs, opts)
+    return _check_all_gather(group, transpose(outputs), inputs, opts)
 
 
-def check_all_gather_single(
+def _check_all_gather_single(
     group: GroupMembership, output: torch.Tensor | Tensors, source: torch.Tensor | Tensors, opts: Any
 ) -> str:
     """Check that each output has the type of its input, and as many times its elements as there are ranks."""
@@ -165,7 +165,7 @@ def check_all_gather_single(
     return f"all_gather of {_describe(inputs)}"
 
 
-def check_reduce_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> str:
+def _check_reduce_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> str:
     """Check one input for each rank, of which this rank's has the shape of the output; the others may differ."""
     reduction = reduction_name(opts.reduceOp)
     if not inputs or len(outputs) != len(inputs):
@@ -180,7 +180,7 @@ def check_reduce_scatter(group: GroupMembership, outputs: Tensors, inputs: list[
     return f"reduce_scatter ({reduction}) of {_describe([piece for pieces in inputs for piece in pieces])}"
 
 
-def check_reduce_scatter_single(
+def _check_reduce_scatter_single(
     group: GroupMembership, output: torch.Tensor | Tensors, source: torch.Tensor | Tensors, opts: Any
 ) -> str:
     """Check that each input has the type of its output, and as many times its elements as there are ranks."""
@@ -192,7 +192,7 @@ def check_reduce_scatter_single(
     return f"reduce_scatter ({reduction}) of {_describe(inputs)}"
 
 
-def check_all_to_all(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
+def _check_all_to_all(group: GroupMembership, outputs: Tensors, inputs: Tensors, opts: Any) -> str:
     """Check one input and one output for each rank. Types and sizes may differ."""
     for name, tensors in (("input", inputs), ("output", outputs)):
         _check_count("all_to_all", tensors, group.size, f"{name} tensor list")
@@ -200,7 +200,7 @@ def check_all_to_all(group: GroupMembership, outputs: Tensors, inputs: Tensors, 
     return "all_to_all of lists"
 
 
-def check_all_to_all_single(
+def _check_all_to_all_single(
     group: GroupMembership,
     output: torch.Tensor,
     source: torch.Tensor,
@@ -228,17 +228,17 @@ def check_all_to_all_single(
     return f"all_to_all of {_describe([source])}"
 
 
-def check_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
+def _check_gather(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
     """Check a root, one input, and on the root an output like it for each rank."""
     return _check_rooted("gather", group, outputs, inputs, opts.rootRank, "output") + f" to {opts.rootRank}"
 
 
-def check_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> str:
+def _check_scatter(group: GroupMembership, outputs: Tensors, inputs: list[Tensors], opts: Any) -> str:
     """Check a root, one output, and on the root an input like it for each rank."""
     return _check_rooted("scatter", group, inputs, outputs, opts.rootRank, "input") + f" from {opts.rootRank}"
 
 
-def check_barrier(group: GroupMembership, opts: Any) -> str:
+def _check_barrier(group: GroupMembership, opts: Any) -> str:
     """Return what all ranks must call: a barrier has nothing to check."""
     return "barrier"
 
@@ -365,22 +365,22 @@ class Method:
 
 
 METHODS = {
-    "allreduce": Method("all_reduce", check_all_reduce, AllreduceOptions, 1, contribution=0),
-    "allreduce_coalesced": Method("all_reduce", check_coalesced, AllreduceCoalescedOptions, 1, contribution=0),
-    "broadcast": Method("broadcast", check_broadcast, BroadcastOptions, 1, contribution=0),
-    "reduce": Method("reduce", check_reduce, ReduceOptions, 1, contribution=0),
-    "allgather": Method("all_gather", check_all_gather, AllgatherOptions),
-    "allgather_coalesced": Method("all_gather", check_all_gather_coalesced, AllgatherOptions),
-    "all_gather_single": Method("all_gather", check_all_gather_single, AllgatherOptions, lists=False),
-    "all_gather_single_coalesced": Method("all_gather", check_all_gather_single, AllgatherOptions),
-    "reduce_scatter": Method("reduce_scatter", check_reduce_scatter, ReduceScatterOptions),
-    "reduce_scatter_single": Method("reduce_scatter", check_reduce_scatter_single, ReduceScatterOptions, lists=False),
-    "reduce_scatter_single_coalesced": Method("reduce_scatter", check_reduce_scatter_single, ReduceScatterOptions),
-    "alltoall": Method("all_to_all", check_all_to_all, AllToAllOptions),
-    "all_to_all_single": Method("all_to_all", check_all_to_all_single, AllToAllOptions, 4, lists=False),
-    "gather": Method("gather", check_gather, GatherOptions),
-    "scatter": Method("scatter", check_scatter, ScatterOptions, contribution=0),
-    "barrier": Method("barrier", check_barrier, BarrierOptions, 0),
+    "allreduce": Method("all_reduce", _check_all_reduce, AllreduceOptions, 1, contribution=0),
+    "allreduce_coalesced": Method("all_reduce", _check_coalesced, AllreduceCoalescedOptions, 1, contribution=0),
+    "broadcast": Method("broadcast", _check_broadcast, BroadcastOptions, 1, contribution=0),
+    "reduce": Method("reduce", _check_reduce, ReduceOptions, 1, contribution=0),
+    "allgather": Method("all_gather", _check_all_gather, AllgatherOptions),
+    "allgather_coalesced": Method("all_gather", _check_all_gather_coalesced, AllgatherOptions),
+    "all_gather_single": Method("all_gather", _check_all_gather_single, AllgatherOptions, lists=False),
+    "all_gather_single_coalesced": Method("all_gather", _check_all_gather_single, AllgatherOptions),
+    "reduce_scatter": Method("reduce_scatter", _check_reduce_scatter, ReduceScatterOptions),
+    "reduce_scatter_single": Method("reduce_scatter", _check_reduce_scatter_single, ReduceScatterOptions, lists=False),
+    "reduce_scatter_single_coalesced": Method("reduce_scatter", _check_reduce_scatter_single, ReduceScatterOptions),
+    "alltoall": Method("all_to_all", _check_all_to_all, AllToAllOptions),
+    "all_to_all_single": Method("all_to_all", _check_all_to_all_single, AllToAllOptions, 4, lists=False),
+    "gather": Method("gather", _check_gather, GatherOptions),
+    "scatter": Method("scatter", _check_scatter, ScatterOptions, contribution=0),
+    "barrier": Method("barrier", _check_barrier, BarrierOptions, 0),
 }
 """The collectives by their names in torch 2.13."""
 _OLD_NAMES = {

@@ -89,8 +89,8 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "mpi": read_mpi(),
             "kernels": find_kernels(),
             "kernel_build": describe_kernels() if order.get("kernels", True) else "",
-            "own_address": resolve_own_name(),
-            "amx_usable": can_use_amx(),
+            "own_address": _resolve_own_name(),
+            "amx_usable": _can_use_amx(),
             "memory_available": int(_read_field("/proc/meminfo", "MemAvailable") or 0) << 10,
             "shm_free": read_free_bytes("/dev/shm"),
             "disk_free": read_free_bytes("/var/tmp"),
@@ -102,7 +102,7 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
             "memlock": -1 if memlock == resource.RLIM_INFINITY else memlock,
             "open_files": resource.getrlimit(resource.RLIMIT_NOFILE)[1],
             "leftovers": find_leftovers(),
-            "listening": find_listening(),
+            "listening": _find_listening(),
             "steal": steal,
             "ssh": ssh.result(),
             **ports,
@@ -179,7 +179,7 @@ def describe_kernels() -> str:
         return ""
 
 
-def resolve_own_name() -> str:
+def _resolve_own_name() -> str:
     """Return the IPv4 address to which this host resolves its own name; empty if it cannot."""
     try:
         return socket.gethostbyname(socket.gethostname())
@@ -187,7 +187,7 @@ def resolve_own_name() -> str:
         return ""
 
 
-def can_use_amx() -> bool:
+def _can_use_amx() -> bool:
     """Ask the kernel for permission to use AMX tiles, which this process then keeps; return whether it was granted."""
     try:
         return bool(ctypes.CDLL(None).syscall(_SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _XFEATURE_XTILEDATA) == 0)
@@ -258,7 +258,7 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
     return found
 
 
-def find_listening() -> dict[str, str]:
+def _find_listening() -> dict[str, str]:
     """Find the ports on which processes of this user's runs listen for other hosts.
 
     Returns

@@ -281,10 +281,10 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
         from cpuft.hosts import slurm
 
         hosts = slurm.read_hosts(os.environ)
-    return select_hosts(hosts, config.only_hosts) if config.only_hosts else hosts
+    return _select_hosts(hosts, config.only_hosts) if config.only_hosts else hosts
 
 
-def select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
+def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
     """Return the hosts that --only-hosts names, in its order.
 
     Raises CpuftError: there is no host of this name, or a name is there twice.

@@ -46,7 +46,7 @@ def parse_numbers(text: str) -> tuple[int, ...]:
     return tuple(sorted(map(int, words)))
 
 
-def scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
+def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
     """Return the training options for a run with `ranks` ranks.
 
     With weak scaling it is `train` itself, so that the batch of each rank stays. With strong scaling, all runs have the
@@ -152,7 +152,7 @@ def plan_comparison(
     planned: list[PlannedRun] = []
     sent: dict[str, set[str]] = {}
     for ranks, independent, number in order_runs(numbers, comparison):
-        options = scale_batch(train, ranks, numbers[0], comparison.scaling)
+        options = _scale_batch(train, ranks, numbers[0], comparison.scaling)
         # A comparison measures training, so it saves no checkpoints unless the user asked for them.
         options = replace(options, checkpoint_every=max(0.0, options.checkpoint_every))
         launch, cluster = replace(config, np=ranks), clusters[ranks]

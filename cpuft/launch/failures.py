@@ -155,7 +155,7 @@ def _list_missed(failures: list[Failure]) -> set[int]:
     return {rank for failure in failures for rank in failure.missed}
 
 
-def describe_early_end(failures: list[Failure]) -> str:
+def _describe_early_end(failures: list[Failure]) -> str:
     """Return the line about a rank whose script ended normally while others waited for it; "" if that is not the cause.
 
     Parameters
@@ -223,7 +223,7 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
         rank failed and mpirun printed nothing, these lines are all that is returned.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
-    if (early_end := describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
+    if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
         absent = [early_end]
     if failures:
         first, *others = failures

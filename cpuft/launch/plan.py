@@ -282,7 +282,7 @@ def plan_training(
     command = ("-m", "cpuft.train", *format_arguments(train), *format_arguments(worker))
     # In an automatic restart, ranks of the last attempt may not be gone yet, and the model is known to fit.
     is_restart = resumed and resumed.restart_reason
-    memory = () if is_restart else describe_host_memory(cluster, train, environ, independent)
+    memory = () if is_restart else _describe_host_memory(cluster, train, environ, independent)
     prepare = Step(
         "check and tokenize the examples once, before any rank starts",
         (*module_command(cluster.python, "cpuft.train.data.prepare"), prepared, *memory, *format_arguments(train)),
@@ -353,7 +353,7 @@ def refuse_unused_data_options(train: TrainConfig) -> None:
         )
 
 
-def describe_host_memory(
+def _describe_host_memory(
     cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], independent: bool
 ) -> tuple[str, ...]:
     """Return the argument that tells the preparation of the examples how much memory the hosts have.
@@ -584,12 +584,16 @@ def plan_launch(
     owner = resumed.owner + 1 if resumed else 1
     shared += (Setting(OWNER_VARIABLE, str(owner), "number of this start of the run"),)
     shared += (Setting("CPUFT_RUN_DIR", run_dir, "the run folder; files that a script writes there are fetched"),)
-    if notice := find_notice(config.interruption_notice) if config.interruption_notice else cluster.access.entry.notice:
+    if (
+        notice := _find_notice(config.interruption_notice)
+        if config.interruption_notice
+        else cluster.access.entry.notice
+    ):
         reason = "interruption notice, which the first rank of each host looks for every 5 s"
         shared += (Setting(NOTICE_VARIABLE, notice, reason),)
     shared += (Setting("CPUFT_RESUMED", "1", "the run continues from what is in $CPUFT_RUN_DIR"),) if resumed else ()
     logs = f"{run_dir}/logs"
-    interface = plan_interfaces(cluster, config.iface)[0].name
+    interface = _plan_interfaces(cluster, config.iface)[0].name
     rank_command = (*module_command(cluster.python, "cpuft.rank"), *pack_argv(command))
     command = mpirun.plan_mpirun(cluster.mpi, groups, shared, rank_command, logs, interface)
     own = mpirun.mpirun_settings(
@@ -614,7 +618,7 @@ def plan_launch(
     )
 
 
-def find_notice(place: str) -> str:
+def _find_notice(place: str) -> str:
     """Return the place of an interruption notice: an http or https URL unchanged, a file as its absolute path.
 
     The file need not exist.
@@ -673,8 +677,8 @@ def plan_settings(
     Raises CpuftError: --comm-cores leave a rank no core, or a host has no suitable network interface.
     """
     environ = environment.user_variables(environ)
-    placements, reason = plan_placements(cluster, config, backend)
-    interfaces = plan_interfaces(cluster, config.iface)
+    placements, reason = _plan_placements(cluster, config, backend)
+    interfaces = _plan_interfaces(cluster, config.iface)
     port = config.master_port or cluster.facts[0].free_port
     by_srun = cluster.mpi.name == "srun"
     shared = environment.shared_settings(interfaces[0], port, cluster.facts, config.np, by_srun)
@@ -693,7 +697,7 @@ def plan_settings(
     return shared, tuple(hosts)
 
 
-def plan_placements(
+def _plan_placements(
     cluster: Cluster, config: LaunchConfig, backend: str
 ) -> tuple[tuple[tuple[RankCores, ...], ...], str]:
     """Return which cores each rank uses.
@@ -719,7 +723,7 @@ def plan_placements(
     return tuple(plan_placement(cores, one.ranks, comm_cores) for one, cores in hosts), reason
 
 
-def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
+def _plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
     """Return each host's network interface towards the others, in the order of the hosts.
 
     Parameters

@@ -298,7 +298,7 @@ def run_with_restarts(
                 unreachable = cluster.access.transport.unresponsive
                 remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, unreachable, say)
             raise
-        if not tried.code or (tried.unfetched_from and fetch_if_finished(launch, plan, cluster, say)):
+        if not tried.code or (tried.unfetched_from and _fetch_if_finished(launch, plan, cluster, say)):
             clean_up_lost_hosts(history, cluster, launch.run_dir, plan.owner, say)
             return 0
         decision = policy.decide(tried)
@@ -544,7 +544,7 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
         remove_all_but_checkpoints(plan, launch.run_dir, launch.environ, (names - left_out) | unreachable)
 
 
-def fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
+def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
     """Fetch the run if it had finished on the head host and only the connection was lost.
 
     Returns True if the run was fetched, and then it is also removed from the hosts. False if the ranks work on this

@@ -381,7 +381,7 @@ def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> 
     least_seconds: operations that have taken less time are ignored.
     """
     waiting = {dump.rank for dump in dumps if _is_waiting(dump, least_seconds)}
-    missed = {other for rank in waiting for other in find_behind(dumps, dumps[rank])}
+    missed = {other for rank in waiting for other in _find_behind(dumps, dumps[rank])}
     inactive = {dump.rank for dump in dumps if dump.state in _INACTIVE}
     if inactive or missed - waiting:
         return _blame(dumps, inactive or missed - waiting, waiting)
@@ -409,7 +409,7 @@ def _is_waiting(dump: RankDump, least_seconds: float) -> bool:
     return bool(dump.pending) and dump.state not in _INACTIVE and not 0 < dump.pending[0].seconds < least_seconds
 
 
-def find_behind(dumps: Sequence[RankDump], waiting: RankDump) -> set[int]:
+def _find_behind(dumps: Sequence[RankDump], waiting: RankDump) -> set[int]:
     """Return the ranks because of which the oldest operation of a waiting rank cannot finish.
 
     They have not started this operation yet, or have started another one with its number. Empty if all have started it.

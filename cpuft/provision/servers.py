@@ -210,7 +210,7 @@ class ClusterFacts:
         return make_stamp(self.pins, self.supply.wheels)
 
 
-def check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
+def _check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
     """Raise CpuftError if any server cannot be provisioned. The message has the first reason for each such server."""
     wheels = facts.supply.wheels
     # Each wheel takes its own size and about three times that when unpacked; 100 MB are for work files.
@@ -226,7 +226,7 @@ def _check_logins(config: HostsConfig, facts: ClusterFacts) -> None:
     """Raise CpuftError if the head host cannot log in to others, so that mpirun could not start ranks there."""
     if not facts.refused:
         return
-    head, folder, message = facts.members[0].address, cluster_dir(config), next(iter(facts.refused.values()))
+    head, folder, message = facts.members[0].address, _cluster_dir(config), next(iter(facts.refused.values()))
     advice = f"see the reason on {head} with `ssh -v -F {folder}/ssh_config {next(iter(facts.refused))}`"
     if "Permission denied" in message:
         advice = (
@@ -251,7 +251,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
     Raises CpuftError: a server cannot be provisioned, the head host cannot log in to others although nothing is missing
     there, or a value cannot stand in ssh's configuration.
     """
-    check_servers(config, facts)
+    _check_servers(config, facts)
     _check_logins(config, facts)
     stages = [*_plan_entry(config, facts), list(facts.supply.missing)]
     notes = [
@@ -261,7 +261,7 @@ def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
         and format_known_hosts([one]) not in facts.files.get(f"{facts.directory}/known_hosts", "")
     ]
     if facts.supply.complete:
-        stages += [*plan_hosts(config, facts), _plan_hostfile(config, facts)]
+        stages += [*_plan_hosts(config, facts), _plan_hostfile(config, facts)]
     else:
         notes.append("The steps on the servers can be shown when the wheels are downloaded.")
     return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes), facts.command_prefixes)
@@ -284,7 +284,7 @@ def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
     return plan_files(hostfile, facts.files, "write the hostfile")
 
 
-def cluster_dir(config: HostsConfig) -> str:
+def _cluster_dir(config: HostsConfig) -> str:
     """Return the directory on a head host that holds the cluster's key and ssh files: `PREFIX/clusters/NAME`."""
     return f"{config.prefix}/clusters/{config.name}"
 
@@ -294,7 +294,7 @@ def _key_comment(config: HostsConfig) -> str:
     return f"cpuft-{config.name}"
 
 
-def plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
+def _plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     """Return the stages that do what is missing on the servers; empty inner lists for what is not.
 
     In this order: make the key of each head host that has none (it never leaves that host), push wheels, four per
@@ -313,7 +313,7 @@ def plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
         for member, found in facts.servers
         if (new := [f"{key}\n" for key in keys if key not in _list_keys(found)])
     ]
-    key, why = f"{cluster_dir(config)}/id_ed25519", "generate the cluster's own key"
+    key, why = f"{_cluster_dir(config)}/id_ed25519", "generate the cluster's own key"
     heads = [member.address for member, own in facts.head_hosts if not own.key]
     make_keys = [plan_key(key, why, _key_comment(config), host=address) for address in heads]
     return [make_keys, *_plan_wheels(config, facts), install, login, _plan_ssh_files(config, facts)]
@@ -346,7 +346,7 @@ def _plan_wheels(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
 
 def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
     """Plan the files by which the head host reaches all hosts."""
-    folder = cluster_dir(config)
+    folder = _cluster_dir(config)
     texts = format_inside(facts.members, folder, facts.entry.python, facts.entry.notice, facts.entry.renewal)
     return [
         plan_file(f"{folder}/{name}", text, "configure how the head host reaches the hosts", host=member.address)
@@ -405,7 +405,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         key, wheels, pins = map(_absolute, (config.key, config.wheels, config.pins))
         super().__init__(replace(config, key=key, wheels=wheels, pins=pins), environ, entry)
         check_prefix(config.prefix)
-        names = split_hosts(config.hosts)
+        names = _split_hosts(config.hosts)
         if not names or len(set(names)) < len(names) or not all(map(NAME.fullmatch, names)):
             raise CpuftError(f"--hosts {config.hosts!r}: give different names or addresses, separated by commas")
         if six := [name for name in names if ":" in name]:
@@ -429,7 +429,9 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         super().check()
         before = entry.options if (entry := self.find_record()) else {}
         # The new record would replace the one by which `down` finds what is installed there.
-        missing = [name for name in split_hosts(before.get("hosts", "")) if name not in split_hosts(self.config.hosts)]
+        missing = [
+            name for name in _split_hosts(before.get("hosts", "")) if name not in _split_hosts(self.config.hosts)
+        ]
         prefix = before.get("prefix", self.config.prefix)
         if missing or prefix != self.config.prefix:
             what = (
@@ -503,12 +505,12 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         bastions = self._find_bastions()
         with self._temporary_transport(bastions) as transport:
             facts = replace(self._examine(transport), bastions=bastions)
-        check_servers(self.config, facts)
+        _check_servers(self.config, facts)
         python = "" if self.config.pins else find_python({member.address: own.python for member, own in facts.servers})
         supply = gather_supply(self.directory / "wheels", self.config.wheels, python, self.environ)
         pins = add_own(self._read_pins(), supply.wheels[0]) if self.config.pins else list_pins(supply.wheels)
         facts = replace(facts, supply=supply, pins=pins)
-        if supply.complete and not any(plan_hosts(self.config, facts)):
+        if supply.complete and not any(_plan_hosts(self.config, facts)):
             with self._temporary_transport(bastions) as transport:
                 facts = replace(facts, refused=self._try_logins(transport))
         return facts
@@ -516,7 +518,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     def _try_logins(self, transport: Transport) -> dict[str, str]:
         """Return the last line of ssh where the head host cannot log in as mpirun does, by address."""
         head, *others = [member.address for member in self.members]
-        ssh = ("ssh", "-F", f"{cluster_dir(self.config)}/ssh_config")
+        ssh = ("ssh", "-F", f"{_cluster_dir(self.config)}/ssh_config")
 
         def log_in(address: str) -> str:
             answer = transport.run(Host(head), (*ssh, address, "true"), seconds=_SURVEY_SECONDS)
@@ -556,7 +558,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         """Return the record that the cluster should have on this machine."""
         # --accept-host-keys applies to one run only.
         options = {key: str(value) for key, value in asdict(replace(self.config, accept_host_keys=False)).items()}
-        here, there = str(self.directory / "ssh_config"), f"{cluster_dir(self.config)}/ssh_config"
+        here, there = str(self.directory / "ssh_config"), f"{_cluster_dir(self.config)}/ssh_config"
         python = f"{self.config.prefix}/env/bin/python"
         return Entry(self.name, self.kind, self.hostfile, here, python, {}, options, there)
 
@@ -603,7 +605,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return [f"{member.address}  {text}" for member, text in zip(self.members, states)]
 
 
-def split_hosts(text: str) -> list[str]:
+def _split_hosts(text: str) -> list[str]:
     """Return the names of --hosts, such as "a, b" -> ["a", "b"]; empty ones are left out."""
     return [name.strip() for name in text.split(",") if name.strip()]
 

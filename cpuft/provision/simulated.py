@@ -101,7 +101,7 @@ class MachineFacts:
     """The first hardware thread of each core."""
 
 
-def find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
+def _find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
     """Return the numbers of all hosts of a cluster of which anything is left, in ascending order.
 
     A host N is found by its file `DIRECTORY/nodes/N/booted`, its network link `BRIDGE-N` or its control group, a folder
@@ -176,7 +176,7 @@ def _gather_node(
     address = str(IPv4Network(network)[index])
     return NodeFacts(
         running=running and link in links,
-        answers=running and link in links and (paused or cut or wait_for_ssh(address, _BOOT_SECONDS)),
+        answers=running and link in links and (paused or cut or _wait_for_ssh(address, _BOOT_SECONDS)),
         paused=paused,
         cut=cut,
         booted=_read(path / "booted"),
@@ -194,7 +194,7 @@ def _is_first_process(pid: str) -> bool:
     return argv[0] == "unshare" and "boot" in argv
 
 
-def wait_for_ssh(address: str, seconds: float) -> bool:
+def _wait_for_ssh(address: str, seconds: float) -> bool:
     """Wait until an ssh server answers on port 22 of `address`, and return True; False if none does within `seconds`.
 
     At least one attempt is made, which may take a second longer. Nobody logs in.
@@ -254,7 +254,7 @@ def _check_nodes(nodes: int) -> None:
         raise CpuftError(f"--nodes {nodes}: one machine holds {_MAX_NODES} hosts at most: lower it")
 
 
-def plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
+def _plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
     """Return the hosts, the head host first, without their keys. Host N is `NAME-N` at the Nth address of `network`."""
     _check_nodes(config.nodes)
     addresses = IPv4Network(network)
@@ -278,7 +278,7 @@ def plan_cluster(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Pl
     texts = _format_own_entry(config, layout) if keys else plan_texts(config, facts, layout)
     check_hostfile(layout.hostfile, facts.files.get(layout.hostfile, ""))
     stages = [plan_files(texts, facts.files, "write the cluster's ssh files and hostfile"), keys]
-    down = partial(plan_node_step, config, facts, layout, action="down", why="remove hosts beyond --nodes")
+    down = partial(_plan_node_step, config, facts, layout, action="down", why="remove hosts beyond --nodes")
     stages += [_plan_bridge(config, facts), [down(index=index) for index in facts.nodes if index > config.nodes]]
     if not keys:
         stages.append(_plan_nodes(config, facts, layout))
@@ -312,7 +312,7 @@ def plan_texts(config: LocalConfig, facts: MachineFacts, layout: Layout) -> dict
     base = layout.directory
     members = tuple(
         replace(member, key=facts.files[f"{base}/nodes/{index}/host_key.pub"])
-        for index, member in enumerate(plan_members(config, facts.network), start=1)
+        for index, member in enumerate(_plan_members(config, facts.network), start=1)
     )
     hosts = tuple(Host(member.address) for member in members)
     head = f"# Cluster {config.name}, made by cpuft provision; cpuft provision down {config.name} removes it.\n"
@@ -360,7 +360,7 @@ def _plan_nodes(config: LocalConfig, facts: MachineFacts, layout: Layout) -> lis
         node = facts.nodes.get(index, NodeFacts())
         action, why = _choose_action(node, _hash_boot_settings(config, facts, layout, index))
         if action:
-            steps.append(plan_node_step(config, facts, layout, index, action, why))
+            steps.append(_plan_node_step(config, facts, layout, index, action, why))
     return steps
 
 
@@ -413,7 +413,7 @@ def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, layout: Layout
     return hash_text("\0".join(parts), 16)
 
 
-def format_mac(network: str, index: int) -> str:
+def _format_mac(network: str, index: int) -> str:
     """Return a locally administered MAC address that contains the IPv4 address of host `index` in `network`.
 
     Host 1 of 10.77.0.0/24 has 02:00:0a:4d:00:01.
@@ -421,7 +421,9 @@ def format_mac(network: str, index: int) -> str:
     return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
 
 
-def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, index: int, action: str, why: str) -> Step:
+def _plan_node_step(
+    config: LocalConfig, facts: MachineFacts, layout: Layout, index: int, action: str, why: str
+) -> Step:
     """Return the step on this machine that runs an action of simulated_node.sh for one host.
 
     Its settings, the environment variables NODE_*, describe the host; the first one is the host's name.
@@ -434,7 +436,7 @@ def plan_node_step(config: LocalConfig, facts: MachineFacts, layout: Layout, ind
         "NODE_HOSTS": (f"{layout.directory}/hosts", "its /etc/hosts"),
         "NODE_KEYS": (f"{layout.directory}/authorized_keys", "public keys that may log in"),
         "NODE_ADDRESS": (f"{IPv4Network(facts.network)[index]}/24", "its address"),
-        "NODE_MAC": (format_mac(facts.network, index), "MAC address of its network interface"),
+        "NODE_MAC": (_format_mac(facts.network, index), "MAC address of its network interface"),
         "NODE_LINK": (f"cpuft-{config.name}-{index}", "this machine's end of its network link"),
         "NODE_BRIDGE": (f"cpuft-{config.name}", "bridge to which the link is connected"),
         "NODE_CGROUPS": (groups, "control groups that limit its CPU time and pause it"),
@@ -457,10 +459,10 @@ def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: 
 
     Raises CpuftError: there is no such host.
     """
-    members = plan_members(config, facts.network)
+    members = _plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
         if node in (str(index), member.name, member.address):
-            step = plan_node_step(config, facts, layout, index, FAULTS[fault], f"{fault} {member.name}")
+            step = _plan_node_step(config, facts, layout, index, FAULTS[fault], f"{fault} {member.name}")
             return Plan(((step,),))
     raise CpuftError(f"cluster {config.name} has no host {node!r}: choose one of {', '.join(m.name for m in members)}")
 
@@ -472,7 +474,7 @@ def plan_cluster_down(config: LocalConfig, facts: MachineFacts, layout: Layout) 
     try can continue; they stay if cpuft did not make the cluster's directory.
     """
     downs = [
-        plan_node_step(config, facts, layout, index, "down", "end the hosts' processes, links and control groups")
+        _plan_node_step(config, facts, layout, index, "down", "end the hosts' processes, links and control groups")
         for index in sorted(facts.nodes)
     ]
     delete = Step("remove the bridge", ("ip", "link", "delete", "dev", f"cpuft-{config.name}"))
@@ -558,7 +560,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         groups = find_groups()
         nodes = {
             index: _gather_node(self.directory / f"nodes/{index}", self.name, network, links, groups)
-            for index in find_nodes(self.directory, bridge, set(links), groups)
+            for index in _find_nodes(self.directory, bridge, set(links), groups)
         }
         lscpu = execute.run_command(("lscpu", "-p=CPU,CORE,SOCKET,NODE"), seconds=10).output
         threads = [core.threads for core in parse_lscpu(lscpu, tuple(sorted(os.sched_getaffinity(0))))]
@@ -591,7 +593,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         STATE is `down`, or one of `up`, `paused`, `cut off` and `sshd does not answer` with the number of processes.
         """
         facts = self.gather()
-        members = plan_members(self.config, facts.network)
+        members = _plan_members(self.config, facts.network)
         return [
             f"{one.name}  {one.address}  {_describe_node(facts.nodes.get(index))}"
             for index, one in enumerate(members, start=1)

@@ -177,7 +177,7 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
         if is_given:
             for path in (Path(folder), *sorted(found)):
                 refuse_untrusted(path, ("change what runs on all hosts", "give --wheels a folder of your own"))
-            refuse_unknown_files(folder, others, parse_hashes(HASHES.read_text(encoding="utf-8")))
+            _refuse_unknown_files(folder, others, parse_hashes(HASHES.read_text(encoding="utf-8")))
         wheels += others
     return Supply(tuple(wheels), tuple(missing))
 
@@ -188,7 +188,7 @@ def _read_wheel(path: Path, modified: int) -> Wheel:
     return Wheel(str(path), path.name, hash_file(path), path.stat().st_size)
 
 
-def refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[HashedPin]) -> None:
+def _refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[HashedPin]) -> None:
     """Raise CpuftError if a wheel has a name and version of `hashed`, but is none of the files recorded there.
 
     Wheels of other names or versions, and those in `BUILT_HERE`, are accepted. Names are compared as in PEP 503.
@@ -250,8 +250,8 @@ def _fill_folder(folder: Path, python: str, environ: Mapping[str, str]) -> None:
     hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python)
     sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
     built, fetched = folder / "built.txt", folder / "fetched.txt"
-    built.write_text(format_requirements(sources), encoding="utf-8")
-    fetched.write_text(format_requirements([one for one in hashed if one not in sources]), encoding="utf-8")
+    built.write_text(_format_requirements(sources), encoding="utf-8")
+    fetched.write_text(_format_requirements([one for one in hashed if one not in sources]), encoding="utf-8")
     _pip("wheel", "--quiet", "--no-deps", "--require-hashes", "--wheel-dir", str(folder), "-r", str(built))
     download = ("download", "--quiet", "--no-deps", "--only-binary", ":all:", "--dest", str(folder), *target)
     _pip(*download, "--require-hashes", "-r", str(fetched))
@@ -277,7 +277,7 @@ def select_hashed(hashed: Sequence[HashedPin], python: str) -> list[HashedPin]:
     return [one for one in hashed if not one.marker or markers.Marker(one.marker).evaluate(values)]
 
 
-def format_requirements(hashed: Sequence[HashedPin]) -> str:
+def _format_requirements(hashed: Sequence[HashedPin]) -> str:
     """Return the text of a requirements file for `pip --require-hashes`.
 
     It has a line `name==version --hash=sha256:DIGEST ...` for each pin. Markers are left out. Without pins it is empty.

@@ -151,7 +151,7 @@ class ConnectionCheck:
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
-        has_only_started = self.steps > 1 and self._start is not None and count_mpi_ranks() != self.size
+        has_only_started = self.steps > 1 and self._start is not None and _count_mpi_ranks() != self.size
         if self.steps and (self._is_unused() or (has_only_started and self._others_train())):
             raise RefusedScriptError(self._describe_unused("ended with an error"))
 
@@ -232,11 +232,11 @@ class ConnectionCheck:
         return True
 
     def _is_joined(self) -> bool:
-        return self.group_size == self.size or count_mpi_ranks() == self.size
+        return self.group_size == self.size or _count_mpi_ranks() == self.size
 
     def _is_unused(self) -> bool:
         """Return whether this rank has exchanged no data with the others."""
-        return not self.exchanged and count_mpi_ranks() != self.size
+        return not self.exchanged and _count_mpi_ranks() != self.size
 
     def _note_exchange(self) -> None:
         operations = None if self.exchanged and self._start is None else list_operations()
@@ -303,7 +303,7 @@ def _find_last_exchanges() -> dict[str, int]:
     return found
 
 
-def count_mpi_ranks() -> int:
+def _count_mpi_ranks() -> int:
     """Return the number of ranks in MPI_COMM_WORLD; 0 if mpi4py.MPI is not imported, not initialized, or finalized."""
     mpi = sys.modules.get("mpi4py.MPI")
     return int(mpi.COMM_WORLD.Get_size()) if mpi and mpi.Is_initialized() and not mpi.Is_finalized() else 0

@@ -70,7 +70,7 @@ def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
     return tuple(map(int, cpus))
 
 
-def check_place(world: World, environ: Mapping[str, str], hostname: str) -> None:
+def _check_place(world: World, environ: Mapping[str, str], hostname: str) -> None:
     """Check that the rank runs where the plan put it, with the version of cpuft that made the plan.
 
     The world size must be CPUFT_WORLD_SIZE, the host CPUFT_HOSTNAME and the version CPUFT_VERSION. A variable that is
@@ -148,7 +148,7 @@ def _count_unread(descriptor: int) -> int:
         return 0
 
 
-def run_worker(command: list[str], environ: Mapping[str, str], world: World) -> int:
+def _run_worker(command: list[str], environ: Mapping[str, str], world: World) -> int:
     """Run the worker as a child process, wait for its end, and return its exit code.
 
     While the worker runs, a thread watches for the launcher's request to stop and for an interruption notice, and sends
@@ -168,7 +168,7 @@ def run_worker(command: list[str], environ: Mapping[str, str], world: World) -> 
     a process meanwhile because memory ran out (`OUT_OF_MEMORY`) or not (`KILLED_BY_SOMEBODY`); no line if no counter of
     such kills can be read.
     """
-    kills = count_memory_kills()
+    kills = _count_memory_kills()
     child = os.fork()
     if not child:
         end_with_parent()
@@ -177,7 +177,7 @@ def run_worker(command: list[str], environ: Mapping[str, str], world: World) -> 
     status = os.waitpid(child, 0)[1]
     remove_shared_memory(child)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL and kills >= 0:
-        reason = OUT_OF_MEMORY if count_memory_kills() > kills else KILLED_BY_SOMEBODY
+        reason = OUT_OF_MEMORY if _count_memory_kills() > kills else KILLED_BY_SOMEBODY
         print(reason, file=sys.stderr, flush=True)
     return 128 + os.WTERMSIG(status) if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
@@ -193,7 +193,7 @@ def _start_program(command: list[str], environ: Mapping[str, str]) -> NoReturn:
         os._exit(1)
 
 
-def count_memory_kills() -> int:
+def _count_memory_kills() -> int:
     """Return how many processes the kernel has killed because memory ran out; -1 if nothing counts them.
 
     This is the counter of the host, which includes kills because a control group reached its limit. Where a container
@@ -330,14 +330,14 @@ def main() -> None:
     try:
         world = parse_world(os.environ)
         print(f"{STARTED_MARK} rank {world.rank} on {hostname}", file=sys.stderr, flush=True)
-        check_place(world, os.environ, hostname)
+        _check_place(world, os.environ, hostname)
         refuse_later_start(os.environ)
         cores = parse_cores(os.environ.get("CPUFT_CORES", ""), world.local_rank)
         if os.environ.get("CPUFT_PIN") == "rank" and cores:
             os.sched_setaffinity(0, cores)
         environ = dict(os.environ) | take_secrets(os.environ, str(world.local_rank)) | world_variables(world)
         environ["CPUFT_CORES"] = ",".join(map(str, cores))
-        code = run_worker(unpack_argv(sys.argv[1:]), environ, world)
+        code = _run_worker(unpack_argv(sys.argv[1:]), environ, world)
     except CpuftError as error:
         print(f"cpuft: error: {error}", file=sys.stderr)
     if code:

@@ -49,7 +49,7 @@ class IdealComparison:
     """
 
 
-def find_ideals(group: Sequence[Record], ideals: Sequence[Record]) -> list[Record]:
+def _find_ideals(group: Sequence[Record], ideals: Sequence[Record]) -> list[Record]:
     """Return those ideals that belong to a group of repeats, in the order of their start; empty if there are none.
 
     They have as many ranks, the same hosts in the same order and the same global batch as the first run of the group.
@@ -87,7 +87,7 @@ def compare_with_ideal(run: Record, ideal: Record) -> IdealComparison | None:
     rate = statistics.fmean(line.samples for line in own) / seconds
     known = all(len(line.compute_seconds) == ranks for line in own)
     every = run.header.options.get("sync_every", 1)
-    parts = divide_missing_time(own, seconds, every if type(every) is int and every > 0 else 1) if known else {}
+    parts = _divide_missing_time(own, seconds, every if type(every) is int and every > 0 else 1) if known else {}
     return IdealComparison(rate, seconds / step, step, seconds, parts)
 
 
@@ -103,7 +103,7 @@ def count_common(steps: Sequence[StepLine], most: int) -> int:
     return min(max(common, most // 10 + 1), most)
 
 
-def divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> dict[str, float]:
+def _divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> dict[str, float]:
     """Return the mean seconds of a step beyond those of the ideal, by the keys of `MISSING_TIME`.
 
     The parts add up to the mean step time minus `ideal_seconds`, and may be negative: `waiting` (for gradients, without
@@ -131,7 +131,7 @@ def divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every: 
     }
 
 
-def average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
+def _average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
     """Return the mean of one or more repeated comparisons, field by field; without parts if one of them has none."""
     return IdealComparison(
         statistics.fmean(one.samples_per_second for one in found),
@@ -146,7 +146,7 @@ def average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
     )
 
 
-def describe_ideal(label: str, against: IdealComparison) -> str:
+def _describe_ideal(label: str, against: IdealComparison) -> str:
     """Return one sentence: the share of the ideal that a run reached, and where the rest of the time went.
 
     "np 4 reached 93 % of the ideal (410.2 samples/s); of its steps' time 7.0 % is missing: waiting for gradients 3.1 %,
@@ -298,13 +298,13 @@ def compare(records: list[Record]) -> Comparison:
             raise CpuftError(f"{record.path} trained on no examples: leave it out of the report")
         _refuse_impossible(record)
     records = sorted(records, key=lambda record: (record.header.world_size, record.header.started))
-    refuse_differences(records)
+    _refuse_differences(records)
     runs, ideals = ([one for one in records if one.header.independent == independent] for independent in (False, True))
     groups = group_repeats(runs)
-    rows = tuple(_make_row(group, groups[0], find_ideals(group, ideals)) for group in groups)
+    rows = tuple(_make_row(group, groups[0], _find_ideals(group, ideals)) for group in groups)
     baseline = runs[0]
     header = baseline.header
-    scaling = find_scaling(runs)
+    scaling = _find_scaling(runs)
     try:
         epochs = load(float, header.options.get("epochs"), "its epochs")
         max_steps = load(int, header.options.get("max_steps", 0), "its max_steps")
@@ -319,11 +319,11 @@ def compare(records: list[Record]) -> Comparison:
         scaling,
         rows,
         (
-            *make_notes(rows, scaling, runs),
-            *note_ideals(rows),
-            *note_repeats(rows),
-            *note_seeds(rows, runs),
-            *note_restarts(runs),
+            *_make_notes(rows, scaling, runs),
+            *_note_ideals(rows),
+            *_note_repeats(rows),
+            *_note_seeds(rows, runs),
+            *_note_restarts(runs),
         ),
     )
 
@@ -338,7 +338,7 @@ def _refuse_impossible(record: Record) -> None:
             )
 
 
-def refuse_differences(records: list[Record]) -> None:
+def _refuse_differences(records: list[Record]) -> None:
     """Raise CpuftError if one of the records differs from the first one in what must be equal.
 
     That is task, model, checksum of the data, precision, and the options epochs, max_steps, max_length, padding,
@@ -372,13 +372,13 @@ def refuse_differences(records: list[Record]) -> None:
 
 
 def group_jobs(records: Sequence[Record]) -> list[list[Record]]:
-    """Return the records in groups that `refuse_differences` accepts, in the order of their first records; without
+    """Return the records in groups that `_refuse_differences` accepts, in the order of their first records; without
     groups of independent ranks only."""
     groups: list[list[Record]] = []
     for record in records:
         for group in groups:
             with suppress(CpuftError):
-                refuse_differences([*group, record])
+                _refuse_differences([*group, record])
                 group.append(record)
                 break
         else:
@@ -391,7 +391,7 @@ def _seed_of(record: Record) -> str:
     return str(record.header.options.get(_SEED) or 0)
 
 
-def find_scaling(records: list[Record]) -> str:
+def _find_scaling(records: list[Record]) -> str:
     """Return the kind of scaling of these runs.
 
     "single" if all have the same number of ranks; else "weak" if the batch per rank is the same, "strong" if the global
@@ -406,7 +406,7 @@ def find_scaling(records: list[Record]) -> str:
     return "strong" if len(in_all) == 1 else "mixed"
 
 
-def count_cores(record: Record) -> int:
+def _count_cores(record: Record) -> int:
     """Return the number of different hardware threads that the ranks were pinned to, on all hosts together.
 
     Simulated hosts have those of one machine.
@@ -466,7 +466,7 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
     return Row(
         first.header.world_size,
         len(first.header.hosts),
-        count_cores(first),
+        _count_cores(first),
         first.header.global_batch,
         statistics.fmean(run.footer.train_seconds for run in group if run.footer),
         statistics.fmean(rates),
@@ -476,7 +476,7 @@ def _make_row(group: Sequence[Record], baseline: Sequence[Record], ideals: Seque
         {name: statistics.fmean(run.metrics.get(name, first.metrics[name]) for run in group) for name in first.metrics},
         first.path,
         len(group),
-        average_ideals(against) if against else None,
+        _average_ideals(against) if against else None,
         {name: half_width(values) for name, values in samples.items() if len(values) > 1},
         _compare_seeds(group, baseline),
         first.header.simulated,
@@ -514,12 +514,12 @@ def _list_by_seed(group: Sequence[Record], name: str) -> dict[str, float]:
     return {seed: statistics.fmean(found) for seed, found in values.items()}
 
 
-def note_ideals(rows: Sequence[Row]) -> list[str]:
+def _note_ideals(rows: Sequence[Row]) -> list[str]:
     """Return notes for the reader: what the ideal is, and a sentence for each run that has an ideal.
 
     A run that was more than 1.1 times as fast as its ideal gets another note. Empty if no row has an ideal.
     """
-    found = [describe_ideal(f"np {row.np}", row.ideal) for row in rows if row.ideal]
+    found = [_describe_ideal(f"np {row.np}", row.ideal) for row in rows if row.ideal]
     if not found:
         return []
     return [
@@ -535,7 +535,7 @@ def note_ideals(rows: Sequence[Row]) -> list[str]:
     ]
 
 
-def note_repeats(rows: Sequence[Row]) -> list[str]:
+def _note_repeats(rows: Sequence[Row]) -> list[str]:
     """Return notes for the reader: what the intervals mean, and which differences are not clear.
 
     A difference from the first row, or from the ideal, is not clear if it is within the interval. Empty without
@@ -554,7 +554,7 @@ def note_repeats(rows: Sequence[Row]) -> list[str]:
     return notes
 
 
-def note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
+def _note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
     """Return notes for the reader: which seeds there are, and whether the rows reach the same metrics as the first one.
 
     Empty without several seeds.
@@ -624,7 +624,7 @@ def judge_seeds(one: SeedComparison) -> str:
     return LARGER if one.difference > 0 else SMALLER
 
 
-def note_restarts(records: Sequence[Record]) -> list[str]:
+def _note_restarts(records: Sequence[Record]) -> list[str]:
     """Return a note for each run that was restarted automatically: how often, on how many ranks, why, and what was
     lost; and one for each run that the user has resumed on another number of ranks.
 
@@ -654,7 +654,7 @@ def note_restarts(records: Sequence[Record]) -> list[str]:
     return notes
 
 
-def make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
+def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
     """Return notes on the baseline, the kind of scaling, and whatever limits the meaning of the numbers.
 
     The first two notes are always there. Others say for example that runs had different numbers of examples, CPUs or

@@ -334,14 +334,14 @@ def read_job(record: Record, compression: str = "auto") -> Job:
         statistics.mean(line.update_seconds for line in of_steps),
         statistics.stdev(seconds) / math.sqrt(len(seconds)),
         statistics.mean(line.samples for line in steady),
-        count_examples(record),
+        _count_examples(record),
         find_cores(record),
-        find_levels(record, compression),
+        _find_levels(record, compression),
         header.gradient_sizes.parameters,
         header.gradient_sizes.factors,
         header.gradient_sizes.embedding_row,
         header.gradient_sizes.tokens,
-        count_gathered_bytes(record),
+        _count_gathered_bytes(record),
         min(1.0, times.last_backward_seconds / times.backward_seconds) if times and times.backward_seconds else 1.0,
         list_ready_shares(times.gradients, times.last_backward_seconds) if times else (),
         coding_share=AVX512_CODING_SHARE if "avx512f" in header.cpu_flags else 1.0,
@@ -364,7 +364,7 @@ def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float
     return tuple(found)
 
 
-def count_gathered_bytes(record: Record) -> float:
+def _count_gathered_bytes(record: Record) -> float:
     """Return the bytes of all weights as ranks compute with them, or 0 if the optimizer is not sharded.
 
     A weight has 2 bytes with the fast path in bf16, else 4 bytes; embeddings always have 4.
@@ -377,7 +377,7 @@ def count_gathered_bytes(record: Record) -> float:
     return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.gradient_sizes.parameters + 4.0 * words
 
 
-def count_examples(record: Record) -> int:
+def _count_examples(record: Record) -> int:
     """Return the examples of all epochs, even if the run was limited to fewer updates.
 
     Of one epoch if the record does not hold the number of epochs; 0 in a record of an older version.
@@ -386,7 +386,7 @@ def count_examples(record: Record) -> int:
     return round(record.header.examples * epochs) if isinstance(epochs, (int, float)) else record.header.examples
 
 
-def find_levels(record: Record, compression: str) -> tuple[str, ...]:
+def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
     """Return the compression levels that a job may use, from exact to the fewest bytes.
 
     Parameters
@@ -401,7 +401,7 @@ def find_levels(record: Record, compression: str) -> tuple[str, ...]:
         optimizer, or is powersgd and the record does not have the sizes of its factors.
     """
     asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
-    allowed = SHARDED_COMPRESSIONS if count_gathered_bytes(record) else tuple(COMPRESSION_FACTS)
+    allowed = SHARDED_COMPRESSIONS if _count_gathered_bytes(record) else tuple(COMPRESSION_FACTS)
     known = [level for level in allowed if level != "powersgd" or record.header.gradient_sizes.factors]
     if asked == "auto":
         exact = AUTO_COMPRESSIONS.index("bf16" if record.header.precision == "bf16" else "none")

@@ -135,7 +135,7 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
         },
         "hosts": [host_row(run) for run in runs],
         "links": [_link_row(run) for run in runs],
-        "settings": list_settings(runs),
+        "settings": _list_settings(runs),
         "notes": comparison.notes,
     }
 
@@ -205,7 +205,7 @@ def _link_row(run: Record) -> list[str]:
     return [folder_of(run), run.header.backend, f"{sent / 1e6:.1f}", f"{waited:.3f}", share]
 
 
-def list_settings(runs: Sequence[Record]) -> list[tuple[str, str]]:
+def _list_settings(runs: Sequence[Record]) -> list[tuple[str, str]]:
     """Return pairs of name and value, first of all options, then of the versions of packages.
 
     If the runs differ in a value, the value of each run in their order, separated by commas; null where a run has none.

@@ -183,7 +183,7 @@ def make_figure(panels: Sequence[Panel]) -> Any:
     return figure
 
 
-def draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
+def _draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
     """Draw one stacked bar per label, from top to bottom, with a legend of the parts; return the SVG as text for an
     HTML page.
 
@@ -259,7 +259,7 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
         return []
     parts = {"ideal": [ideal.ideal_seconds for _, ideal in rows]}
     parts |= {name: [max(0.0, ideal.parts[name]) for _, ideal in rows] for name in MISSING_TIME}
-    figure = draw_bars("Compared with the ideal", "seconds of a step", [f"np {row.np}" for row, _ in rows], parts)
+    figure = _draw_bars("Compared with the ideal", "seconds of a step", [f"np {row.np}" for row, _ in rows], parts)
     return [("The step of the ideal, and where the missing time of each run went.", figure)]
 
 
@@ -330,7 +330,7 @@ def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
     bars = bars[:_MOST_BARS]
     parts = {name: [phases.get(name, 0.0) for _, phases in bars] for name in PHASES}
     said = "Mean seconds of a step by phase and rank" + ("." if few else ": the fastest and the slowest of each run.")
-    return said, draw_bars("Phases of a step", "seconds", [label for label, _ in bars], parts)
+    return said, _draw_bars("Phases of a step", "seconds", [label for label, _ in bars], parts)
 
 
 def phases_of(run: Record) -> list[dict[str, float]]:

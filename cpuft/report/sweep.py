@@ -178,7 +178,7 @@ class Sweep:
     def add(self, line: JournalLine) -> Sweep:
         """Return the sweep with one more line of its journal, which is not a header."""
         if isinstance(line, Trial):
-            header = extend_header(self.header, [line])
+            header = _extend_header(self.header, [line])
             return dataclasses.replace(self, header=header, trials=(*self.trials, line))
         if isinstance(line, AttemptStart):
             return dataclasses.replace(self, starts=(*self.starts, line))
@@ -303,7 +303,7 @@ def is_larger_better(metric: str) -> bool:
     return not metric.startswith(_MINIMIZED)
 
 
-def extend_header(header: SweepHeader, trials: Sequence[Trial]) -> SweepHeader:
+def _extend_header(header: SweepHeader, trials: Sequence[Trial]) -> SweepHeader:
     """Return the header with the runs of configurations that Optuna has chosen after its own."""
     runs = [run for trial in trials for run in trial.runs]
     lengths = [length for trial in trials for length in trial.lengths]
@@ -339,7 +339,7 @@ def parse_journal(text: str, folder: str) -> Sweep:
         raise CpuftError(f"{folder}/{FILE_NAME} has no header of this version of cpuft: start the sweep anew")
     trials = tuple(line for line in parsed if isinstance(line, Trial))
     _refuse_broken_trials(header, trials, f"{folder}/{FILE_NAME}")
-    header = extend_header(header, trials)
+    header = _extend_header(header, trials)
     starts = tuple(line for line in parsed if isinstance(line, AttemptStart))
     _refuse_foreign(header, starts, f"{folder}/{FILE_NAME}")
     ends = tuple(line for line in parsed if isinstance(line, AttemptEnd))

@@ -382,7 +382,7 @@ def _name_nodes(indexes: Sequence[int]) -> str:
     return f"node{'s' * (len(indexes) > 1)} {', '.join(map(str, indexes))}"
 
 
-def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mapping[str, str], say: Say) -> int:
+def _run_main_node(node: Node, port: int, command: Sequence[str], environ: Mapping[str, str], say: Say) -> int:
     """Wait for the other nodes, run the command, and give its exit code to all nodes; return the exit code.
 
     While it runs, the working folder has a marker file (`Keys.mark`), by which other nodes see that they share it. The
@@ -400,12 +400,12 @@ def run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappin
         stack.callback(lambda: registry.dismiss(code))
         with serve(keys, Path(folder), (_EVERYWHERE, port), environ, f"exec {registering}\n"):
             registry.wait()
-        write_cluster(keys, registry.address, registry.nodes, f"{folder}/job")
+        _write_cluster(keys, registry.address, registry.nodes, f"{folder}/job")
         code = run_command(command, {**environ, JOB: f"{folder}/job"}, say, registry)
     return code
 
 
-def write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], folder: str) -> None:
+def _write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], folder: str) -> None:
     """Write the nodes as a cluster in `folder`, with this node as its head host."""
     members = [ssh_config.Member(address, address, "", key=keys.host_line)]
     for _, one in sorted(nodes.items()):
@@ -458,7 +458,7 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
     return RESUMABLE if code and gone else code
 
 
-def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
+def _run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
     """Serve the main node's commands until it ends this node; return the exit code that it gives.
 
     SIGTERM does not end the node: the main node is told once that this node is leaving. Raises CpuftError: this node
@@ -466,7 +466,7 @@ def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
     """
     keys = Keys(node)
     signals: list[int] = []
-    connection, session = dial_main_node(node, port, keys)
+    connection, session = _dial_main_node(node, port, keys)
     code = -1
     with ExitStack() as stack:
         stack.enter_context(session)
@@ -489,7 +489,7 @@ def run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
     return code
 
 
-def dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, paramiko.Transport]:
+def _dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, paramiko.Transport]:
     """Log in to the main node, which may start later than this one; return (connection, session).
 
     Raises CpuftError: the main node cannot be reached within `node.seconds`, or has another secret.
@@ -536,8 +536,8 @@ def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) 
         if node.count == 1:
             return run_command(argv[1:], rest, _print)
         if node.index == node.main:
-            return run_main_node(node, port, argv[1:], rest, _print)
-        return run_other_node(node, rest, port)
+            return _run_main_node(node, port, argv[1:], rest, _print)
+        return _run_other_node(node, rest, port)
     except CpuftError as error:
         _print(f"cpuft: error: {error}")
         return RESUMABLE if error.is_transient else 2

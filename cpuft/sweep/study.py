@@ -199,7 +199,7 @@ class OptunaSearch:
                 self._suggest(trial)
             self._open[number] = trial
             params = {name: str(value) for name, value in trial.params.items()}
-        runs, base = repeat_seeds(self._spaces[index], assignment), make_base_config(sweep.header.options)
+        runs, base = repeat_seeds(self._spaces[index], assignment), _make_base_config(sweep.header.options)
         return Trial(number, params, runs, [estimate_length(apply_assignment(base, run)) for run in runs])
 
     def _make_sampler(self, seed: int) -> Any:
@@ -248,7 +248,7 @@ class OptunaSearch:
         curve = sweep.average_curve(number)[:last]
         with self._explain():
             self._report(number, curve[: min(map(sweep.count_evaluations, sweep.list_runs(number)))])
-        base, states = make_base_config(sweep.header.options), self._optuna.trial.TrialState
+        base, states = _make_base_config(sweep.header.options), self._optuna.trial.TrialState
         create_trial = self._optuna.trial.create_trial
         progress = curve[-1][0] * _progress_per_update(base, sweep.trials[number - 1])
         finished = self._optuna.create_study(direction=self._study.direction)
@@ -337,7 +337,7 @@ def name_parameters(spaces: Sequence[Space]) -> list[dict[str, str]]:
     return made
 
 
-def make_base_config(options: Sequence[str]) -> TrainConfig:
+def _make_base_config(options: Sequence[str]) -> TrainConfig:
     """Return the training options of the arguments that all runs of a sweep have, without those that are no texts."""
     names = option_names(TrainConfig)
     pairs = [option for option in options if "=" in option]

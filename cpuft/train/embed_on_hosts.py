@@ -78,11 +78,11 @@ def embed_on_hosts(request: PredictConfig, world: World) -> None:
         refuse_other_models(gather((checksum_parameters(embedder.model), repr(embedder.form), socket.gethostname())))
         resume_garbage_collection()
         if world.rank:
-            compute_for_rank_0(embedder, request.batch_size)
+            _compute_for_rank_0(embedder, request.batch_size)
         else:
             windows = open_windows(request, _WINDOW_TEXTS)
             with open_writer(name_output(request), embedder.dimensions, bool(request.id_column)) as write:
-                write_all(write, compute_on_ranks(embedder, request.batch_size, windows, world.size))
+                write_all(write, _compute_on_ranks(embedder, request.batch_size, windows, world.size))
         dist.barrier()  # rank 0, through which ranks notice losses, ends last
 
 
@@ -101,10 +101,10 @@ def refuse_other_models(found: list[tuple[str, str, str]]) -> None:
             )
 
 
-def compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Window], ranks: int) -> Iterator[Computed]:
+def _compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Window], ranks: int) -> Iterator[Computed]:
     """Yield windows and their embeddings in the order of the windows, which all ranks compute in turn. Rank 0 calls it.
 
-    The other ranks have to be in `compute_for_rank_0`, and leave it after the last window.
+    The other ranks have to be in `_compute_for_rank_0`, and leave it after the last window.
 
     Raises RuntimeError: the connection to a rank failed.
     """
@@ -117,13 +117,13 @@ def compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Wind
         encoded = reader.submit(embedder.encode, texts)
         return lambda: embedder.embed_encoded(encoded.result(), batch_size)
 
-    others = [partial(send_window, dimensions=embedder.dimensions, rank=rank) for rank in range(1, ranks)]
+    others = [partial(_send_window, dimensions=embedder.dimensions, rank=rank) for rank in range(1, ranks)]
     yield from compute_in_turn(windows, [start, *others], _WINDOWS_AHEAD)
     for rank in range(1, ranks):
         dist.send(torch.zeros(1, dtype=torch.int64), rank)
 
 
-def send_window(texts: list[str], dimensions: int, rank: int) -> Callable[[], Embeddings]:
+def _send_window(texts: list[str], dimensions: int, rank: int) -> Callable[[], Embeddings]:
     """Begin to send texts to a rank, and to receive their embeddings; return a function that waits for these.
 
     The rank gets the number of bytes of a JSON list, then that list. The function raises RuntimeError if the connection
@@ -145,7 +145,7 @@ def send_window(texts: list[str], dimensions: int, rank: int) -> Callable[[], Em
     return finish
 
 
-def receive_windows() -> Iterator[Window]:
+def _receive_windows() -> Iterator[Window]:
     """Yield the windows that rank 0 sends to this rank, without ids, until rank 0 says that no more follow."""
     import torch
     import torch.distributed as dist
@@ -160,7 +160,7 @@ def receive_windows() -> Iterator[Window]:
         yield Window(json.loads(payload.numpy().tobytes()), [])
 
 
-def compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
+def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
     """Compute the windows that rank 0 sends, and send their embeddings back; the next one is received meanwhile.
 
     Raises RuntimeError: the connection to rank 0 failed.
@@ -170,7 +170,7 @@ def compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
 
     # After an error nobody waits for the thread, which may wait for rank 0: this process has to end at once.
     reader = ThreadPoolExecutor(1)
-    for _, embeddings in compute_here(embedder, batch_size, receive_windows(), reader):
+    for _, embeddings in compute_here(embedder, batch_size, _receive_windows(), reader):
         dist.send(torch.from_numpy(embeddings), 0)
 
 

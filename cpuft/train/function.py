@@ -27,7 +27,7 @@ _RESULT_DAYS = 30
 
 
 @contextmanager
-def join_ranks() -> Iterator[Any]:
+def _join_ranks() -> Iterator[Any]:
     """Form torch's default process group for the function, and yield a group of all ranks for the results.
 
     Inside, the function may call init_process_group and destroy_process_group as a script does: these calls change
@@ -68,7 +68,7 @@ def join_ranks() -> Iterator[Any]:
     yield results
 
 
-def call_function(world: World, run_dir: str, digest: str, check: ConnectionCheck | None) -> None:
+def _call_function(world: World, run_dir: str, digest: str, check: ConnectionCheck | None) -> None:
     """Load the call of a run, call the function, and bring its result to rank 0. Collective.
 
     Parameters
@@ -87,7 +87,7 @@ def call_function(world: World, run_dir: str, digest: str, check: ConnectionChec
     header, pickled = read_call(run_dir, digest)
     sys.path[:0] = [os.getcwd()]
     sys.path += [folder for folder in header.path if folder not in sys.path and os.path.isdir(folder)]
-    with join_ranks() as results:
+    with _join_ranks() as results:
         function, args, kwargs = load_call(pickled)
         try:
             result = function(*args, **kwargs)
@@ -98,7 +98,7 @@ def call_function(world: World, run_dir: str, digest: str, check: ConnectionChec
         if check:
             check.check_end()
         signed = pickle_result(header, world, result)
-        for rank, content in gather_bytes(signed, world, results):
+        for rank, content in _gather_bytes(signed, world, results):
             write_result(run_dir, rank, content)
         if world.rank == 0:
             os.unlink(os.path.join(run_dir, CALL_FILE))
@@ -133,7 +133,7 @@ def pickle_result(header: CallHeader, world: World, result: object) -> bytes:
     return sign_result(header.key, world.rank, pickled)
 
 
-def gather_bytes(content: bytes, world: World, group: Any) -> Iterator[tuple[int, bytes]]:
+def _gather_bytes(content: bytes, world: World, group: Any) -> Iterator[tuple[int, bytes]]:
     """Send the bytes of every rank to rank 0, which yields (rank, bytes) one after another; others yield nothing.
 
     Collective: all ranks must consume the iterator.
@@ -163,7 +163,7 @@ def main() -> int:
     check = prepare_torch()
     handle_interruption(is_script=True)
     try:
-        call_function(parse_world(os.environ), os.environ["CPUFT_RUN_DIR"], sys.argv[1], check)
+        _call_function(parse_world(os.environ), os.environ["CPUFT_RUN_DIR"], sys.argv[1], check)
     except BaseException as error:
         return report_exception(error, (CpuftError,), __file__, check, RAISED_MARK)
     return 0

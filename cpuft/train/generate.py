@@ -64,7 +64,7 @@ def generate(request: PredictConfig) -> None:
     if run.task.kind == "chat":
         set_chat_template(tokenizer, "", str(run.model))
     encoded = encode_prompts(prompts, tokenizer)
-    answers = compute_answers(request, run, tokenizer, prompts, encoded)
+    answers = _compute_answers(request, run, tokenizer, prompts, encoded)
     if path.suffix in JSON_SUFFIXES:
         _write_json_lines(path, prompts, answers)
     else:
@@ -140,7 +140,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
     return found
 
 
-def compute_answers(
+def _compute_answers(
     request: PredictConfig, run: FinishedRun, tokenizer: Any, prompts: Sequence[Prompt], encoded: Sequence[list[int]]
 ) -> list[str]:
     """Load the run's model, and return its answer to each prompt; print the speed on standard error.

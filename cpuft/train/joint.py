@@ -69,7 +69,7 @@ def make_joint_batches(
     for group in _split_into_batches(setup, examples):
         most = config.micro_batch or config.batch_size
         shares = [deal(group[rank :: world.size], most) for rank in range(world.size)]
-        members, place = (shares, world.rank) if compares_ranks(setup) else ([shares[world.rank]], 0)
+        members, place = (shares, world.rank) if _compares_ranks(setup) else ([shares[world.rank]], 0)
         # A rank without an example takes the first one, as every rank has to run a pass; its gradient is 0.
         parts = shares[world.rank] if len(shares[world.rank][0]) else [group[:1]]
         compared = np.concatenate([part for member in members for part in member])
@@ -112,7 +112,7 @@ def deal(examples: Indices, most: int) -> list[Indices]:
     return [examples[first::count] for first in range(count)]
 
 
-def compares_ranks(setup: TrainingSetup) -> bool:
+def _compares_ranks(setup: TrainingSetup) -> bool:
     """Return whether the loss compares the examples of all ranks, not only those of this one."""
     config = setup.config
     return setup.world.size > 1 and not setup.independent and config.gather_negatives and config.sync_every == 1

@@ -69,11 +69,11 @@ def train_and_evaluate(
         for line in () if stops() else train(setup, checkpoints, done):
             steps.append(line)
             reporter.add_step(line, updates)
-            if compares_parameters_after(setup, line.step, done):
+            if _compares_parameters_after(setup, line.step, done):
                 with exchange.full_weights():
                     prove_equal_parameters(setup.model, f"after update {line.step}")
                 take_traffic()  # the bytes of this check belong to no step
-            if evaluates_after(setup, line.step):
+            if _evaluates_after(setup, line.step):
                 with exchange.common_weights():
                     evaluations.append(evaluate(setup, line.step))
                     reporter.add(evaluations[-1])
@@ -116,7 +116,7 @@ def train_and_evaluate(
     )
 
 
-def evaluates_after(setup: TrainingSetup, update: int) -> bool:
+def _evaluates_after(setup: TrainingSetup, update: int) -> bool:
     """Return whether the model is evaluated after this update, before the training goes on.
 
     Not after the last one: the evaluation at the end comes then, after the final checkpoint.
@@ -125,7 +125,7 @@ def evaluates_after(setup: TrainingSetup, update: int) -> bool:
     return interval > 0 and update % interval == 0 and update < setup.updates
 
 
-def compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> bool:
+def _compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> bool:
     """Return whether the ranks' parameters are compared after this update, before the training goes on.
 
     Not with --sync-every above 1, with which they differ on purpose between two averages, and not after the last
@@ -211,11 +211,11 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
 
         # This rank's examples. One that has none of its own takes part with others' at weight 0.
         clock = Clock()
-        seed_update(config.seed, update, world.rank)
+        _seed_update(config.seed, update, world.rank)
         share = select_for_rank(examples, world.rank, world.size)
         weight = 1.0 if world.rank < len(examples) else 0.0
         own_terms = weight * objective.count_terms(tokens, share, epoch)
-        find_terms = count_terms_of_ranks(setup, examples, epoch, own_terms)
+        find_terms = _count_terms_of_ranks(setup, examples, epoch, own_terms)
         passes = objective.plan_passes(setup, examples, epoch)
         clock.lap("data")
         # The losses of an update are divided by the number of their terms (examples, words or masked tokens) on all
@@ -235,7 +235,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
 
         # Update, and exchange of parameters where the exchange sends those.
         exchange.clip_gradients()
-        rate = set_learning_rate(setup, update)
+        rate = _set_learning_rate(setup, update)
         setup.optimizer.step()
         exchange.clear_gradients()
         clock.lap("update")
@@ -244,7 +244,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
         due = Requests() if is_last else control.find_due(may_save)  # after the last update the run saves anyway
         exchange.synchronize_parameters(is_due=update in averaging_updates, wait=due.any or is_last)
         is_pause = (
-            due.any or is_last or evaluates_after(setup, update) or compares_parameters_after(setup, update, done)
+            due.any or is_last or _evaluates_after(setup, update) or _compares_parameters_after(setup, update, done)
         )
         if is_pause:
             exchange.finish_messages()
@@ -264,7 +264,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
             checkpoints.write(update)
 
 
-def count_terms_of_ranks(setup: TrainingSetup, examples: Indices, epoch: int, own: float) -> Callable[[], float]:
+def _count_terms_of_ranks(setup: TrainingSetup, examples: Indices, epoch: int, own: float) -> Callable[[], float]:
     """Return a function that returns the number of terms of all examples of an update. Collective.
 
     Where counting takes long (`Objective.counts_by_drawing`), ranks add up their `own` numbers, in the background.
@@ -282,7 +282,7 @@ def list_tokens_of_ranks(setup: TrainingSetup, examples: Indices) -> list[torch.
     return [objective.list_token_ids(tokens, share) for share in objective.deal_to_ranks(setup, examples)]
 
 
-def seed_update(seed: int, update: int, rank: int) -> None:
+def _seed_update(seed: int, update: int, rank: int) -> None:
     """Seed torch's generator for one update of one rank.
 
     Ranks draw different dropout masks, and a resumed run draws those that it would have drawn without the break.
@@ -290,7 +290,7 @@ def seed_update(seed: int, update: int, rank: int) -> None:
     torch.manual_seed(int(np.random.SeedSequence((seed, update, rank)).generate_state(1, np.uint64)[0]))
 
 
-def set_learning_rate(setup: TrainingSetup, update: int) -> float:
+def _set_learning_rate(setup: TrainingSetup, update: int) -> float:
     """Set the optimizer's learning rate for an update, counted from 1, and return that of the head."""
     config = setup.config
     warmup = count_warm_up_updates(setup.updates, config.warmup_ratio, config.warmup_steps)

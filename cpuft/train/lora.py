@@ -37,10 +37,10 @@ def check_lora(config: TrainConfig, package: str = "peft") -> None:
     package: name of the package to look for.
     """
     if config.lora_rank > 0:
-        check_peft("--lora-rank", package)
+        _check_peft("--lora-rank", package)
 
 
-def check_peft(wanted_by: str, package: str = "peft") -> None:
+def _check_peft(wanted_by: str, package: str = "peft") -> None:
     """Raise CpuftError if peft is not installed; `wanted_by`, the begin of the message, says what needs it.
 
     Parameters
@@ -135,7 +135,7 @@ def merge_adapters(model: Any, folder: str) -> Any:
 
     Raises CpuftError: peft is not installed, or the adapters cannot be read or do not fit the model.
     """
-    check_peft(f"{folder}, which holds adapters,")
+    _check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel
 
     try:

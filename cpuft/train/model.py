@@ -85,14 +85,14 @@ def _refuse_pointers(folder: Path) -> None:
                 raise CpuftError(problem)
 
 
-def find_config(source: str) -> str:
+def _find_config(source: str) -> str:
     """Return the folder or hub name that holds the configuration of a model: for adapters of peft without one, that of
     their base model.
 
     Raises CpuftError: as `find_base_model`.
     """
     base = "" if Path(source, "config.json").exists() else find_base_model(source)
-    return find_config(base) if base and base != source else source
+    return _find_config(base) if base and base != source else source
 
 
 def read_config(source: str, **settings: Any) -> Any:
@@ -102,7 +102,7 @@ def read_config(source: str, **settings: Any) -> Any:
     """
     import transformers
 
-    return transformers.AutoConfig.from_pretrained(find_config(source), trust_remote_code=False, **settings)
+    return transformers.AutoConfig.from_pretrained(_find_config(source), trust_remote_code=False, **settings)
 
 
 def read_config_file(config: TrainConfig) -> dict[str, Any]:
@@ -111,7 +111,7 @@ def read_config_file(config: TrainConfig) -> dict[str, Any]:
     It is empty for a hub name, for a size such as bert-base, and for a file that cannot be read, which is refused
     where the model is loaded.
     """
-    path = Path(config.from_config or f"{find_config(find_model(config.model))}/config.json")
+    path = Path(config.from_config or f"{_find_config(find_model(config.model))}/config.json")
     try:
         return load(dict[str, Any], parse_json(path.read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -142,7 +142,7 @@ def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 
 
     name = config.from_config
     source = "" if name else find_model(config.model)
-    if source and not Path(find_config(source)).is_dir():
+    if source and not Path(_find_config(source)).is_dir():
         find_hub_problem()
     if name and name not in SIZES and not Path(name).is_file():
         raise CpuftError(f"{name!r} is not a value of --from-config: give a JSON file, or one of {', '.join(SIZES)}")
@@ -277,7 +277,7 @@ def load_model(
             model_class.from_pretrained, config=settings, attn_implementation=implementation, trust_remote_code=False
         )
         holds = config.lora_rank > 0 and config.base_precision != "auto"
-        files = list_weight_files(source) if holds else []
+        files = _list_weight_files(source) if holds else []
         # Adapters are merged into fp32 weights.
         stored = torch.float32 if find_base_model(source) else find_stored_type(map(read_stored_tensors, files))
         with keep_stored_type(stored) if holds else nullcontext():
@@ -299,7 +299,7 @@ def load_model(
     return model
 
 
-def list_weight_files(source: str) -> list[Path]:
+def _list_weight_files(source: str) -> list[Path]:
     """Return the safetensors files of a model; of adapters, those of their base model, too.
 
     Raises CpuftError: there are none, or the base model of adapters cannot be found.
@@ -307,7 +307,7 @@ def list_weight_files(source: str) -> list[Path]:
     from cpuft.train.base_weights import find_weight_files
 
     base = find_base_model(source)
-    return find_weight_files(source) + (list_weight_files(base) if base and base != source else [])
+    return find_weight_files(source) + (_list_weight_files(base) if base and base != source else [])
 
 
 def _train_padding_row(model: Any, own_pad_id: int | None) -> None:
@@ -455,7 +455,7 @@ def describe_load_failure(name: str, error: Exception) -> str:
 
     Raises CpuftError: `name` is a folder that is missing or holds no model.
     """
-    source = find_config(find_model(name))  # of adapters: their base model
+    source = _find_config(find_model(name))  # of adapters: their base model
     if not Path(source).is_dir() and (problem := find_hub_problem()):
         return (
             f"model {source} is neither a folder here nor in the cache of models, and {problem}: "
@@ -552,7 +552,7 @@ def _may_be_large_decoder(config: TrainConfig) -> bool:
     """
     source = find_model(config.model)
     source = find_base_model(source) or source
-    if 0 < count_stored_numbers(source) <= LARGE_DECODER:
+    if 0 < _count_stored_numbers(source) <= LARGE_DECODER:
         return False
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -572,7 +572,7 @@ def count_stored_parameters(config: TrainConfig) -> int:
     """
     source = find_model(config.model)
     source = find_base_model(source) or source
-    if found := count_stored_numbers(source):
+    if found := _count_stored_numbers(source):
         return found
     import torch
     import transformers
@@ -585,7 +585,7 @@ def count_stored_parameters(config: TrainConfig) -> int:
         raise CpuftError(describe_load_failure(config.model, error)) from None
 
 
-def count_stored_numbers(source: str) -> int:
+def _count_stored_numbers(source: str) -> int:
     """Return how many numbers the safetensors files in a folder hold, in whatever format; 0 if there are no such files.
 
     Raises CpuftError: a file is damaged.

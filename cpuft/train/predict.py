@@ -299,7 +299,7 @@ def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[
     return run.task, read_splits(run.task, train, splits)
 
 
-def name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str]) -> dict[str, Path]:
+def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str]) -> dict[str, Path]:
     """Return for each suffix of a split's metrics the file for its predictions; nothing is written.
 
     It is --output with the suffix before its ending, such as out_mismatched.csv. Without --output, it is a file in the
@@ -335,11 +335,11 @@ def predict(request: PredictConfig) -> None:
     """
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
-    paths = name_outputs(request, run, list(splits))
+    paths = _name_outputs(request, run, list(splits))
     numbered = {suffix: number_words(split) if task.kind == "tags" else split for suffix, split in splits.items()}
     prepared = tokenize_splits(run, task, numbered)
     tokens = prepared.validation
-    outputs, metrics = compute_predictions(request, run, prepared, splits)
+    outputs, metrics = _compute_predictions(request, run, prepared, splits)
     for suffix, examples in splits.items():
         table = format_predictions(task, examples, outputs[suffix], tokens[suffix])
         # A table of tags contains the words anyway.
@@ -392,7 +392,7 @@ def use_fast_path(run: FinishedRun, model: Any, precision: str) -> None:
         patch_model(model, precision)
 
 
-def compute_predictions(
+def _compute_predictions(
     request: PredictConfig, run: FinishedRun, prepared: Prepared, splits: dict[str, Examples]
 ) -> tuple[dict[str, Outputs], dict[str, float]]:
     """Load the run's model, predict all splits, and print the speed on standard error.

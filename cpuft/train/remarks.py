@@ -49,7 +49,7 @@ def find_remark(
             f"warning: the training has diverged: the loss rose from {first:.4g} in the first update to {last:.4g} in "
             f"the last ones: try a tenth of --learning-rate {config.learning_rate:g}, or --warmup-ratio 0.1"
         )
-    if evaluation and (answer := find_constant_answer(objective, prepared, evaluation)):
+    if evaluation and (answer := _find_constant_answer(objective, prepared, evaluation)):
         metrics = ", ".join(f"{name} {evaluation.metrics[name]:.4f}" for name in prepared.metrics)
         return (
             f"warning: the model does not tell the examples apart: {metrics} is what {answer} for every example gives; "
@@ -58,7 +58,7 @@ def find_remark(
     return ""
 
 
-def find_constant_answer(objective: Objective, prepared: Prepared, evaluation: EvaluationLine) -> str:
+def _find_constant_answer(objective: Objective, prepared: Prepared, evaluation: EvaluationLine) -> str:
     """Return the one answer which for all examples of the first validation split has exactly the metrics of an
     evaluation; empty if there is none, as for tasks without labels, or if all examples have one label."""
     tokens = prepared.validation[""]

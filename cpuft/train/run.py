@@ -268,11 +268,11 @@ def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bo
     # With other exchanges, an update is made by one rank, or ranks differ on purpose.
     is_same_update = not independent and config.sync_every == 1 and config.shard != "optimizer"
     if is_same_update and not (uses_fast_path and kernels == "compiled"):
-        check_capabilities(capabilities, hosts)
+        _check_capabilities(capabilities, hosts)
     return kernels, warning
 
 
-def check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> None:
+def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> None:
     """Raise CpuftError if torch uses other vector instructions on some hosts: its AdamW would round differently.
 
     Parameters

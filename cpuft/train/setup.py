@@ -83,7 +83,7 @@ class TrainingSetup:
         self.global_batch = global_batch or config.batch_size * config.gradient_accumulation * world.size
         self.updates = count_updates(len(prepared.train), self.global_batch, config.epochs, config.max_steps)
         """Number of updates of the whole run."""
-        self.evaluation_interval = find_evaluation_interval(config, len(prepared.train), self.global_batch)
+        self.evaluation_interval = _find_evaluation_interval(config, len(prepared.train), self.global_batch)
         """Number of updates between two evaluations while training; 0: there are none."""
         self.best_metric = find_best_metric(config, prepared)
         """Name of the metric that compares evaluations."""
@@ -121,7 +121,7 @@ def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None
         )
 
 
-def find_evaluation_interval(config: TrainConfig, examples: int, global_batch: int) -> int:
+def _find_evaluation_interval(config: TrainConfig, examples: int, global_batch: int) -> int:
     """Return the number of updates between two evaluations while training, by --eval-every; 0 for none.
 
     An epoch has examples / global_batch updates, rounded up.

@@ -15,7 +15,7 @@ from cpuft.rank.interruption import handle_interruption
 from cpuft.rank.script import end_process, prepare_torch, run_script
 
 
-def wrap_trainer(accelerated: list[str]) -> None:
+def _wrap_trainer(accelerated: list[str]) -> None:
     """Make every Trainer of this process accelerate its model and its optimizer, made by it or given to it.
 
     The Trainer makes its optimizer after it has loaded the model and before DistributedDataParallel wraps it, which is
@@ -55,7 +55,7 @@ def main() -> int:
     accelerated: list[str] = []
     check = prepare_torch()
     handle_interruption()
-    wrap_trainer(accelerated)
+    _wrap_trainer(accelerated)
     code = run_script(sys.argv[1:], refusals=(CpuftError,), check=check)
     if not accelerated and not code:
         print(

@@ -108,7 +108,7 @@ def make_rules(request: MineConfig) -> MiningRules:
     )
 
 
-def embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, compute: Computer) -> Embeddings:
+def _embed_into(path: Path, texts: Sequence[str], prompt: str, dimensions: int, compute: Computer) -> Embeddings:
     """Write the embeddings of texts, with a prompt in front, to a .npy file, and return it mapped into memory."""
     with open_npy(path, dimensions) as write:
         write_all(write, compute(_split(texts, prompt)))
@@ -173,8 +173,8 @@ def write_negatives(request: MineConfig) -> None:
 
         task, rules, folder = make_mining_task(anchors, positives, corpus), make_rules(request), Path(name)
         check_rules(task, request.negatives, rules)
-        queries = embed_into(folder / "anchors.npy", task.anchors, form.query_prompt, dimensions, compute)
-        documents = embed_into(folder / "documents.npy", task.documents, form.document_prompt, dimensions, compute)
+        queries = _embed_into(folder / "anchors.npy", task.anchors, form.query_prompt, dimensions, compute)
+        documents = _embed_into(folder / "documents.npy", task.documents, form.document_prompt, dimensions, compute)
         found = search_negatives(queries, documents, task, request.negatives, rules, _make_progress(len(task.anchors)))
     left_out = len(found.complete) - int(found.complete.sum())
     why = (

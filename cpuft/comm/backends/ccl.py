@@ -38,7 +38,7 @@ _SLACK_MICROSECONDS = 500
 """How late a sleeping oneCCL worker that shares its core may wake up; Linux' default is 50."""
 
 
-def find_library(name: str, distribution: str) -> str:
+def _find_library(name: str, distribution: str) -> str:
     """Return the path of a shared library of an installed wheel, or `name` if the dynamic loader must search it.
 
     It is searched among the wheel's files, then in lib below CCL_ROOT and below Python's prefix.
@@ -60,7 +60,7 @@ def find_library(name: str, distribution: str) -> str:
 def _preload(name: str, distribution: str) -> None:
     """Load a library, so that other libraries find it by its name wherever it is installed."""
     try:
-        ctypes.CDLL(find_library(name, distribution))
+        ctypes.CDLL(_find_library(name, distribution))
     except OSError as error:
         raise CpuftError(
             f"backend ccl needs {name} of {distribution} ({error}): {install_command('train', 'ccl')}, "

@@ -129,7 +129,7 @@ def _datatypes() -> dict[torch.dtype, Any]:
     return types
 
 
-def wait_sleeping(is_done: Callable[[], bool]) -> None:
+def _wait_sleeping(is_done: Callable[[], bool]) -> None:
     """Poll `is_done` until it returns True, however long that takes.
 
     After the first 50 microseconds, sleep between polls for an eighth of the time waited so far, at most 1 ms.
@@ -251,7 +251,7 @@ class MpiBackend(Backend):
             getattr(self._comm, name.capitalize())(*arguments, **options)
             return
         request = getattr(self._comm, f"I{name}")(*arguments, **options)
-        wait_sleeping(request.Test)
+        _wait_sleeping(request.Test)
 
     def _memory(self, address: int, nbytes: int) -> Any:
         return self._mpi.buffer.fromaddress(address, nbytes) if nbytes else bytearray()

@@ -120,7 +120,7 @@ def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) 
     vocabulary: number of rows of the embedding.
     """
     ranks, flat = len(tokens), torch.cat(list(tokens))
-    rows = find_rows([flat], vocabulary)
+    rows = _find_rows([flat], vocabulary)
     own = torch.unique(tokens[rank])
     sender = torch.repeat_interleave(torch.arange(ranks), torch.tensor([len(one) for one in tokens]))
     is_received = (flat % ranks == rank) & (sender != rank)
@@ -136,7 +136,7 @@ def plan_row_routes(tokens: Sequence[torch.Tensor], vocabulary: int, rank: int) 
     )
 
 
-def find_rows(tokens: Sequence[torch.Tensor], vocabulary: int) -> torch.Tensor:
+def _find_rows(tokens: Sequence[torch.Tensor], vocabulary: int) -> torch.Tensor:
     """Return the rows of all tokens: int64, one-dimensional, ascending, without repetitions.
 
     Raises IndexError: a token is not in the vocabulary.
@@ -255,7 +255,7 @@ class LateRows:
                 gradient[self._rows] = self._mean.result()
                 rows.append(self._rows)
             self._rows, self._mean = routes.rows, mean
-        return find_rows(rows, len(gradient))
+        return _find_rows(rows, len(gradient))
 
     def _run(
         self, own: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int, mean: Future[torch.Tensor]
@@ -333,7 +333,7 @@ class RowExchange:
         assert gradient is not None
         self._updates += 1
         flat = [one.reshape(-1) for one in tokens]
-        rows = find_rows(flat, len(gradient))
+        rows = _find_rows(flat, len(gradient))
         if self._hosts is not None:
             size = self._hosts.sums.size()
             of_hosts = [torch.cat(flat[first : first + size]) for first in range(0, len(flat), size)]

@@ -157,7 +157,7 @@ def _check_quota(config: AwsConfig, offer: Offer, missing: int) -> None:
     )
 
 
-def check_owner(name: str, resources: Resources) -> None:
+def _check_owner(name: str, resources: Resources) -> None:
     """Raise CpuftError when somebody else made the cluster: the owner in its tags is not who asked.
 
     Without a security group, nothing is raised.
@@ -174,7 +174,7 @@ def check_rental(config: AwsConfig, resources: Resources) -> None:
     passed too or instances are missing; it has more instances than --nodes; or an instance has another type or is in
     another zone than the options say.
     """
-    check_owner(config.name, resources)
+    _check_owner(config.name, resources)
     name, live, group, now = config.name, resources.live, resources.group, resources.now
     remove = f"remove it with `cpuft provision down {name}`"
     if group and group.until <= now:
@@ -286,7 +286,7 @@ def check_ssh_config(name: str, facts: RentalFacts) -> str:
     return path
 
 
-def resource_name(name: str) -> str:
+def _resource_name(name: str) -> str:
     """Return the name of a cluster's security group and placement group: `cpuft-NAME`."""
     return f"cpuft-{name}"
 
@@ -306,7 +306,7 @@ def _plan_group(config: AwsConfig, facts: RentalFacts) -> list[Step]:
         limit = now + parse_limit(config.lease_limit, parse_lease(config.lease))
         tags = _make_cluster_tags(config, resources) | {GENERATION: str(now), LIMIT: str(limit)}
         parameters = {
-            "GroupName": resource_name(config.name),
+            "GroupName": _resource_name(config.name),
             "Description": "Made by cpuft provision",
             "TagSpecifications": specify_tags(tags, "security-group"),
         }
@@ -334,15 +334,15 @@ def _describe_rule(rule: Rule, group: SecurityGroup) -> str:
 
 
 def _plan_placement(config: AwsConfig, facts: RentalFacts) -> list[Step]:
-    if not facts.offer or not uses_placement_group(config, facts.offer) or facts.resources.placement_group:
+    if not facts.offer or not _uses_placement_group(config, facts.offer) or facts.resources.placement_group:
         return []
     why = "create the placement group, so that instances are close to each other"
     specification = specify_tags(_make_cluster_tags(config, facts.resources), "placement-group")
-    parameters = {"GroupName": resource_name(config.name), "Strategy": "cluster", "TagSpecifications": specification}
+    parameters = {"GroupName": _resource_name(config.name), "Strategy": "cluster", "TagSpecifications": specification}
     return [plan_call("create_placement_group", why, facts.region, parameters)]
 
 
-def uses_placement_group(config: AwsConfig, offer: Offer) -> bool:
+def _uses_placement_group(config: AwsConfig, offer: Offer) -> bool:
     """Whether the instances get a placement group.
 
     True with --placement-group, several instances and a type that can use one.
@@ -401,11 +401,11 @@ def _plan_launch(
     request["ClientToken"] = hash_text(f"{group.id} {generation} {zone.name}{' spot' * config.spot}", 32)
     request["UserData"] = format_user_data(group.until, group.limit, facts.public_key)
     request["NetworkInterfaces"][0]["Groups"] = [group.id]
-    tags = {GENERATION: str(generation), GROUP: group.id, "Name": resource_name(config.name)}
+    tags = {GENERATION: str(generation), GROUP: group.id, "Name": _resource_name(config.name)}
     for one in request["TagSpecifications"]:
         one["Tags"] += make_tags(tags)
-    if uses_placement_group(config, offer):
-        request["Placement"]["GroupName"] = resource_name(config.name)
+    if _uses_placement_group(config, offer):
+        request["Placement"]["GroupName"] = _resource_name(config.name)
     start = f"start {counted(missing, 'spot instance' if config.spot else 'instance')}"
     why = f"{start} of {config.type} in {zone.name}, all or none"
     return [*stages, [plan_call("run_instances", why, region, request)]]
@@ -460,7 +460,7 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     Raises CpuftError when somebody else made the cluster.
     """
     resources, region = facts.resources, facts.region
-    check_owner(name, resources)
+    _check_owner(name, resources)
     running = [one.id for one in resources.instances if one.state not in ("terminated", "shutting-down")]
     if running:
         why = f"terminate {counted(len(running), 'instance')}"
@@ -492,7 +492,7 @@ def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
     Raises CpuftError when the cluster has no instances any more, somebody else made it, or the record is damaged or can
     be written by other users.
     """
-    check_owner(name, facts.resources)
+    _check_owner(name, facts.resources)
     group, live = facts.resources.group, facts.resources.live
     if not group or not live:
         raise CpuftError(f"{name} has no instances in {facts.region}: rent some with `cpuft provision aws`")

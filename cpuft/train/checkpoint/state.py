@@ -78,7 +78,7 @@ class TrainingState:
         trained = shards.parameters if shards else [p for group in optimizer.param_groups for p in group["params"]]
         trained_ids = set(map(id, trained))
         self._trained = {name: p for name, p in parameters.items() if id(p) in trained_ids}
-        self.header, self._places = lay_out(self._list_tensors(), checksum_frozen(frozen))
+        self.header, self._places = lay_out(self._list_tensors(), _checksum_frozen(frozen))
         """The first bytes of every block: names, dtypes and shapes of the tensors, and the frozen weights' checksum."""
         self.nbytes = len(self.header) + sum(
             place.dtype.itemsize * torch.Size(place.shape).numel() for place in self._places.values()
@@ -153,7 +153,7 @@ class TrainingState:
                 self._optimizer.state[parameter] = {_STEP: step.clone(), **moments}
 
 
-def checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
+def _checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
     """Return the SHA-256 of these weights and their names as 64 hexadecimal digits; "" if there are none.
 
     Weights are rounded to bf16 first, as the fast path stores some.

@@ -80,7 +80,7 @@ def add_hard_negatives(
     if count:
         what = "their rows are left out" if every_row else "they get those that there are"
         few = f"{count:,} have fewer than {counted(len(names), 'hard negative')}"
-        print(f"of {counted_queries(len(found))}, {few}: {what}", file=sys.stderr, flush=True)
+        print(f"of {_counted_queries(len(found))}, {few}: {what}", file=sys.stderr, flush=True)
     if every_row:
         found = {asked: texts for asked, texts in found.items() if len(texts) == len(names)}
     return replace(
@@ -112,7 +112,7 @@ def _mine(
     pairs: Sequence[tuple[str, str]], corpus: Sequence[str], config: TrainConfig, source: str
 ) -> dict[str, list[str]]:
     """Return the negatives of each query, the most similar ones first; from the cache if they are there."""
-    model = find_mining_model(config)
+    model = _find_mining_model(config)
     pooling = "" if config.mining_model or config.pooling == "auto" else config.pooling
     queries, count = list(dict.fromkeys(asked for asked, _ in pairs)), config.hard_negatives
     documents = list(dict.fromkeys([*corpus, *(text for _, text in pairs)]))
@@ -130,7 +130,7 @@ def _mine(
         from cpuft.train.mine import MiningRules, mine_negatives  # imports torch
 
         name = config.mining_model or config.model
-        where = f"{counted_queries(len(queries))} among {counted(len(documents), 'document')}"
+        where = f"{_counted_queries(len(queries))} among {counted(len(documents), 'document')}"
         print(f"finding hard negatives for {where} with {name}", file=sys.stderr, flush=True)
         embedder = Embedder(model, pooling=pooling)
         asked, positives = zip(*pairs)
@@ -146,12 +146,12 @@ def _mine(
     }
 
 
-def counted_queries(number: int) -> str:
+def _counted_queries(number: int) -> str:
     """Return a number with its noun: `1 query`, `2 queries`."""
     return f"{number:,} {'query' if number == 1 else 'queries'}"
 
 
-def find_mining_model(config: TrainConfig) -> str:
+def _find_mining_model(config: TrainConfig) -> str:
     """Return the folder or hub name of --mining-model, or without it of --model.
 
     Raises CpuftError: it is missing; or --mining-model is not given and --model is no embedding model.

@@ -71,7 +71,7 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
             f"--hard-negatives finds negatives for rows without any, and {train.source} has some ({task.texts[2]}): "
             f"leave --hard-negatives out, or name two columns with --text-columns"
         )
-    is_folder = task.kind == "pairs" and is_beir_folder(config.validation_file)
+    is_folder = task.kind == "pairs" and _is_beir_folder(config.validation_file)
     validation = None
     if config.validation_file and not is_folder:
         validation = read_tables(config.validation_file, "--validation-file", config, "validation")
@@ -95,7 +95,7 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
         learned = replace(task, texts=(*task.texts, *name_negatives(config.hard_negatives)))
     prompts = dict.fromkeys(learned.texts, form.document_prompt) | {task.texts[0]: form.query_prompt}
     found = [
-        _check(add_prompts(table, prompts if task.kind == "pairs" else {}), its_task)
+        _check(_add_prompts(table, prompts if task.kind == "pairs" else {}), its_task)
         for table, its_task in ((train, learned), (validation, task))
         if table
     ]
@@ -107,11 +107,11 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
         if is_folder
         else make_retrieval_set(found[1].load().texts)
     )
-    examples = make_retrieval_examples(retrieval, form if is_folder else EmbeddingForm())
+    examples = _make_retrieval_examples(retrieval, form if is_folder else EmbeddingForm())
     return TaskData(learned, found[0], {"": examples}, notes)
 
 
-def is_beir_folder(path: str) -> bool:
+def _is_beir_folder(path: str) -> bool:
     """Return whether this is a folder in the form of the BEIR benchmark, by its corpus, queries or judgements."""
     return any(Path(path, name).exists() for name in ("corpus.jsonl", "corpus.jsonl.gz", "queries.jsonl", "qrels"))
 
@@ -162,7 +162,7 @@ def _choose_score_column(table: Table, wanted: str) -> str:
     return next((name for name in _USUAL_SCORES if name in table.columns), wanted)
 
 
-def add_prompts(table: Table, prompts: Mapping[str, str]) -> Table:
+def _add_prompts(table: Table, prompts: Mapping[str, str]) -> Table:
     """Return the table with a prompt in front of each text of some columns; empty texts stay empty.
 
     Parameters
@@ -197,7 +197,7 @@ def _refuse_equal_positives(examples: FileExamples) -> None:
     )
 
 
-def make_retrieval_examples(retrieval: RetrievalSet, form: EmbeddingForm) -> RetrievalExamples:
+def _make_retrieval_examples(retrieval: RetrievalSet, form: EmbeddingForm) -> RetrievalExamples:
     """Return the texts of a retrieval set with the prompts of a model in front: the queries, then the documents."""
     texts = [form.query_prompt + text for text in retrieval.queries]
     texts += [form.document_prompt + text for text in retrieval.documents]

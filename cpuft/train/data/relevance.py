@@ -83,10 +83,10 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
             f"documents and labels"
         )
     train = read_tables(config.train_file, "--train-file", config)
-    columns = choose_columns(train, config.text_columns, config.label_column)
+    columns = _choose_columns(train, config.text_columns, config.label_column)
     if config.validation_file:
         validation = read_tables(config.validation_file, "--validation-file", config, "validation")
-        others = choose_columns(validation, config.text_columns, config.label_column)
+        others = _choose_columns(validation, config.text_columns, config.label_column)
         if config.skip_unlabelled and others.label:
             validation = drop_unlabelled(validation, others.label)
     if config.skip_unlabelled and columns.label:
@@ -112,17 +112,17 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
                 f"with {NEGATIVE}: name them with --label-column or --text-columns, or find irrelevant documents with "
                 f"--hard-negatives 5"
             )
-    made, learned = list_examples(train, columns), _complete(task, columns)
+    made, learned = _list_examples(train, columns), _complete(task, columns)
     scan = scan_rows(made, learned)
     _refuse_equal_scores(made, learned, train.source)
     validated = _complete(task, others)
-    examples = keep_first(make_examples(check_rows(list_examples(validation, others), validated), validated))
+    examples = _keep_first(make_examples(check_rows(_list_examples(validation, others), validated), validated))
     _refuse_unordered(examples, validation.source)
     learn = FileExamples(made, learned, scan.count, scan.checksum)
     return TaskData(learned, learn, {"": number_queries(examples)}, notes)
 
 
-def choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
+def _choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
     """Return the columns of queries, documents and labels.
 
     Parameters
@@ -159,20 +159,20 @@ def choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
 
 
 def _complete(task: Task, columns: RelevanceColumns) -> Task:
-    """Return the task with the columns of the table that `list_examples` makes."""
+    """Return the task with the columns of the table that `_list_examples` makes."""
     query, documents, label = _name_columns(columns)
     return replace(task, texts=(query, documents), label=label)
 
 
 def _name_columns(columns: RelevanceColumns) -> tuple[str, str, str]:
-    """Return the names of the columns that `list_examples` makes: query, document and score."""
+    """Return the names of the columns that `_list_examples` makes: query, document and score."""
     negatives = columns.negatives
     if len(negatives) > _MOST_NAMED:
         negatives = (f"{negatives[0]} to {negatives[-1]}",)
     return columns.query, ", ".join((columns.document, *negatives)), columns.label or _MADE_LABEL
 
 
-def list_examples(table: Table, columns: RelevanceColumns) -> Table:
+def _list_examples(table: Table, columns: RelevanceColumns) -> Table:
     """Return a table of a row for each query and document, with a score as text.
 
     Iterating over its rows raises CpuftError: a row lacks a query or a document, or its score is not from 0 to 1.
@@ -219,7 +219,7 @@ def _find_irrelevant(table: Table, columns: RelevanceColumns) -> str:
         return columns.negatives[0]
     if not columns.label:
         return ""
-    rows = list_examples(table, columns).rows
+    rows = _list_examples(table, columns).rows
     return next((where for where, row in rows if _is_below(str(row[columns.label]), LEAST_RELEVANT)), "")
 
 
@@ -248,7 +248,7 @@ def _refuse_equal_scores(table: Table, task: Task, source: str) -> None:
         )
 
 
-def keep_first(examples: Examples) -> Examples:
+def _keep_first(examples: Examples) -> Examples:
     """Return examples without those whose query and document an earlier one has.
 
     What is kept has the highest score of the equal ones: a document that is relevant in one row is no negative in
@@ -303,10 +303,10 @@ def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainCon
     wanted = config.text_columns or train.text_columns
     if not config.text_columns and any(name.strip() not in table.columns for name in wanted.split(",")):
         wanted = ",".join(wanted.split(",")[:2]) if wanted else ""
-    columns = choose_columns(table, wanted, label)
+    columns = _choose_columns(table, wanted, label)
     if columns.label or columns.negatives:
         task = _complete(task, columns)
-        examples = make_examples(check_rows(list_examples(table, columns), task), task)
+        examples = make_examples(check_rows(_list_examples(table, columns), task), task)
         return task, number_queries(examples)
     task = replace(task, texts=(columns.query, columns.document), label="")
     return task, make_examples(check_rows(table, task, False), task, False)

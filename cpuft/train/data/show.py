@@ -142,11 +142,13 @@ def summarize(config: TrainConfig) -> DataSummary:
     tokenizer, _ = choose_tokenizer(config, data.train.list_texts, checksum_data(data, config), in_words)
     known: Known = {}
     found = {"training": data.train, **{f"validation{suffix}": split for suffix, split in data.validation.items()}}
-    splits = [summarize_split(name, split.load(), data.task, tokenizer, config, known) for name, split in found.items()]
+    splits = [
+        _summarize_split(name, split.load(), data.task, tokenizer, config, known) for name, split in found.items()
+    ]
     return _complete(config, data.task, splits, data.notes)
 
 
-def summarize_split(
+def _summarize_split(
     name: str, examples: Examples, task: Task, tokenizer: Any, config: TrainConfig, known: Known
 ) -> Split:
     """Describe a split.
@@ -171,9 +173,9 @@ def summarize_split(
     return Split(
         name,
         count,
-        count_labels(examples, tokens, task),
+        _count_labels(examples, tokens, task),
         [float(scores.min()), float(scores.mean()), float(scores.max())] if len(scores) else [],
-        summarize_lengths(measure_lengths(examples, tokens, tokenizer, config.max_length, task), config.max_length),
+        _summarize_lengths(_measure_lengths(examples, tokens, tokenizer, config.max_length, task), config.max_length),
         find_unknown_share(tokens.ids, tokenizer),
         duplicates,
         contradictions,
@@ -181,7 +183,7 @@ def summarize_split(
     )
 
 
-def count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, int]:
+def _count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, int]:
     """Return the number of examples with each label, in the order of the task's labels; empty without labels.
 
     Of tags, it is the number of words that --max-length leaves, which `tokens` tell.
@@ -214,7 +216,7 @@ def count_duplicates(examples: Examples, known: Known, adds: bool) -> tuple[int,
     return duplicates, contradictions
 
 
-def measure_lengths(
+def _measure_lengths(
     examples: Examples, tokens: Tokens, tokenizer: Any, max_length: int, task: Task
 ) -> NDArray[np.int64]:
     """Return the number of tokens of each example before it was cut.
@@ -232,7 +234,7 @@ def measure_lengths(
     return lengths
 
 
-def summarize_lengths(lengths: NDArray[np.int64], max_length: int) -> Lengths:
+def _summarize_lengths(lengths: NDArray[np.int64], max_length: int) -> Lengths:
     """Describe the lengths of at least one example in tokens."""
     return Lengths(
         int(lengths.min()),
@@ -296,7 +298,7 @@ def _describe(prepared: Prepared, name: str, duplicates: int, config: TrainConfi
     """Return the training or validation split of examples without labels, whose tokens are cut already."""
     is_training = name == "training"
     tokens = prepared.train if is_training else prepared.validation[""]
-    lengths = summarize_lengths(tokens.lengths, config.max_length)
+    lengths = _summarize_lengths(tokens.lengths, config.max_length)
     return Split(name, len(tokens), {}, [], lengths, prepared.unknown_share if is_training else 0.0, duplicates, 0)
 
 

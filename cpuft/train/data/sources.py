@@ -255,7 +255,7 @@ def parse_glue_tsv(text: str, task: Task, source: str) -> Examples:
         examples.texts.append(tuple(cells[place] for place in places[: len(task.texts)]))
         where = f"{source}, line {number}"
         examples.labels.append(parse_label(cells[places[-1]], task, where) if task.label else 0.0)
-    refuse_empty(examples.labels, source)
+    _refuse_empty(examples.labels, source)
     return examples
 
 
@@ -297,7 +297,7 @@ def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Exampl
 # The user's own files
 
 
-def refuse_empty(rows: Sequence[object], source: str) -> None:
+def _refuse_empty(rows: Sequence[object], source: str) -> None:
     """Raise CpuftError if there are no rows; the message names `source`, the file."""
     if not rows:
         raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
@@ -416,7 +416,7 @@ def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) 
     if config.validation_file:
         tables.append(read_tables(config.validation_file, "--validation-file", config, "validation"))
     label = _choose_label_column(train, config.label_column)
-    task = replace(task, texts=choose_text_columns(train, config.text_columns, label), label=label)
+    task = replace(task, texts=_choose_text_columns(train, config.text_columns, label), label=label)
     if label in task.texts:
         raise CpuftError(f"the column {label!r} cannot be text and label: name another one with --text-columns")
     for table in tables:
@@ -520,7 +520,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     label = config.label_column or _choose_label_column(table, usual)
     wanted = config.text_columns or train.text_columns
     texts = task.texts if task.texts and not wanted and all(map(has_column.get, task.texts)) else ()
-    texts = texts or choose_text_columns(table, wanted, label)
+    texts = texts or _choose_text_columns(table, wanted, label)
     for name in texts:
         find_column(table.columns, name, table.source, _NAME_TEXTS)
     if config.label_column:
@@ -534,7 +534,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
     return task, make_examples(check_rows(table, task, has_labels), task, has_labels)
 
 
-def choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
+def _choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
     """Return the names of the text columns: `wanted`, else usual names in the table.
 
     The usual names are, in this order: sentence1 and sentence2, text1 and text2, premise and hypothesis, sentence,
@@ -595,7 +595,7 @@ def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tu
     """
     first = next(iter(train.rows), None)
     if first is None:
-        refuse_empty([], train.source)
+        _refuse_empty([], train.source)
     elif isinstance(first[1].get(task.texts[0]), list):
         if wanted != "auto":
             what = f"{train.source} has lists of words in {task.texts[0]!r}, which take one tag for each word"
@@ -717,7 +717,7 @@ def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Ro
                 raise CpuftError(f"{where} has {counted(words, 'token')} and {counted(tags, 'tag')}: correct that line")
         yield where, row
     if is_empty:
-        refuse_empty([], table.source)
+        _refuse_empty([], table.source)
 
 
 def _describe_gap(where: str, name: str, task: Task, rows: Iterator[Row]) -> str:

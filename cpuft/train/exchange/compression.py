@@ -83,7 +83,7 @@ def choose_compression(
     assert group is not None
     per_host = find_ranks_per_host(world, group)
     tokens, own_tokens = (
-        count_distinct_tokens(objective, config, prepared, ranks) for ranks in (world.size, per_host or 1)
+        _count_distinct_tokens(objective, config, prepared, ranks) for ranks in (world.size, per_host or 1)
     )
     exact = make_levels(model, tokens, own_tokens, world.size, 0.0)[0]
     if (exact.layer_bytes + exact.row_bytes) * link.seconds_per_byte <= _FAST_SECONDS:
@@ -181,11 +181,11 @@ def count_sent_numbers(
     numbers, factors = sum(shape.numel() for shape in shapes), sum(map(count_numbers, shapes))
     if embedding is None:
         return GradientSizes(numbers, factors=factors)
-    tokens = {str(ranks): count_distinct_tokens(objective, config, prepared, ranks) for ranks in RANK_COUNTS}
+    tokens = {str(ranks): _count_distinct_tokens(objective, config, prepared, ranks) for ranks in RANK_COUNTS}
     return GradientSizes(numbers, embedding.embedding_dim, factors, tokens)
 
 
-def count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
+def _count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
     """Return the mean number of distinct tokens in an update on this number of ranks, of all ranks together.
 
     It is counted in the first four updates of the training examples, or fewer if there are fewer.

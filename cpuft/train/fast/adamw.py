@@ -356,7 +356,7 @@ class FusedStep(MasterStep):
             for count, update in zip(counts, updates, strict=True):
                 alike.setdefault((count, update.grad.dtype), []).append(update)
             for (count, _), some in alike.items():
-                run_adamw(kernels, some, count, group, self.gradient_factor)
+                _run_adamw(kernels, some, count, group, self.gradient_factor)
         self.gradient_factor = 1.0
         return loss
 
@@ -402,7 +402,7 @@ class FusedStep(MasterStep):
         return updates
 
 
-def run_adamw(
+def _run_adamw(
     kernels: Kernels, updates: list[ParameterUpdate], count: float, group: dict[str, Any], factor: float = 1.0
 ) -> None:
     """Make one step of AdamW, or of Adam, by the kernel, in place; the formulas are those of torch.optim.

@@ -15,7 +15,7 @@ from cpuft.train.data.order import Indices
 from cpuft.train.objective.base import Batch, Objective, Predictions
 
 
-def name_classes(labels: Sequence[str]) -> dict[str, Any]:
+def _name_classes(labels: Sequence[str]) -> dict[str, Any]:
     """Return the settings of a model's configuration that number and name the classes.
 
     They are `num_labels`, `id2label` (number to name) and `label2id` (name to number). Classes are numbered from 0.
@@ -69,7 +69,7 @@ class Classification(ClassObjective):
 
         They are problem_type, num_labels, id2label and label2id.
         """
-        return {"problem_type": "single_label_classification", **name_classes(self.labels)}
+        return {"problem_type": "single_label_classification", **_name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Run a forward pass; return the cross entropy of each example, fp32, shape (examples,)."""
@@ -93,7 +93,7 @@ class MultiLabelClassification(Objective):
 
         They are problem_type, num_labels, id2label and label2id.
         """
-        return {"problem_type": "multi_label_classification", **name_classes(self.labels)}
+        return {"problem_type": "multi_label_classification", **_name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Run a forward pass; return each example's mean binary cross entropy over the classes.
@@ -146,7 +146,7 @@ class TokenClassification(ClassObjective):
         They are num_labels, id2label, label2id, and architectures: saved adapters do not name the class of their model,
         so the configuration has to.
         """
-        return {"architectures": [self.model_class], **name_classes(self.labels)}
+        return {"architectures": [self.model_class], **_name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
         """Run a forward pass; return the sum of the cross entropies of each example's words.

@@ -181,7 +181,7 @@ def compute_losses_in_model(model: Any, name: str) -> None:
     Raises CpuftError: the model makes logits of the last hidden state in a way that is not known here.
     """
     form = _read_head_form(model)
-    check_head(model, form, name)
+    _check_head(model, form, name)
 
     def forward(self: Any, *args: Any, places: Any = None, targets: Any = None, **inputs: Any) -> Any:
         if places is None:
@@ -206,7 +206,7 @@ def _read_head_form(model: Any) -> HeadForm:
 
 
 @torch.no_grad()
-def check_head(model: Any, form: HeadForm, name: str) -> None:
+def _check_head(model: Any, form: HeadForm, name: str) -> None:
     """Raise CpuftError if a decoder's logits are not those of its head and this form; tried on three tokens.
 
     Parameters
