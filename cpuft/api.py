@@ -36,7 +36,6 @@ from cpuft.config import (
     TrainConfig,
     option_names,
     parse_value,
-    rename_old_options,
 )
 from cpuft.errors import (
     RESUMABLE,
@@ -345,7 +344,7 @@ def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
         for one in dataclasses.fields(config):
             fields.setdefault(one.name, (one, hints[one.name]))
     values = {}
-    for name, value in rename_old_options(options, fields).items():
+    for name, value in options.items():
         if name not in fields:
             raise CpuftError(f"there is no option {name!r}: {suggest_names(name, fields)}")
         if value is None:

@@ -11,7 +11,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -61,29 +61,6 @@ SECTIONS = (
 )
 """Headings of the help of `launch` and its relatives, in this order."""
 
-OLD_NAMES = {
-    "accumulation": "gradient_accumulation",
-    "apart": "independent",
-    "because": "restart_reason",
-    "clip_norm": "max_grad_norm",
-    "cores_allowed": "cpu_quota",
-    "grace": "grace_period",
-    "held_out": "validation_split",
-    "lora": "lora_rank",
-    "mask_share": "mlm_probability",
-    "measured": "measurements",
-    "notice": "interruption_notice",
-    "plain": "no_fast_path",
-    "recompute": "gradient_checkpointing",
-    "restarts": "max_restarts",
-    "resume": "recorded_updates",
-    "since": "stopped_at",
-    "vocabulary": "vocab_size",
-    "whole_words": "whole_word_mask",
-}
-"""Option names of earlier versions, and the names of this version: for flags, YAML files, records, plans and the
-registry of clusters. With `no_` in front, the new name negates an option: `plain: true` is `fast_path: false`."""
-
 LARGE_DECODER = 200_000_000
 """Number of parameters above which decoders are trained with LoRA, unless --lora-rank says otherwise."""
 DEFAULT_LORA_RANK = 16
@@ -109,6 +86,7 @@ def option(
     least: float | None = None,
     most: float | None = None,
     takes: str = "TEXT",
+    rare: bool = False,
 ) -> Any:
     """Return a dataclass field that is an option; its metadata has the other parameters by their names.
 
@@ -123,8 +101,10 @@ def option(
         default that depends on other options: messages call 0 the smallest number.
     takes: placeholder for the value in the help; shells complete FILE and FOLDER. TEXT stands for the choices, if there
         are any, and for N if the value is a number.
+    rare: whether few runs need the option: only --help-all shows it.
     """
-    metadata = {"help": help, "section": section, "choices": choices, "least": least, "most": most, "takes": takes}
+    metadata = {"help": help, "section": section, "choices": choices, "least": least, "most": most}
+    metadata |= {"takes": takes, "rare": rare}
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -135,7 +115,7 @@ _hosts, _data, _recipe, _evaluation, _speed, _communication, _output = (
 
 def _delimiter(section: str = "") -> Any:
     text = "Character between the columns of CSV and TSV files; auto is found in the header line of each file"
-    return option("auto", text, section=section, choices=("auto", *DELIMITERS))
+    return option("auto", text, section=section, rare=bool(section), choices=("auto", *DELIMITERS))
 
 
 def _quoting(section: str = "") -> Any:
@@ -143,7 +123,7 @@ def _quoting(section: str = "") -> Any:
         "Whether quotation marks surround cells of CSV and TSV files (csv), or are a part of the texts, as in GLUE's "
         "files (none); auto is none if a file can only be read so, and refuses a file that is in doubt"
     )
-    return option("auto", text, section=section, choices=QUOTINGS)
+    return option("auto", text, section=section, rare=bool(section), choices=QUOTINGS)
 
 
 def _encoding(section: str = "") -> Any:
@@ -151,7 +131,7 @@ def _encoding(section: str = "") -> Any:
         "Encoding of files of texts, such as windows-1252 or shift_jis; auto is UTF-8, and UTF-16 for a file that "
         "begins with its byte order mark"
     )
-    return option("auto", text, section=section, takes="NAME")
+    return option("auto", text, section=section, rare=bool(section), takes="NAME")
 
 
 @dataclass(frozen=True)
@@ -191,6 +171,7 @@ class TrainConfig:
         "Maximum vocabulary size of the tokenizer that --from-config makes from the training texts",
         least=64,
         most=1 << 20,
+        rare=True,
     )
     data_dir: str = _data(
         "",
@@ -237,6 +218,7 @@ class TrainConfig:
         "classes per example). auto decides by the values: numbers are regression if at least one has a fraction, "
         "such as 3.5, several labels are multi, and all others are classes; tags of words need no type",
         choices=LABEL_TYPES,
+        rare=True,
     )
     skip_unlabelled: bool = _data(
         False,
@@ -270,6 +252,7 @@ class TrainConfig:
         "With --task chat, file with the jinja template that renders conversations, which is saved with the tokenizer "
         "(default: the tokenizer's own)",
         takes="FILE",
+        rare=True,
     )
     pack: bool = _data(
         False,
@@ -277,24 +260,27 @@ class TrainConfig:
         "is padded; attention stays within each conversation. --batch-size then counts such sequences",
     )
     mlm_probability: float = _data(
-        0.15, "Fraction of the tokens that --task text masks for the model to predict", least=0.01, most=0.9
+        0.15, "Fraction of the tokens that --task text masks for the model to predict", least=0.01, most=0.9, rare=True
     )
-    whole_word_mask: bool = _data(False, "With --task text, mask all tokens of a word together")
+    whole_word_mask: bool = _data(False, "With --task text, mask all tokens of a word together", rare=True)
     pooling: str = _data(
         "auto",
         "How an embedding model makes one vector of a text's tokens: their mean, the first one (cls) or the last one; "
         "auto is what the files of sentence-transformers beside the model say, else mean",
         choices=("auto", *POOLINGS),
+        rare=True,
     )
     query_prompt: str = _data(
         "auto",
         "With --task pairs, text that is put in front of each anchor, such as 'query: '; auto takes the prompt named "
         "query of the model, if it has one",
+        rare=True,
     )
     document_prompt: str = _data(
         "auto",
         "With --task pairs, text that is put in front of each positive and negative, such as 'passage: '; auto takes "
         "the prompt named document, passage or corpus of the model, if it has one",
+        rare=True,
     )
     hard_negatives: int = _data(
         0,
@@ -309,6 +295,7 @@ class TrainConfig:
         "Embedding model that --hard-negatives compares texts with: the folder of a model or of a run, or a name on "
         "the Hugging Face hub (default: --model, if it is an embedding model)",
         takes="NAME",
+        rare=True,
     )
     epochs: float = _recipe(3.0, "Number of passes over the training examples, such as 3 or 0.5", least=0.0)
     max_steps: int = _recipe(0, "Number of updates to train, instead of --epochs; 0 trains for --epochs", least=0)
@@ -349,16 +336,20 @@ class TrainConfig:
         0,
         "Number of updates that warm up, instead of --warmup-ratio: in them, the learning rate rises linearly from 0",
         least=0,
+        rare=True,
     )
     weight_decay: float = _recipe(0.0, "Weight decay of AdamW; biases and layer norms have none", least=0.0)
     adam_beta1: float = _recipe(
-        0.9, "Decay rate of AdamW's mean of gradients, its first moment", least=0.0, most=0.999999
+        0.9, "Decay rate of AdamW's mean of gradients, its first moment", least=0.0, most=0.999999, rare=True
     )
     adam_beta2: float = _recipe(
-        0.999, "Decay rate of AdamW's mean of squared gradients, its second moment", least=0.0, most=0.999999
+        0.999, "Decay rate of AdamW's mean of squared gradients, its second moment", least=0.0, most=0.999999, rare=True
     )
     adam_epsilon: float = _recipe(
-        1e-8, "Number that AdamW adds to the square root of the second moment, so that it never divides by 0", least=0.0
+        1e-8,
+        "Number that AdamW adds to the square root of the second moment, so that it never divides by 0",
+        least=0.0,
+        rare=True,
     )
     layerwise_lr_decay: float = _recipe(
         1.0,
@@ -366,6 +357,7 @@ class TrainConfig:
         "rate, the top layer this factor of it, and so on down to the embeddings; 1 gives all layers the same rate",
         least=0.01,
         most=1.0,
+        rare=True,
     )
     label_smoothing: float = _recipe(
         0.0,
@@ -373,6 +365,7 @@ class TrainConfig:
         "class per example or per word",
         least=0.0,
         most=0.99,
+        rare=True,
     )
     class_weights: str = _recipe(
         "",
@@ -386,26 +379,30 @@ class TrainConfig:
         "With --task pairs, number by which similarities are divided in the loss (default: 0.05 if the model compares "
         "embeddings by their cosine, 1 if by their dot product)",
         least=-1.0,
+        rare=True,
     )
     symmetric_loss: bool = _recipe(
-        False, "With --task pairs, also learn to find the anchor of each positive, as the half of the loss"
+        False, "With --task pairs, also learn to find the anchor of each positive, as the half of the loss", rare=True
     )
     gather_negatives: bool = _recipe(
         True,
         "With --task pairs, the texts of all ranks are negatives of each anchor; --no-gather-negatives uses only those "
         "of its own rank, as --sync-every above 1 does. scored-pairs compares scores in the same way",
+        rare=True,
     )
     similarity_loss: str = _recipe(
         "cosent",
         "Loss of --task scored-pairs: cosent compares the order of all pairs of a batch; mse is the squared difference "
         "between cosine and score, which must be from -1 to 1",
         choices=("cosent", "mse"),
+        rare=True,
     )
     matryoshka: str = _recipe(
         "",
         "Train embeddings that can be cut to fewer dimensions: numbers of dimensions with commas between them, such as "
         "384,256,128, whose losses are added (default: all dimensions only)",
         takes="N,N",
+        rare=True,
     )
     micro_batch: int = _recipe(
         0,
@@ -413,12 +410,19 @@ class TrainConfig:
         "most --batch-size (gradient caching): the gradients stay the same, and each example takes a third more time. "
         "0 keeps the whole batch in memory",
         least=0,
+        rare=True,
     )
     max_grad_norm: float = _recipe(
-        1.0, "Scale gradients down when their global norm is larger than this; 0 turns clipping off", least=0.0
+        1.0,
+        "Scale gradients down when their global norm is larger than this; 0 turns clipping off",
+        least=0.0,
+        rare=True,
     )
     dropout: float = _recipe(
-        -1.0, "Dropout probability everywhere in the model (default: as in the model's configuration)", least=-1.0
+        -1.0,
+        "Dropout probability everywhere in the model (default: as in the model's configuration)",
+        least=-1.0,
+        rare=True,
     )
     seed: int = _recipe(
         42,
@@ -440,12 +444,14 @@ class TrainConfig:
         "memory, and converted for one matrix product at a time. auto gives each rank a copy of its own, layers "
         "in the format of --precision and the embedding in fp32",
         choices=BASE_PRECISIONS,
+        rare=True,
     )
     padding: str = _speed(
         "dynamic",
         "dynamic: examples of similar length are in one batch, which is padded to its longest example. max_length: "
         "examples are in random order, and all are padded to --max-length",
         choices=PADDINGS,
+        rare=True,
     )
     engine: str = _speed(
         "torch",
@@ -457,15 +463,18 @@ class TrainConfig:
         True,
         "Use cpuft's own CPU implementation of the encoder layers and of AdamW; --no-fast-path uses those of "
         "transformers and torch",
+        rare=True,
     )
-    compile: bool = _speed(False, "Use torch.compile instead of the fast path")
+    compile: bool = _speed(False, "Use torch.compile instead of the fast path", rare=True)
     gradient_checkpointing: bool = _speed(
         False, "Save memory by recomputing activations in the backward pass; steps take longer"
     )
     emulate_bf16: bool = _speed(
-        False, "Allow --precision bf16 on a CPU without bf16 instructions, where it is slower than fp32"
+        False, "Allow --precision bf16 on a CPU without bf16 instructions, where it is slower than fp32", rare=True
     )
-    eval_batch_size: int = _speed(32, "Number of examples per rank in one forward pass of the evaluation", least=1)
+    eval_batch_size: int = _speed(
+        32, "Number of examples per rank in one forward pass of the evaluation", least=1, rare=True
+    )
     backend: str = _communication(
         "auto",
         "Library that carries collectives between ranks; auto measures gloo, mpi and ccl (oneCCL) in the first run "
@@ -492,6 +501,7 @@ class TrainConfig:
         "learning rate is highest and in the warm-up, and later less often, after N * (highest rate / rate)^2 updates "
         "(the method QSR). All ranks are averaged at the end",
         choices=SYNC_SCHEDULES,
+        rare=True,
     )
     outer_momentum: float = _communication(
         0.0,
@@ -500,6 +510,7 @@ class TrainConfig:
         "takes the average as it is",
         least=0.0,
         most=0.99,
+        rare=True,
     )
     shard: str = _communication(
         "none",
@@ -508,7 +519,7 @@ class TrainConfig:
         choices=SHARDS,
     )
     comm_timeout: float = _communication(
-        300.0, "Seconds that a collective may take before the run ends with an error", least=1.0
+        300.0, "Seconds that a collective may take before the run ends with an error", least=1.0, rare=True
     )
     eval_every: str = _evaluation(
         "none",
@@ -531,9 +542,13 @@ class TrainConfig:
         "early",
         least=0,
     )
-    save_model: bool = _output(True, "Save the trained model and its tokenizer in the folder model of the run")
+    save_model: bool = _output(
+        True, "Save the trained model and its tokenizer in the folder model of the run", rare=True
+    )
     lora_merge: bool = _output(
-        False, "With --lora-rank, save the whole model with the adapters merged into it, not the adapters alone"
+        False,
+        "With --lora-rank, save the whole model with the adapters merged into it, not the adapters alone",
+        rare=True,
     )
     report_to: str = _output(
         "",
@@ -642,14 +657,13 @@ class LaunchConfig:
     )
     cluster: str = _hosts("", "Name of a cluster made by cpuft provision, instead of --hostfile", takes="NAME")
     only_hosts: str = _hosts(
-        "",
-        "Use only these of the hosts, separated by commas, in this order (default: all)",
-        takes="NAMES",
+        "", "Use only these of the hosts, separated by commas, in this order (default: all)", takes="NAMES", rare=True
     )
     iface: str = _hosts(
         "",
         "Network interface that the ranks use, such as eth0 (default: the one whose route leads to the other hosts)",
         takes="NAME",
+        rare=True,
     )
     ssh_config: str = _hosts(
         "",
@@ -661,13 +675,15 @@ class LaunchConfig:
         "Path of the mpirun or srun that starts the ranks (default: the mpirun of cpuft's Python environment, then "
         "of PATH; then, in a Slurm job, srun)",
         takes="FILE",
+        rare=True,
     )
     master_port: int = _hosts(
-        0, "TCP port of rank 0's torch store (MASTER_PORT); 0 takes a free port", least=0, most=LAST_PORT
+        0, "TCP port of rank 0's torch store (MASTER_PORT); 0 takes a free port", least=0, most=LAST_PORT, rare=True
     )
     check: bool = _hosts(
         True,
         "Run a short form of cpuft doctor before the launch; an error ends the launch, a warning does not",
+        rare=True,
     )
     comm_cores: int = _communication(
         -1,
@@ -675,6 +691,7 @@ class LaunchConfig:
         "also with --backend auto; 0 with --backend gloo, with one rank, with fewer than 8 cores per rank and for "
         "your own script)",
         least=-1,
+        rare=True,
     )
     run_dir: str = _output(
         "",
@@ -695,7 +712,7 @@ class LaunchConfig:
         "may not occur again (default: 3 with several hosts, else 0)",
         least=-1,
     )
-    min_np: int = _output(1, "Minimum number of ranks for a restart; with fewer, the run ends", least=1)
+    min_np: int = _output(1, "Minimum number of ranks for a restart; with fewer, the run ends", least=1, rare=True)
     interruption_notice: str = _output(
         "",
         "File that appears on a host, or URL that answers with HTTP status 200, when that host will be taken away. "
@@ -708,6 +725,7 @@ class LaunchConfig:
         False,
         "While the run trains on hosts with disks of their own, copy each new checkpoint from the head host to the run "
         "folder on this machine, where --resume finds it for other hosts if the head host is lost",
+        rare=True,
     )
     grace_period: float = _output(
         0.0,
@@ -738,6 +756,7 @@ class ScriptConfig:
     independent: bool = _communication(
         False,
         "Start ranks of a script that are meant to be independent, and do not check that they form one process group",
+        rare=True,
     )
 
 
@@ -916,52 +935,6 @@ def format_flag(name: str, value: object = True) -> str:
     return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
-def find_new_name(name: str, known: Collection[str]) -> tuple[str, bool]:
-    """Return (this version's name of an option, whether a boolean value is to be negated).
-
-    ("lora_rank", False) for "lora", and ("fast_path", True) for "plain", if these are known. A name that is known stays
-    as it is, also if it is in OLD_NAMES. A name that is neither old nor known is returned unchanged, with False.
-
-    Parameters
-    ----------
-    name: the option's name with underscores, perhaps one of an earlier version (OLD_NAMES).
-    known: names of the options that exist.
-    """
-    new = OLD_NAMES.get(name, name)
-    if name in known or new in known:
-        return (name if name in known else new), False
-    positive = new.removeprefix("no_")
-    return (positive, True) if positive in known else (name, False)
-
-
-def rename_old_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the options with the names of this version and, where that is the opposite option, negated values.
-
-    `plain: true` becomes `fast_path: "false"`, and a boolean stays a boolean. A value that is no boolean, nor the text
-    of one, is not negated. If both an old and a new name of an option are given, the later one counts.
-
-    Parameters
-    ----------
-    options: values by names with underscores, perhaps stored by an earlier version.
-    known: names of the options that exist. Names that are neither old nor among them stay unchanged.
-    """
-    renamed: dict[str, Any] = {}
-    for name, value in options.items():
-        new, negated = find_new_name(name, known)
-        renamed[new] = _negate(value) if negated else value
-    return renamed
-
-
-def _negate(value: Any) -> Any:
-    """Negate a boolean, or the text of one as YAML files and command lines have it; other values are returned as is."""
-    if isinstance(value, bool):
-        return not value
-    text = str(value).lower()
-    if text in ("true", "yes", "on", "1"):
-        return "false"
-    return "true" if text in ("false", "no", "off", "0") else value
-
-
 def format_arguments(config: Any) -> list[str]:
     """Return a command-line argument for each option that differs from its default: ["--task=mrpc", "--seed=7", ...].
 
@@ -975,8 +948,7 @@ def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
     """Return the configuration that command-line arguments describe; the inverse of `format_arguments`.
 
     `--name value` is the same as `--name=value`. Booleans need the value true or false, in any case. Options that are
-    not given have their defaults; of an option that is given twice, the last value counts. Names of earlier versions
-    are accepted.
+    not given have their defaults; of an option that is given twice, the last value counts.
 
     Raises
     ------
@@ -987,13 +959,13 @@ def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
     for argument in rest:
         flag, equals, text = argument.partition("=")
-        name = find_new_name(flag[2:].replace("-", "_"), fields)[0]
+        name = flag[2:].replace("-", "_")
         if flag[:2] != "--" or name not in fields:
             raise CpuftError(f"{flag[:80]!r} is no option here: {suggest_names(flag, map(format_flag, fields))}")
         value = text if equals else next(rest, None)
         if value is None:
             raise CpuftError(f"{flag} has no value: write {flag}=VALUE")
-        texts.update(rename_old_options({flag[2:].replace("-", "_"): value}, fields))
+        texts[name] = value
     return config(**{name: parse_value(fields[name], types[name], text) for name, text in texts.items()})
 
 

@@ -19,7 +19,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from cpuft.config import TrainConfig, option_names, rename_old_options
 from cpuft.errors import CpuftError
 from cpuft.serialization import load, parse_json
 
@@ -549,19 +548,6 @@ def parse_measurements(text: str, path: str) -> list[Measurement]:
     return [line for line in parsed if isinstance(line, Measurement)]
 
 
-_OLD_KEYS = {
-    "header": {"apart": "independent", "travels": "gradient_sizes", "rows": "examples"},
-    "evaluation": {"rows": "examples"},
-    "gradient_sizes": {"row": "embedding_row", "words": "tokens"},
-}
-"""Keys in records of earlier versions, and their names now."""
-
-
-def _rename_old_keys(kind: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with the current names of their keys."""
-    return {_OLD_KEYS.get(kind, {}).get(name, name): value for name, value in values.items()}
-
-
 def _parse_line(text: str) -> Line:
     values = load(dict[str, Any], parse_json(text))
     kind = load(str, values.pop("kind", None), "its kind")
@@ -569,11 +555,6 @@ def _parse_line(text: str) -> Line:
         raise ValueError(f"format {values.get('format')!r:.60}, this version reads {FORMAT}")
     if kind not in _KINDS:
         raise ValueError(f"kind {kind[:60]!r} is unknown")
-    values = _rename_old_keys(kind, values)
-    if kind == "header" and isinstance(options := values.get("options"), dict):
-        values["options"] = rename_old_options(options, option_names(TrainConfig))
-    if kind == "header" and isinstance(sizes := values.get("gradient_sizes"), dict):
-        values["gradient_sizes"] = _rename_old_keys("gradient_sizes", sizes)
     return load(_KINDS[kind], values)
 
 

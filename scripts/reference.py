@@ -5,11 +5,12 @@ from __future__ import annotations
 import click
 
 from cpuft.cli import cli
+from cpuft.cli.options import is_rare
 
 _HEAD = """# Reference
 
 This page is generated from the code by `scripts/docs`. Options may also stand in a YAML file that `--config` names, as
-`option: value` lines; options on the command line win. Old names of options are still accepted and print the new name.
+`option: value` lines; options on the command line win. Only `--help-all` shows rare options.
 """
 
 _VARIABLES = (
@@ -50,13 +51,15 @@ def format_command(path: str, command: click.Command) -> list[str]:
     usage = " ".join(command.collect_usage_pieces(context))
     lines = [f"## {path}", "", f"`{path} {usage}`", "", " ".join((command.help or "").split()), ""]
     options = [one for one in command.get_params(context) if isinstance(one, click.Option) and not one.hidden]
-    rows = [record for one in options if "--help" not in one.opts and (record := one.get_help_record(context))]
-    if rows:
-        lines += ["| option | meaning |", "| --- | --- |"]
+    shown = [one for one in options if "--help" not in one.opts]
+    for title in ("option", "rare option"):
+        some = [one for one in shown if is_rare(one) == (title != "option")]
+        rows = [record for one in some if (record := one.get_help_record(context))]
+        lines += [f"| {title} | meaning |", "| --- | --- |"] * bool(rows)
         lines += [
             f"| `{' '.join(flag.split()).replace('|', chr(92) + '|')}` | {_escape(text)} |" for flag, text in rows
         ]
-        lines += [""]
+        lines += [""] * bool(rows)
     return lines
 
 

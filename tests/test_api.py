@@ -71,7 +71,6 @@ def test_options_are_those_of_the_command_line() -> None:
         "train_file": "a.csv,b.csv",
     }
     assert parse_options({"np": (1, 2)}, CompareConfig, LaunchConfig) == {"np": "1,2"}
-    assert parse_options({"lora": 8}, TrainConfig) == {"lora_rank": 8}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import errno
 import fcntl
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +17,6 @@ from cpuft.errors import CpuftError, describe_path_error
 from cpuft.record import (
     EvaluationLine,
     Footer,
-    GradientSizes,
     Header,
     Line,
     Measurement,
@@ -150,14 +147,3 @@ def test_a_resumed_record_is_written_through_no_link_and_into_no_pipe(tmp_path: 
             pass
         assert (tmp_path / "record.jsonl").read_text() == "begun\n"
     assert (tmp_path / "precious").read_text() == "mine"
-
-
-def test_keys_of_earlier_versions_have_their_new_names() -> None:
-    line = json.loads(format_line(dataclasses.replace(make_record().header, independent=True, examples=7)))
-    line["apart"], line["rows"] = line.pop("independent"), line.pop("examples")
-    line["travels"] = {"row": 3, "words": {"1": 2.0}}
-    del line["gradient_sizes"]
-    evaluation = {"kind": "evaluation", "step": 1, "metrics": {}, "rows": 5, "seconds": 1.0}
-    record = parse_record("\n".join(map(json.dumps, (line, evaluation))) + "\n")
-    assert (record.header.independent, record.header.examples, record.evaluations[0].examples) == (True, 7, 5)
-    assert record.header.gradient_sizes == GradientSizes(embedding_row=3, tokens={"1": 2.0})

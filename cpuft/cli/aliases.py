@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "fairseq")
-"""The other tools, as `Alias.theirs` names them."""
+TOOLS = ("run_glue", "torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "fairseq", "earlier")
+"""The other tools, as `Alias.theirs` names them; earlier is an earlier version of cpuft."""
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import glob
-import itertools
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -16,13 +15,10 @@ from click.core import ParameterSource
 from cpuft.cli.aliases import suggest_options
 from cpuft.config import (
     ALTERNATIVES,
-    OLD_NAMES,
     SECTIONS,
-    find_new_name,
     format_flag,
     option_names,
     parse_value,
-    rename_old_options,
 )
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.serialization import find_control, load, parse_yaml
@@ -35,8 +31,9 @@ _RUN_FILES = ("record.jsonl", "plan.sh")
 """The folder of a run holds at least one of these files."""
 _COLUMN = 24
 """Width of the first column of the help, the same in all sections."""
+_RARE = "Rare options"
+"""Heading of the options that only --help-all shows."""
 _GIVEN = (ParameterSource.COMMANDLINE, ParameterSource.DEFAULT_MAP)
-_OLD_NAME_NOTE = "the old name still works, and will be removed in a later version"
 
 
 class _ValueError(click.BadParameter):
@@ -73,14 +70,14 @@ class _FieldType(click.ParamType[Any]):
 class FieldOption(click.Option):
     """An option made from a field of a configuration. Shells complete paths after those that take FILE or FOLDER.
 
-    `section` is its heading in the help, one of SECTIONS or empty.
+    `section` is its heading in the help, one of SECTIONS or empty; `is_rare` options are under another one.
     """
 
-    def __init__(self, names: list[str], section: str, takes: str, **attributes: Any) -> None:
+    def __init__(self, names: list[str], section: str, takes: str, is_rare: bool = False, **attributes: Any) -> None:
         """`takes`: placeholder for the value in the help. `attributes`: those of click.Option."""
         complete = _complete_paths if takes in ("FILE", "FOLDER") else None
         super().__init__(names, metavar=takes, shell_complete=complete, **attributes)
-        self.section = section
+        self.section, self.is_rare = section, is_rare
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
         """Return (the flag with its placeholder, its help): ("--batch-size N", "Number of examples ... [32]").
@@ -95,6 +92,11 @@ class FieldOption(click.Option):
         default = f"{self.default:g}" if isinstance(self.default, float) else str(self.default)
         is_described = not default or "(default" in text
         return f"{flag} {self.metavar}", text if is_described else f"{text} [{default}]"
+
+
+def is_rare(param: click.Parameter) -> bool:
+    """Return whether only --help-all shows a parameter."""
+    return isinstance(param, FieldOption) and param.is_rare
 
 
 def _complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -161,7 +163,13 @@ def _make_option(field: dataclasses.Field[Any], kind: type, is_list: bool) -> Fi
     names = [f"{flag}/{format_flag(field.name, False)}" if kind is bool else flag, field.name]
     kind_of_value = bool if kind is bool else click.STRING if is_list else _FieldType(field, kind)
     return FieldOption(
-        names, metadata["section"], takes, default=field.default, type=kind_of_value, help=metadata["help"]
+        names,
+        metadata["section"],
+        takes,
+        metadata["rare"],
+        default=field.default,
+        type=kind_of_value,
+        help=metadata["help"],
     )
 
 
@@ -201,17 +209,33 @@ def refuse_options(config: type, reason: str) -> None:
             raise CpuftError(f"{format_flag(name)} {reason}")
 
 
+def _show_help(ctx: click.Context, param: click.Parameter, is_given: bool) -> None:
+    if is_given and not ctx.resilient_parsing:
+        ctx.meta[_RARE] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+_HELP_ALL = click.Option(
+    ["--help-all"],
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_help,
+    help="Show this message with the rare options as well, which few runs need, and exit",
+)
+
+
 class CheckedCommand(click.Command):
-    """A command that accepts old option names and refuses control characters in its options and arguments."""
+    """A command that refuses control characters in its options and arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments into `ctx.params`, after old flags have been replaced; return the arguments that are left
-        over.
+        """Parse the arguments into `ctx.params`; return the arguments that are left over.
 
         Raises click.UsageError: an unknown option or a wrong value, or a value contains a control character. Arguments
         of type UNPROCESSED, which are the user's own command, may contain any character.
         """
-        rest = super().parse_args(ctx, self.rename_old_flags(ctx, args))
+        rest = super().parse_args(ctx, args)
         for param in self.get_params(ctx) if not ctx.resilient_parsing else ():
             value = ctx.params.get(str(param.name))
             for text in value if isinstance(value, tuple) else (value,):
@@ -221,41 +245,6 @@ class CheckedCommand(click.Command):
                     problem = f"{name} {text[:80]!r} contains the control character {control!r}"
                     raise click.UsageError(f"{problem}: write the value without it", ctx)
         return rest
-
-    def rename_old_flags(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Return the arguments with the flags of this version in place of old ones (`cpuft.config.OLD_NAMES`).
-
-        What follows `--` stays as it is, and so do values of options. If anything was replaced, one line on standard
-        error names the new flags, unless a shell is completing the command line.
-        """
-        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        names = {str(option.name) for option in options}
-        with_value = {flag for option in options if not option.is_flag for flag in option.opts}
-        renamed: list[str] = []
-        changes: dict[str, None] = {}
-        rest = iter(args)
-        for arg in rest:
-            if arg == "--":
-                renamed += [arg, *rest]
-                break
-            flag, equals, value = arg.partition("=")
-            new = _find_new_flag(flag, names) if arg.startswith("--") else flag
-            if new != flag:
-                changes[f"{new} instead of {flag}"] = None
-            renamed.append(new + equals + value)
-            if new in with_value and not equals:
-                renamed += itertools.islice(rest, 1)
-        if changes and not ctx.resilient_parsing:
-            click.echo(f"cpuft: write {', '.join(changes)}: {_OLD_NAME_NOTE}", err=True)
-        return renamed
-
-
-def _find_new_flag(flag: str, names: Collection[str]) -> str:
-    """Return this version's flag for an old one if an option in `names` has it; otherwise the same flag."""
-    is_off = flag.startswith("--no-")
-    name = flag.removeprefix("--no-" if is_off else "--").replace("-", "_")
-    new, is_negated = find_new_name(name, names)
-    return flag if new == name else format_flag(new, is_off == is_negated)
 
 
 class Verb(CheckedCommand):
@@ -271,6 +260,8 @@ class Verb(CheckedCommand):
     def __init__(self, *args: Any, alternatives: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._alternatives = (*ALTERNATIVES, *alternatives)
+        if any(map(is_rare, self.params)):
+            self.params.append(_HELP_ALL)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments into `ctx.params`, with the values of --config's YAML file for options that are not among
@@ -283,7 +274,6 @@ class Verb(CheckedCommand):
         value, options that exclude each other, a control character, or a file of --config that
         `read_config` refuses.
         """
-        args = self.rename_old_flags(ctx, args)
         if ctx.resilient_parsing:  # A shell is completing the line: nothing is refused, and no file is read.
             return super().parse_args(ctx, args)
         own = args[: args.index("--")] if "--" in args else args
@@ -311,11 +301,13 @@ class Verb(CheckedCommand):
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options in sections, each in the order of the fields; options without a section come last."""
-        records: dict[str, list[tuple[str, str]]] = {section: [] for section in SECTIONS}
+        records: dict[str, list[tuple[str, str]]] = {section: [] for section in (*SECTIONS, _RARE)}
+        shows_rare = ctx.meta.get(_RARE, False)
         for param in self.get_params(ctx):
             record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
-            if record:
-                records.setdefault(getattr(param, "section", ""), []).append((record[0].ljust(_COLUMN), record[1]))
+            if record and (shows_rare or not is_rare(param)):
+                section = _RARE if is_rare(param) else getattr(param, "section", "")
+                records.setdefault(section, []).append((record[0].ljust(_COLUMN), record[1]))
         filled = {section: lines for section, lines in records.items() if lines}
         for section, lines in filled.items():
             with formatter.section(section or ("Other options" if len(filled) > 1 else "Options")):
@@ -349,7 +341,7 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
     """Return the option values of a YAML file by option name, as texts in the form of the command line.
 
     click takes the result as its default_map. A list becomes a text with commas. Dashes and underscores are the same in
-    keys. Old names are accepted, with one line on standard error. The values are not checked here. An empty file is {}.
+    keys. The values are not checked here. An empty file is {}.
 
     Parameters
     ----------
@@ -361,27 +353,19 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
         the `known` options or is there twice; a value is missing, is a mapping, or contains a control character.
     """
     values = _read_mapping(path)
-    flags = {f"--{name}" for name in known} | {format_flag(name) for name in known}
-    is_old = {key: find_new_name(_underscored(key), known)[0] != _underscored(key) for key in values}
-    if suggestion := suggest_options([f"--{key}" for key in values if not is_old[key]], flags):
+    flags = {flag for name in known for flag in (f"--{name}", format_flag(name), format_flag(name, False))}
+    if suggestion := suggest_options([f"--{key}" for key in values], flags):
         raise CpuftError(f"--config {path}: {suggestion.replace('--', '')}")
     options: dict[str, str] = {}
-    changes: list[str] = []
     for key, value in values.items():
         name = _underscored(key)
         if value is None:
             raise CpuftError(f"--config {path}: {name!r} has no value: give it one, or leave out the line")
-        if is_old[key]:
-            is_negated = OLD_NAMES[name].startswith("no_")
-            ((name, value),) = rename_old_options({name: value}, known).items()
-            changes.append(f"{format_flag(name)[2:]}{f': {value}' if is_negated else ''} instead of {key}")
         if name not in known:
             raise CpuftError(f"--config {path}: there is no option {name!r}: {suggest_names(name, known)}")
         if name in options:
             raise CpuftError(f"--config {path}: {name!r} is there twice: keep one of the lines")
         options[name] = _format_value(value, f"--config {path}: {name!r}")
-    if changes:
-        click.echo(f"cpuft: --config {path}: write {', '.join(changes)}: {_OLD_NAME_NOTE}", err=True)
     return options
 
 

@@ -68,11 +68,9 @@ def to_json(findings: Sequence[Finding], hosts: Sequence[str]) -> dict[str, Any]
     """Return all findings as one JSON object.
 
     `format` is 1, `hosts` the names of all hosts, and `findings` has an object for each finding with the fields of
-    `Finding`, and `next_move`, the older name of `next_step`.
+    `Finding`.
     """
-    # `next_move` is the name that `next_step` had before; programs that read the object may still expect it.
-    values = [asdict(finding) | {"next_move": finding.next_step} for finding in findings]
-    return {"format": 1, "hosts": list(hosts), "findings": values}
+    return {"format": 1, "hosts": list(hosts), "findings": [asdict(finding) for finding in findings]}
 
 
 def describe_errors(findings: Sequence[Finding]) -> str:

@@ -6,7 +6,7 @@ import sys
 import time
 import traceback
 
-from cpuft.config import TrainConfig, WorkerConfig, find_new_name, option_names, parse_arguments
+from cpuft.config import TrainConfig, WorkerConfig, option_names, parse_arguments
 from cpuft.errors import RESUMABLE
 from cpuft.rank.diagnostics import start_reporting
 from cpuft.terminal import protect_streams
@@ -53,7 +53,7 @@ def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
     Raises CpuftError: an option is unknown, or has a value that it does not accept.
     """
     names = option_names(WorkerConfig)
-    is_own = {arg: find_new_name(arg.partition("=")[0][2:].replace("-", "_"), names)[0] in names for arg in argv}
+    is_own = {arg: arg.partition("=")[0][2:].replace("-", "_") in names for arg in argv}
     own, others = ([arg for arg in argv if is_own[arg] == wanted] for wanted in (True, False))
     return parse_arguments(TrainConfig, others), parse_arguments(WorkerConfig, own)
 

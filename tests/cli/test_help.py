@@ -19,7 +19,7 @@ from cpuft.cli import cli
 from cpuft.config import SECTIONS
 from cpuft.record import FILE_NAME
 from cpuft.tasks import TASKS
-from tests.conftest import Golden
+from tests.conftest import Golden, run_cpuft
 
 
 def verbs(group: click.Group, name: str = "cpuft") -> Iterator[tuple[str, click.Command]]:
@@ -52,16 +52,22 @@ def test_the_help(name: str, golden: Golden) -> None:
     golden(f"help-{name.split()[-1]}.txt", help_of(name))
 
 
+def test_only_help_all_shows_rare_options() -> None:
+    usual, rare = (run_cpuft("launch", flag).stdout for flag in ("--help", "--help-all"))
+    assert "--adam-beta1" not in usual
+    assert usual.replace("--help-all", "") == rare.replace("--help-all", "").replace(
+        rare[rare.index("Rare options:") : rare.index("Other options:")], ""
+    )
+    assert "--adam-beta1 N " in rare
+
+
 @pytest.mark.parametrize("name", ["cpuft launch", "cpuft compare", "cpuft env", "cpuft bench comm"])
 def test_every_option_has_a_subject(name: str) -> None:
     options = [param for param in VERBS[name].params if isinstance(param, click.Option)]
-    assert {getattr(option, "section", "") or option.opts[0] for option in options} <= {
-        *SECTIONS,
-        "--dry-run",
-        "--config",
-    }
-    _, others = help_of(name).split("\nOther options:\n")
-    assert others.count("\n  -") <= 2
+    others = {"--dry-run", "--config", "--help-all"}
+    assert {getattr(option, "section", "") or option.opts[0] for option in options} <= {*SECTIONS, *others}
+    _, end = help_of(name).split("\nOther options:\n")
+    assert end.count("\n  -") <= 3
 
 
 @pytest.mark.parametrize("name", VERBS)

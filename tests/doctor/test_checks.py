@@ -195,7 +195,7 @@ def test_only_errors_stop_a_launch() -> None:
 def test_json_has_every_field() -> None:
     findings = find_all(plant(healthy(), 2, huge_pages="[never]"))
     (told,) = json.loads(json.dumps(to_json(findings, ["node1"])))["findings"]
-    assert sorted(told) == ["cause", "code", "evidence", "fix", "host", "next_move", "next_step", "severe"]
+    assert sorted(told) == ["cause", "code", "evidence", "fix", "host", "next_step", "severe"]
 
 
 @pytest.mark.parametrize(
