@@ -273,7 +273,6 @@ _Example = tuple[NDArray[np.int32], NDArray[np.int8]]
 
 
 def _drop_end(messages: list[Message]) -> list[Message]:
-    """Return the messages up to the last answer."""
     last = max(number for number, message in enumerate(messages) if message["role"] == _ASSISTANT)
     return messages[: last + 1]
 

@@ -247,7 +247,7 @@ def _label_tokens(examples: Examples, encoded: Any) -> NDArray[np.int32]:
 
 
 def prepare(config: TrainConfig) -> Path:
-    """Return the archive of the prepared data in the user's cache folder, where it is written if it is not there."""
+    """Return the path of the prepared data in the user's cache folder, where it is written if it is not there."""
     check_untrained(config)
     check_trainable(config)
     if config.task == "text":
@@ -324,7 +324,6 @@ def _prepare_texts(config: TrainConfig) -> Path:
 
 
 def _prepare_chats(config: TrainConfig) -> Path:
-    """Return what `prepare` does, for --task chat."""
     if not config.train_file:
         raise CpuftError("--task chat needs --train-file: name JSON lines files of conversations")
     chats, other = scan_chats(config.train_file, "--train-file"), config.validation_file

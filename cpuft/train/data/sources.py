@@ -221,7 +221,6 @@ _HUB_SPLITS = {"dev": "validation", "dev_matched": "validation_matched", "dev_mi
 
 
 def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
-    """Read GLUE from the Hugging Face hub with the package datasets."""
     problem = find_hub_problem()
     from datasets import load_dataset
 
@@ -255,7 +254,6 @@ def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Exampl
 
 
 def _refuse_empty(rows: Sequence[object], source: str) -> None:
-    """Raise CpuftError if there are no rows; the message names `source`, the file."""
     if not rows:
         raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
 
@@ -649,7 +647,6 @@ def _has_text(cell: Cell) -> bool:
 
 
 def _split_label(cell: Cell, task: Task) -> list[str]:
-    """Return the labels in a cell."""
     if isinstance(cell, str):
         cell = cell.split(LABEL_SEPARATOR) if task.kind == "labels" else [cell]
     return [text for part in cell if (text := part.strip())]

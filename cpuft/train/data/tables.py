@@ -463,7 +463,6 @@ def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of the pairs of a JSON object. Raises ValueError: a key is there twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
