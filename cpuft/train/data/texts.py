@@ -216,7 +216,7 @@ class Packer:
     ) -> None:
         self.prefix, self.suffix, self.separator, self.end = prefix, suffix, separator, end
         self.length = length
-        self._room = length - len(prefix) - len(suffix)
+        self._room = length - len(prefix) - len(suffix)  # has to be 1 or more
         self._buffer: list[int] = list(begin)
         self._is_empty, self._begins = True, False
         self._file = path.open("w+b")
