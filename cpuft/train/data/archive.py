@@ -57,10 +57,7 @@ class Tokens:
         return np.diff(self.offsets)
 
     def positions(self, examples: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices of all tokens of these examples in `ids`, one example after another, int64.
-
-        Raises ValueError: `examples` is empty.
-        """
+        """Return the indices of all tokens of these examples (at least one) in `ids`, one example after another."""
         return np.concatenate([np.arange(self.offsets[one], self.offsets[one + 1]) for one in examples])
 
 
@@ -71,23 +68,18 @@ class Prepared:
     labels: tuple[str, ...]
     """Names of the classes, in the order of their numbers; empty for the kinds score and masked."""
     metrics: tuple[str, ...]
-    """Names of the metrics that an evaluation computes."""
     checksum: str
     """Checksum of the examples, labels, tokenizer and maximum length: equal checksums mean the same data."""
     pad_id: int
-    """Id of the token that batches are padded with."""
     train: Tokens
-    """The training split."""
     validation: dict[str, Tokens]
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
     kind: str = "class"
-    """What is predicted: class, labels, tags, score, masked, causal, chat, pairs, similarity or relevance (see
-    `Task.kind`)."""
+    """What is predicted: `Task.kind`."""
     mask_id: int = 0
     """Id of the mask token; 0 if the tokenizer has none."""
     token_kinds: NDArray[np.int8] = field(default_factory=lambda: EMPTY)
-    """For the kind masked, the kind of each token id (WORD_START, WORD_CONTINUATION or NEVER_MASKED of `texts.py`),
-    shape (vocabulary,); else empty."""
+    """For the kind masked, what `classify_tokens` returns; else empty."""
     vocab_size: int = 0
     """Rows that an embedding for this tokenizer needs."""
     tokenizer: str = ""
@@ -105,19 +97,10 @@ class Prepared:
 
 
 def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], others: dict[str, Any]) -> None:
-    """Write an uncompressed NumPy archive that `read_prepared` opens, completely or not at all (atomically).
+    """Write an uncompressed NumPy archive that `read_prepared` opens, completely or not at all.
 
-    The folder is made if necessary, and an archive that is there is replaced.
-
-    Parameters
-    ----------
-    meta: stored as JSON text in the array `meta`.
-    splits: each field of a split is stored as the array `KEY.FIELD`, such as `train.ids`; keys are `train`, and
-        `validation` with the suffix of the metrics' names.
-    others: more arrays by name.
-
-    Raises CpuftError: the archive cannot be written, for example because the disk is full, or `path` is a folder or
-    special file.
+    `meta` is stored as JSON text in the array `meta`, and each field of a split as the array `KEY.FIELD`, such as
+    `train.ids`; keys are `train`, and `validation` with the suffix of the metrics' names.
     """
     arrays = {"meta": np.asarray(json.dumps(meta)), **others}
     for key, tokens in splits.items():
@@ -128,10 +111,7 @@ def write_prepared(path: Path, meta: dict[str, Any], splits: dict[str, Tokens], 
 
 @contextmanager
 def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Iterator[None]:
-    """Raise an OSError of writing something to the cache folder as a CpuftError that says what to do.
-
-    `what`: beginning of the message: a noun in the plural or one that has no plural.
-    """
+    """Raise an OSError of writing `what` to the cache folder as a CpuftError that says what to do."""
     try:
         yield
     except OSError as error:
@@ -142,12 +122,7 @@ def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Ite
 
 
 def read_prepared(path: str) -> Prepared:
-    """Open an archive that `write_prepared` has written.
-
-    Its arrays are memory-mapped and read-only, so that they may be larger than memory; the file must stay.
-
-    Raises CpuftError: the file is missing, damaged, or not such an archive; the message names it.
-    """
+    """Open an archive of `write_prepared`, whose arrays are memory-mapped and read-only: the file must stay."""
     try:
         meta, arrays = map_archive(path)
         splits = {
@@ -187,7 +162,6 @@ _ARRAY_TYPES: dict[str, tuple[tuple[type[np.generic], int], ...]] = {
 
 
 def _check_tokens(tokens: Tokens) -> Tokens:
-    """Return the tokens. Raises ValueError: their arrays do not fit each other."""
     offsets, size = tokens.offsets, len(tokens.ids)
     if not len(offsets) or offsets[0] or offsets[-1] != size or (np.diff(offsets) < 0).any():
         raise ValueError("the examples' offsets do not fit the token ids")
@@ -199,7 +173,6 @@ def _check_tokens(tokens: Tokens) -> Tokens:
 
 
 def _check_judgements(tokens: Tokens) -> Tokens:
-    """Return the tokens of a retrieval set. Raises ValueError: its judgements name texts that are not there."""
     judgements = tokens.labels
     if judgements.shape[1] != 3 or not len(judgements) or judgements.min() < 0:
         raise ValueError("the judgements of the retrieval set are damaged")
@@ -212,11 +185,7 @@ def _check_judgements(tokens: Tokens) -> Tokens:
 def map_archive(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the JSON object in the array `meta` of a NumPy archive, and all its other arrays by name.
 
-    The arrays are memory-mapped and read-only.
-
-    For a missing or damaged file, the exceptions of the libraries pass through: OSError, zipfile.BadZipFile, KeyError
-    (no `meta`) and others. ValueError is raised for an array of another type than an archive of `write_prepared` has,
-    and for a compressed one.
+    The arrays are memory-mapped and read-only. For a missing or damaged file, the libraries' exceptions pass through.
     """
     with np.load(path, allow_pickle=False) as archive:
         meta = load(dict[str, Any], parse_json(str(archive["meta"])))

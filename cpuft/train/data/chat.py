@@ -1,9 +1,8 @@
 """Conversations of the user's own, as a tokenizer's chat template renders them, with a mask of the assistant's tokens.
 
-A conversation is a line of JSON lines with `messages`, a list of {role, content}, or in the form of ShareGPT, of
-Alpaca, or of prompt and completion. The loss is computed on the tokens of the assistant only. If the template marks
-them ({% generation %}), they are these. Otherwise they are found by comparing what the template makes of the messages
-before an answer, where the assistant would begin, with what it makes of the messages up to that answer.
+The loss is computed on the tokens of the assistant only. If the template marks them ({% generation %}), they are these.
+Otherwise they are found by comparing what the template makes of the messages before an answer, where the assistant
+would begin, with what it makes of the messages up to that answer.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from cpuft.train.data.archive import EMPTY, Tokens
 from cpuft.train.data.tables import list_json_lines, read_text
 
 ROLES = ("system", "user", "assistant", "tool")
-"""Roles that messages may have."""
 _ASSISTANT = "assistant"
 _SPEAKERS = {
     "human": "user",
@@ -43,7 +41,6 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 """How a template marks what the assistant says."""
 _FORM = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 _CONVERSATIONS_AT_ONCE = 256
-"""Number of conversations that are tokenised together."""
 
 Message = dict[str, Any]
 Conversation = tuple[str, list[Message]]
@@ -57,9 +54,7 @@ class Chats:
     paths: str
     """Paths and patterns, separated by commas."""
     option: str
-    """The option that named them."""
     checksums: NDArray[np.uint64]
-    """A checksum of each conversation, in their order."""
 
     @property
     def checksum(self) -> str:
@@ -67,25 +62,14 @@ class Chats:
         return hashlib.sha256(self.checksums.tobytes()).hexdigest()
 
     def list_conversations(self, chosen: NDArray[np.bool_]) -> Iterator[Conversation]:
-        """Read the files again, and yield the conversations for which `chosen` is true, in their order.
-
-        Raises CpuftError: a file has vanished, or has lines that are no conversations any more.
-        """
+        """Read the files again, and yield the conversations for which `chosen` is true, in their order."""
         for is_chosen, (where, line) in zip(chosen, list_json_lines(self.paths, self.option)):
             if is_chosen:
                 yield where, parse_conversation(line, where)
 
 
 def scan_chats(paths: str, option: str) -> Chats:
-    """Read all conversations once, to check them and to take their checksums.
-
-    Parameters
-    ----------
-    paths: JSON lines files, also compressed with gzip: paths and patterns, separated by commas.
-    option: the option that names them, for messages.
-
-    Raises CpuftError: a file cannot be read, holds no lines, or a line is no conversation.
-    """
+    """Read all conversations of JSON lines files once, to check them and to take their checksums."""
     checksums = []
     for where, line in list_json_lines(paths, option):
         content = json.dumps(parse_conversation(line, where), sort_keys=True).encode()
@@ -96,10 +80,7 @@ def scan_chats(paths: str, option: str) -> Chats:
 
 
 def parse_conversation(line: str, where: str) -> list[Message]:
-    """Return what `parse_messages` does, for training.
-
-    Raises CpuftError: as `parse_messages`; or none of the messages, or the first one, is the assistant's.
-    """
+    """Return what `parse_messages` does, for training: with an answer, but none that begins the conversation."""
     messages = parse_messages(line, where)
     if all(message["role"] != _ASSISTANT for message in messages):
         raise CpuftError(
@@ -112,14 +93,7 @@ def parse_conversation(line: str, where: str) -> list[Message]:
 
 
 def parse_messages(line: str, where: str) -> list[Message]:
-    """Return the messages of a line of JSON: dicts with a role of ROLES and a content, both texts, and other entries.
-
-    Parameters
-    ----------
-    where: the file and the line, for messages.
-
-    Raises CpuftError: the line is no JSON object with such messages.
-    """
+    """Return the messages of a line of JSON, each with a role of ROLES and a text as content."""
     try:
         messages = load(list[dict[str, Any]], _list_messages(load(dict[str, Any], parse_json(line))), "messages")
         for message in messages:
@@ -191,16 +165,7 @@ def _join_parts(message: dict[str, Any]) -> Any:
 
 
 def choose_validation(chats: Chats, share: float) -> NDArray[np.bool_]:
-    """Return which conversations are kept for validation: those with the smallest checksums; shape (conversations,).
-
-    They depend on the conversations only, not on their order. Equal conversations stay together.
-
-    Parameters
-    ----------
-    share: of the different conversations for validation; at least one is taken.
-
-    Raises CpuftError: there are fewer than two different conversations.
-    """
+    """Return which conversations are for validation: those with the smallest checksums, whatever their order."""
     different = np.unique(chats.checksums)
     if len(different) < 2:
         raise CpuftError(
@@ -213,14 +178,7 @@ def choose_validation(chats: Chats, share: float) -> NDArray[np.bool_]:
 
 
 def set_chat_template(tokenizer: Any, path: str, name: str) -> None:
-    """Give a tokenizer the chat template in a file; without a path, check that it has one.
-
-    Parameters
-    ----------
-    name: of the tokenizer, for the message.
-
-    Raises CpuftError: the file cannot be read or is no template, or the tokenizer has no template and there is no file.
-    """
+    """Give a tokenizer the chat template in the file `path`; without a path, check that it has one."""
     if path:
         tokenizer.chat_template = read_chat_template(path)
     try:
@@ -270,11 +228,9 @@ class Encoded:
     """The tokens of conversations, each cut to one length at the end of an answer."""
 
     ids: list[NDArray[np.int32]] = field(default_factory=list)
-    """Token ids of each example."""
     masks: list[NDArray[np.int8]] = field(default_factory=list)
     """1 for the assistant's tokens, else 0; never 1 for the first token, before which there is nothing."""
     conversations: int = 0
-    """Number of conversations."""
     divided: int = 0
     """Number of conversations of which each answer is an example of its own."""
     cut: int = 0
@@ -284,19 +240,11 @@ class Encoded:
 
 
 def encode_chats(conversations: Iterable[Conversation], tokenizer: Any, max_length: int) -> Encoded:
-    """Tokenise conversations as the tokenizer's chat template renders them.
+    """Tokenise conversations as the chat template renders them, cut at the last answer that fits into `max_length`.
 
-    What follows the last answer of a conversation is dropped. A template may render earlier answers in another way than
-    the last one: Qwen3's drops their thoughts. Then each answer is an example of its own, after the messages before it,
-    as the model sees them where it is used.
-
-    Parameters
-    ----------
-    max_length: largest number of tokens of an example. A longer one is cut at the end of its last answer that fits; if
-        none fits, it is left out.
-
-    Raises CpuftError: the template refuses a conversation, or what it makes before an answer is not the begin of what
-        it makes with the answer; or the tokenizer does not tell from which characters a token is.
+    If no answer fits, the conversation is left out. A template may render earlier answers in another way than the last
+    one: Qwen3's drops their thoughts. Then each answer is an example of its own, after the messages before it, as the
+    model sees them where it is used.
     """
     if not tokenizer.is_fast:
         raise CpuftError(
@@ -325,7 +273,6 @@ _Example = tuple[NDArray[np.int32], NDArray[np.int8]]
 
 
 def _drop_end(messages: list[Message]) -> list[Message]:
-    """Return the messages up to the last answer."""
     last = max(number for number, message in enumerate(messages) if message["role"] == _ASSISTANT)
     return messages[: last + 1]
 
@@ -361,11 +308,7 @@ def _encode_rendered(batch: Sequence[Conversation], tokenizer: Any) -> Iterator[
 
 
 def _find_answers(tokenizer: Any, messages: list[Message], where: str) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Return texts, each with the places of the assistant's characters in it.
-
-    It is one text for the whole conversation, or one for each answer if the template renders earlier ones in another
-    way.
-    """
+    """Return a text, or one per answer if earlier ones are rendered in another way, with the places of answers."""
     parts: list[tuple[str, list[tuple[int, int]]]] = []
     for number, message in enumerate(messages):
         if message["role"] != _ASSISTANT:
@@ -413,12 +356,7 @@ def _cut(ids: NDArray[np.int32], mask: NDArray[np.int8], max_length: int) -> _Ex
 
 
 def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
-    """Return conversations as examples: each by itself, or packed into examples of up to `max_length` tokens.
-
-    The labels are the masks. Packed examples have types: 1 at the first token of each conversation, else 0.
-
-    Raises CpuftError: there are no conversations.
-    """
+    """Return conversations as examples: each by itself, or packed into examples of up to `max_length` tokens."""
     if not found.ids:
         raise CpuftError(
             f"in none of the conversations the first answer fits into --max-length {max_length}: give a larger "
@@ -441,12 +379,7 @@ def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
 
 
 def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return groups of the numbers of lengths, whose sums are at most `room`: best fit, the longest first.
-
-    The groups are in the order of their smallest numbers, and so are the numbers in a group.
-
-    Raises ValueError: a length is larger than `room`.
-    """
+    """Return the indices of the lengths in groups whose sums are at most `room`: best fit, the longest first."""
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room that is left, number of the group), in ascending order
     for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):
@@ -462,11 +395,7 @@ def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def describe_chats(found: Encoded, tokens: Tokens, max_length: int) -> str:
-    """Return clauses on what became of conversations, separated by `; `.
-
-    For example `1,200 conversations, 12 cut at --max-length 512, 3 left out because their first answer does not fit;
-    packed into 301 examples`.
-    """
+    """Return clauses on what became of conversations, such as `1,200 conversations, 12 cut at --max-length 512`."""
     parts = [f"{found.conversations:,} conversation{'s' * (found.conversations != 1)}"]
     if found.cut:
         parts.append(f"{found.cut:,} cut at --max-length {max_length}")

@@ -16,14 +16,10 @@ Cell = str | list[str]
 _PARQUET, _ARROW = b"PAR1", b"ARROW1"
 """The first bytes of the files. Arrow files of the library datasets are streams, which begin with other bytes."""
 _ROWS_AT_ONCE = 4096
-"""Number of rows that are read from a Parquet file together."""
 
 
 def is_columnar(path: Path) -> bool:
-    """Return whether a path is a Parquet or Arrow file, by its first bytes or its name, or a folder of datasets.
-
-    Raises OSError: the file cannot be read.
-    """
+    """Return whether a path is a Parquet or Arrow file, by its first bytes or its name, or a folder of datasets."""
     if path.is_dir():
         return (path / "state.json").exists()
     with path.open("rb") as file:
@@ -31,10 +27,7 @@ def is_columnar(path: Path) -> bool:
 
 
 def list_columns(path: Path, option: str) -> list[str]:
-    """Return the names of the columns of a file or folder for which `is_columnar` is true, without nested columns.
-
-    Raises CpuftError: as `read_columnar`.
-    """
+    """Return the names of the columns of a path for which `is_columnar` is true, without nested columns."""
     with _explain_failures(path, option):
         schema = _read_schema(path)
         return [field.name for field in schema if not _is_nested(field.type)]
@@ -43,16 +36,9 @@ def list_columns(path: Path, option: str) -> list[str]:
 def read_columnar(path: Path, option: str) -> Iterator[dict[str, Cell]]:
     """Yield the cells of each row, by name of the column, of a file or folder for which `is_columnar` is true.
 
-    Numbers become texts as in a CSV file (fp32 numbers with the digits that fp32 has), true becomes `True`, and null an
-    empty text. Numbers of a ClassLabel of the library datasets become the names of the classes. A column of lists of
-    texts or numbers becomes lists of texts; other nested columns are left out. A part of the rows is in memory at a
-    time: 4096 rows of a Parquet file, or the rows that an Arrow file stores together.
-
-    Parameters
-    ----------
-    option: the option that named the path, for messages.
-
-    Raises CpuftError: pyarrow is not installed, or the file is cut off or damaged.
+    Numbers become texts as in a CSV file (fp32 numbers with the digits that fp32 has), true becomes `True`, null an
+    empty text, and numbers of a ClassLabel of the library datasets the names of the classes. A column of lists of texts
+    or numbers becomes lists of texts; other nested columns are left out.
     """
     with _explain_failures(path, option):
         names = _read_class_names(_read_schema(path).metadata or {})
@@ -74,12 +60,7 @@ def read_dataset(data: Any) -> Iterator[dict[str, Cell]]:
 
 
 def _list_rows(batch: Any, names: dict[str, list[str]]) -> Iterator[dict[str, Cell]]:
-    """Yield the cells of each row of a record batch or table of pyarrow.
-
-    Parameters
-    ----------
-    names: the names of the classes by column, of the columns that hold numbers of classes.
-    """
+    """Yield the cells of each row of a record batch or table; `names` are those of the classes, by column."""
     columns = {
         field.name: _to_cells(column, names.get(field.name, []))
         for field, column in zip(batch.schema, batch.columns)

@@ -34,16 +34,14 @@ class Dialect:
     columns: list[str]
     """The cells of the header."""
     note: str = ""
-    """What decided, if that is to be said."""
+    """What decided on the dialect, if the user is to know."""
 
 
 def choose_dialect(lines: Lines, path: Path, suffix: str, options: TableOptions) -> Dialect:
     """Return the dialect of a file: that of the options, or the one that fits the header and the quotation marks.
 
-    The delimiter is the one that divides header and first row into the same number of columns, the largest one; of
-    several, the usual one of the suffix. If there is none, it is the one that gives the header the most columns.
-
-    Raises CpuftError: a quotation mark opens a cell that is not closed, or it is in doubt whether it opens one.
+    The delimiter is the one that divides header and first row into the same, largest number of columns; of several, the
+    usual one of the suffix.
     """
     csv.field_size_limit(sys.maxsize)  # the format has no limit
     if re.fullmatch("sep=.?", first := next(lines()).strip(), re.IGNORECASE):
@@ -75,10 +73,7 @@ def _rate(header: list[str], row: Sequence[str] = ()) -> tuple[bool, int]:
 
 
 def split_rows(lines: Iterator[str], dialect: Dialect, path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield where each row ends (`line 3`, and where it begins if it has several lines), and its cells; no blank rows.
-
-    Raises CpuftError: a quotation mark opens a cell and does not close it.
-    """
+    """Yield the place of each row that is not blank (such as `line 3`), and its cells."""
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if dialect.is_quoted else csv.QUOTE_NONE
     reader = csv.reader(lines, delimiter=dialect.delimiter, quoting=quoting, strict=True)
     begin = 1
@@ -105,8 +100,6 @@ def _find_quoting(lines: Lines, dialect: Dialect, path: Path) -> Dialect:
     If all lines as they are have the header's number of columns, quotation marks that open a cell over several lines
     are most likely a part of the texts: line breaks would divide the columns. Commas in texts stand before a space,
     those between columns do not.
-
-    Raises CpuftError: as `choose_dialect`.
     """
     count = len(dialect.columns) - 1
     fits, divides = True, True  # whether all lines have that many columns, and no delimiter is in a text

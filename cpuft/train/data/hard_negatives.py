@@ -51,19 +51,11 @@ def add_hard_negatives(
 ) -> Table:
     """Return the table with columns of --hard-negatives negatives for each query, which --mining-model has found.
 
-    Negatives are the documents of all rows that are most similar to the query, apart from its own positives and from
-    documents that are nearly as similar as these. All queries and documents have to fit into memory. The result is kept
-    in the cache folder, under the checksum of the texts and the model.
-
-    Parameters
-    ----------
-    query, document: names of the columns of queries and of relevant documents; a cell may be a list of documents.
-    others: more tables whose documents may be negatives, too, each with the name of the column of these documents.
-    every_row: whether each row has the negatives, and rows whose query has fewer of them are left out. Otherwise only
-        the first row of each query has negatives, perhaps fewer, and the cells that are left are empty.
-
-    Raises CpuftError: the mining model is no embedding model or cannot be loaded; a row cannot be read; or there are
-    too few documents.
+    Negatives are the documents of all rows, and of the tables in `others` (each with its column of documents), that are
+    most similar to the query, apart from its own positives and from documents that are nearly as similar as these. All
+    queries and documents have to fit into memory. With `every_row`, each row has the negatives, and rows whose query
+    has fewer of them are left out; otherwise only the first row of each query has negatives, perhaps fewer, and the
+    cells that are left are empty.
     """
     pairs = [
         (asked, text)
@@ -147,15 +139,11 @@ def _mine(
 
 
 def _counted_queries(number: int) -> str:
-    """Return a number with its noun: `1 query`, `2 queries`."""
     return f"{number:,} {'query' if number == 1 else 'queries'}"
 
 
 def _find_mining_model(config: TrainConfig) -> str:
-    """Return the folder or hub name of --mining-model, or without it of --model.
-
-    Raises CpuftError: it is missing; or --mining-model is not given and --model is no embedding model.
-    """
+    """Return the folder or hub name of --mining-model, or of --model if that is an embedding model."""
     if config.mining_model:
         name = Path(config.mining_model, "model")
         # The folder of a run holds its model.

@@ -52,11 +52,8 @@ class RetrievalExamples(Examples):
 def read_pairs(task: Task, config: TrainConfig) -> TaskData:
     """Read --train-file and --validation-file for a task of the kind pairs or similarity.
 
-    With the prompts of the model or of the options in front, which only the kind pairs has. The validation split has
-    the key `""`. For the kind pairs it is a retrieval set, in which the anchors look for their positives.
-
-    Raises CpuftError: a file is not given or not readable; a column is missing; a text is empty, or a score is no
-    number (the message names the line); all positives are the same; or a retrieval set is not consistent.
+    For the kind pairs, texts have the prompts of the model or of the options in front, and the validation split is a
+    retrieval set, in which the anchors look for their positives.
     """
     if not config.train_file:
         raise CpuftError(
@@ -130,15 +127,7 @@ def _check(table: Table, task: Task) -> FileExamples:
 
 
 def choose_pair_columns(table: Table, wanted: str, has_negatives: bool) -> tuple[str, ...]:
-    """Return the names of the columns of the texts: anchor and positive or a usual pair, then those of negatives.
-
-    Parameters
-    ----------
-    wanted: names separated by commas, at least two, which are not looked up in the table; empty for the usual names.
-    has_negatives: whether there may be more than two columns.
-
-    Raises CpuftError: `wanted` are fewer than two names, or too many; or the table has no usual pair of columns.
-    """
+    """Return the names of the columns of the texts: `wanted`, else a usual pair, then those of negatives."""
     if wanted:
         names = tuple(name.strip() for name in wanted.split(","))
         if len(names) < 2 or (len(names) > 2 and not has_negatives) or len(set(names)) < len(names):
@@ -163,12 +152,7 @@ def _choose_score_column(table: Table, wanted: str) -> str:
 
 
 def _add_prompts(table: Table, prompts: Mapping[str, str]) -> Table:
-    """Return the table with a prompt in front of each text of some columns; empty texts stay empty.
-
-    Parameters
-    ----------
-    prompts: the prompt of each column, perhaps empty.
-    """
+    """Return the table with the prompt of each column in front of its texts; empty texts stay empty."""
     needed = {name: prompt for name, prompt in prompts.items() if prompt}
     return replace(table, rows=Rows(partial(_prefix_rows, table, needed))) if needed else table
 

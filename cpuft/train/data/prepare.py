@@ -1,9 +1,8 @@
 """Prepare a run's data: tokenise the examples once before any rank starts, and check all input on the way.
 
-    python -m cpuft.train.data.prepare OUTPUT --host-memory=... --task=... (all training options)
-
-writes OUTPUT, an archive (see `cpuft.train.data.archive`). Archives stay in the user's cache folder under their
-checksum, so that the same data is prepared only once.
+`python -m cpuft.train.data.prepare OUTPUT --host-memory=... --task=... (all training options)` writes the archive
+OUTPUT (see `archive.py`). Archives stay in the user's cache folder under their checksum, so that the same data is
+prepared only once.
 """
 
 from __future__ import annotations
@@ -92,20 +91,13 @@ FORMAT = 8
 MAX_UNKNOWN_SHARE = 0.05
 """Share of the training texts' tokens that may be unknown without a warning."""
 _SECONDS_BETWEEN_LINES = 10
-"""Time between two lines on how many examples are tokenised."""
 MAX_BLANK_SHARE = 0.9
 """Share of the examples whose text in a column may be missing."""
 _MAX_LISTED_LABELS = 10
-"""Number of labels that `describe_data` lists with their counts."""
 
 
 def checksum_data(data: TaskData, config: TrainConfig) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of everything that decides the token ids and labels.
-
-    These are the examples, the task's columns, labels and metrics, the tokenizer, --max-length and --max-train-samples.
-
-    Raises CpuftError: the model or tokenizer is a folder that is missing or holds no model.
-    """
+    """Return 16 hexadecimal digits of the SHA-256 of everything that decides the token ids and labels."""
     digest = hashlib.sha256()
     task = data.task
     sizes = (FORMAT, config.max_length, config.max_train_samples)
@@ -118,14 +110,7 @@ def checksum_data(data: TaskData, config: TrainConfig) -> str:
 
 
 def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> Tokens:
-    """Tokenise examples, each cut to `max_length` tokens, with special tokens, and not padded.
-
-    The labels have the form of `Tokens.labels` for the task's kind; for tags, each tag is at the first token of its
-    word.
-
-    Raises CpuftError: the kind is tags, and the tokenizer is not a fast one, so does not tell which word a token
-    belongs to.
-    """
+    """Tokenise examples, each cut to `max_length` tokens, with special tokens and without padding."""
     return _tokenize_and_count(examples, tokenizer, max_length, task)[0]
 
 
@@ -160,10 +145,7 @@ def _tokenize_and_count(examples: Examples, tokenizer: Any, max_length: int, tas
 
 
 def _tokenize_separately(examples: Examples, tokenizer: Any, max_length: int) -> tuple[Tokens, int]:
-    """Return what `_tokenize_and_count` does, for embedding models: each text of an example is tokenised by itself.
-
-    The texts of an example stand one after another, each with its own special tokens, and the token types number them.
-    """
+    """Return what `_tokenize_and_count` does, for embedding models: each text is tokenised by itself."""
     encoded = [
         tokenizer(list(column), truncation=True, max_length=max_length, padding=False, return_attention_mask=False)
         for column in zip(*examples.texts)
@@ -192,13 +174,7 @@ def _tokenize_separately(examples: Examples, tokenizer: Any, max_length: int) ->
 def _tokenize_to_files(
     examples: Examples | FileExamples, tokenizer: Any, max_length: int, task: Task, folder: Path
 ) -> tuple[Tokens, int, int]:
-    """Return what `_tokenize_and_count` does, and the number of examples without a text; a batch at a time.
-
-    The arrays are mapped from files in `folder`. The tokenizer uses all cores. Of many examples, standard error gets a
-    line every ten seconds.
-
-    Raises CpuftError: nearly all examples have no text in a column.
-    """
+    """Return what `_tokenize_and_count` does, mapped from files in `folder`, and how many examples have no text."""
     folder.mkdir()
     offsets, truncated, done, next_line = [np.zeros(1, np.int64)], 0, 0, time.monotonic() + _SECONDS_BETWEEN_LINES
     parts = {name: (folder / name).open("wb") for name in ("ids", "types", "labels")}
@@ -271,14 +247,7 @@ def _label_tokens(examples: Examples, encoded: Any) -> NDArray[np.int32]:
 
 
 def prepare(config: TrainConfig) -> Path:
-    """Return the path of the prepared archive in the user's cache folder, whose name contains the checksum of the data.
-
-    If it is not there, the examples are tokenised and the archive is written; a tokenizer that has to be trained is
-    stored in the cache folder, too. Models and data that are hub names may be downloaded.
-
-    Raises CpuftError: something is wrong with the task, the data, the model, its tokenizer or the cache folder.
-    OSError: the packed texts of --task text, or a trained tokenizer, cannot be written to the cache folder.
-    """
+    """Return the path of the prepared data in the user's cache folder, where it is written if it is not there."""
     check_untrained(config)
     check_trainable(config)
     if config.task == "text":
@@ -312,14 +281,7 @@ def prepare(config: TrainConfig) -> Path:
 
 
 def read_task_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the training and validation examples of a task of any kind but masked.
-
-    Parameters
-    ----------
-    check_labels: as for `read_data`.
-
-    Raises CpuftError: as `read_pairs`, `read_relevance` and `read_data`.
-    """
+    """Read the training and validation examples of a task that is neither text nor chat."""
     task = TASKS[config.task]
     if task.kind in EMBEDDING_KINDS:
         return read_pairs(task, config)
@@ -362,7 +324,6 @@ def _prepare_texts(config: TrainConfig) -> Path:
 
 
 def _prepare_chats(config: TrainConfig) -> Path:
-    """Return what `prepare` does, for --task chat."""
     if not config.train_file:
         raise CpuftError("--task chat needs --train-file: name JSON lines files of conversations")
     chats, other = scan_chats(config.train_file, "--train-file"), config.validation_file
@@ -409,10 +370,7 @@ def _choose_masked_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int
 
 
 def _choose_block_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int], ...]:
-    """Return the arguments of `Packer` for decoders: no prefix and suffix, and special tokens around documents.
-
-    These are the tokens that the tokenizer puts before a text, and the one that ends a text.
-    """
+    """Return the arguments of `Packer` for decoders: no prefix and suffix, and special tokens around documents."""
     begin, end = find_document_marks(tokenizer)
     if end is None:
         raise CpuftError(
@@ -423,11 +381,9 @@ def _choose_block_layout(config: TrainConfig, tokenizer: Any) -> tuple[list[int]
 
 
 def _check_cached(config: TrainConfig, path: Path) -> Path:
-    """Return the path of an archive, which may have been made for another model. Raises CpuftError: it does not fit.
-
-    The model has enough positions: its checksum contains them, and the archive was written after `check_positions`. So
-    transformers, whose import takes seconds, is not needed.
-    """
+    """Return the path of an archive, which may have been made for another model, if its tokenizer fits."""
+    # The checksum contains the positions that `check_positions` has checked, so that transformers, whose import takes
+    # seconds, is not needed here.
     if may_mismatch_model(config):
         check_tokenizer(config, read_prepared(str(path)).vocab_size)
     return path
@@ -436,10 +392,7 @@ def _check_cached(config: TrainConfig, path: Path) -> Path:
 def _make_meta(
     config: TrainConfig, task: Task, tokenizer: Any, trained: str, checksum: str, splits: dict[str, Tokens]
 ) -> dict[str, Any]:
-    """Return the JSON of the archive.
-
-    Raises CpuftError: the model does not embed all of these tokens, or the tokenizer knows none of them.
-    """
+    """Return the JSON of the archive, after checking that the model embeds all of these tokens."""
     vocab_size = get_vocab_size(tokenizer)
     embedded = load_config(config, {}, vocab_size).vocab_size
     largest = max(_find_largest(tokens.ids) for tokens in splits.values())
@@ -491,12 +444,10 @@ def find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
 
 
 def describe_data(prepared: Prepared, config: TrainConfig) -> str:
-    """Return one line on how the data was understood: the numbers of examples, the labels, the columns, what was cut.
+    """Return one line on how the data was understood, whose parts are separated by `; `.
 
-    Its parts are separated by `; `, for example: `training on 3,668 examples, validating on 408; labels: 2 classes, 0
-    (1,194), 1 (2,474); columns: sentence1, sentence2 -> label; 1.2 % of the examples cut at --max-length 128`. The last
-    part is missing if it is not known. For the kinds masked and causal, one part on pieces of text replaces labels and
-    columns, and for chat what became of the conversations.
+    For example: `training on 3,668 examples, validating on 408; labels: 2 classes, 0 (1,194), 1 (2,474); columns:
+    sentence1, sentence2 -> label; 1.2 % of the examples cut at --max-length 128`.
     """
     validation = " and ".join(f"{len(tokens):,}" for tokens in prepared.validation.values())
     if prepared.kind == "pairs":
@@ -578,8 +529,7 @@ def _is_number(text: str) -> bool:
 def main() -> None:
     """Prepare the data, check that training fits into the hosts' memory, and copy the archive to the path OUTPUT.
 
-    Without --host-memory, memory is not checked. Exits with one line on standard error, and with code 2 for bad input
-    and too little memory, or 74 for a full disk.
+    Exits with code 2 for bad input and too little memory, or 74 for a full disk.
     """
     try:
         memory, arguments = split_run_memory(sys.argv[2:])

@@ -1,7 +1,4 @@
-"""Options of the recipe that depend on the prepared data: class weights, and the metric that compares evaluations.
-
-They are checked when the data is prepared, before any rank starts.
-"""
+"""Options that are checked against the prepared data: class weights, --matryoshka and --best-metric."""
 
 from __future__ import annotations
 
@@ -23,12 +20,7 @@ _HAVE_CLASSES = ("class", "tags")
 
 
 def check_recipe(config: TrainConfig, prepared: Prepared) -> None:
-    """Raise CpuftError if an option of the recipe does not fit the data.
-
-    These are label smoothing and class weights for data without classes, class weights that are no list of a positive
-    number for each class, a --best-metric that the task does not have, and for embedding models more dimensions of
-    --matryoshka than the model has, and scores beyond -1 and 1 with --similarity-loss mse.
-    """
+    """Raise CpuftError if an option of the recipe does not fit the data, such as class weights without classes."""
     for flag, value in (("--label-smoothing", config.label_smoothing), ("--class-weights", config.class_weights)):
         if value and prepared.kind not in _HAVE_CLASSES:
             raise CpuftError(
@@ -58,10 +50,7 @@ def _check_embedding_recipe(config: TrainConfig, prepared: Prepared) -> None:
 
 
 def parse_dimensions(text: str) -> tuple[int, ...]:
-    """Return the numbers of --matryoshka, such as 384,256,128; () for an empty text.
-
-    Raises CpuftError: the text is no list of different whole numbers, 1 or more.
-    """
+    """Return the numbers of --matryoshka, such as 384,256,128; () for an empty text."""
     parts = text.split(",") if text else []
     if not all(map(is_count, parts)) or len(set(parts)) < len(parts):
         raise CpuftError(
@@ -72,16 +61,10 @@ def parse_dimensions(text: str) -> tuple[int, ...]:
 
 
 def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
-    """Return the weight of each class, in the order of their numbers; () if all count the same.
+    """Return the weight of each class by --class-weights, in the order of their numbers; () if all count the same.
 
     `balanced` gives a class the weight examples / (classes * examples of the class), as scikit-learn does; words count
     as examples if they have the classes. A class without examples counts as if it had one.
-
-    Parameters
-    ----------
-    text: the value of --class-weights.
-
-    Raises CpuftError: `text` is neither empty, nor balanced, nor a positive number for each class.
     """
     if not text:
         return ()
@@ -102,10 +85,7 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
 
 
 def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
-    """Return the name of the metric that compares evaluations: --best-metric, else the first metric of the task.
-
-    Raises CpuftError: the task does not have the metric of --best-metric.
-    """
+    """Return the metric that compares evaluations: --best-metric, else the first one of the task."""
     known = [name + suffix for suffix in prepared.validation for name in prepared.metrics]
     if config.best_metric and config.best_metric not in known:
         raise CpuftError(

@@ -68,14 +68,9 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
     """Read --train-file and --validation-file for a task of the kind relevance.
 
     Rows have a query, a document and a label or score from 0 to 1; or a query, a relevant document and irrelevant ones,
-    each of which becomes an example. With --hard-negatives, irrelevant documents are added to rows without any. Rows
-    for validation may have the other form, and irrelevant documents of their own. The validation split has the key
-    `""`, and its labels are pairs of a score and the number of the query. Without --validation-file, all rows of some
-    queries are kept for validation.
-
-    Raises CpuftError: a file is not given or not readable; a column is missing; a text is empty, or a score is not from
-    0 to 1 (the message names the line); all training examples have the same label; or no query for validation has both
-    relevant and irrelevant documents.
+    each of which becomes an example. With --hard-negatives, irrelevant documents are added to rows without any. The
+    labels of the validation split are pairs of a score and the number of the query. Without --validation-file, all rows
+    of some queries are kept for validation.
     """
     if not config.train_file:
         raise CpuftError(
@@ -123,16 +118,7 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
 
 
 def _choose_columns(table: Table, texts: str, label: str) -> RelevanceColumns:
-    """Return the columns of queries, documents and labels.
-
-    Parameters
-    ----------
-    texts: --text-columns: query, document, and perhaps irrelevant documents; empty for usual names.
-    label: --label-column; its default, label, means also score and relevance, or no label.
-
-    Raises CpuftError: `texts` are fewer than two names or one of them twice; the table lacks one of these columns; or
-    it has no usual columns.
-    """
+    """Return the columns by --text-columns and --label-column (label, its default: also score, relevance or none)."""
     if label != "label":
         find_column(table.columns, label, table.source, "give the name of the column of the labels with --label-column")
     found = label if label != "label" else next((name for name in _USUAL_LABELS if name in table.columns), "")
@@ -173,10 +159,7 @@ def _name_columns(columns: RelevanceColumns) -> tuple[str, str, str]:
 
 
 def _list_examples(table: Table, columns: RelevanceColumns) -> Table:
-    """Return a table of a row for each query and document, with a score as text.
-
-    Iterating over its rows raises CpuftError: a row lacks a query or a document, or its score is not from 0 to 1.
-    """
+    """Return a table of a row for each query and document, with a score as text."""
     names = _name_columns(columns)
     return Table(table.source, list(names), Rows(partial(_list_rows, table, columns, names)))
 
@@ -249,11 +232,7 @@ def _refuse_equal_scores(table: Table, task: Task, source: str) -> None:
 
 
 def _keep_first(examples: Examples) -> Examples:
-    """Return examples without those whose query and document an earlier one has.
-
-    What is kept has the highest score of the equal ones: a document that is relevant in one row is no negative in
-    another one.
-    """
+    """Return each query and document once, with the highest score: a relevant document is nowhere a negative."""
     scores: dict[tuple[str, ...], float] = {}
     for texts, score in zip(examples.texts, examples.labels):
         scores[texts] = max(score, scores.get(texts, 0.0))
@@ -282,18 +261,9 @@ def _refuse_unordered(examples: Examples, source: str) -> None:
 
 
 def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
-    """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the run's validation data.
+    """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the validation data.
 
-    Parameters
-    ----------
-    train: the options of the training.
-
-    Returns
-    -------
-    The task with the columns of the examples; and the examples in the order of the file, with labels, which are pairs
-    of a score and the number of the query, if the file has scores or irrelevant documents.
-
-    Raises CpuftError: as `read_relevance`, but labels may all be the same.
+    Their labels are pairs of a score and the number of the query, if the file has scores or irrelevant documents.
     """
     if not config.file:
         data = read_relevance(task, train)

@@ -1,8 +1,4 @@
-"""Validation sets for search: queries, documents, and which documents are relevant to which query.
-
-`read_beir` reads a folder in the form of the BEIR benchmark (Thakur et al. 2021); `make_retrieval_set` makes a set of
-the examples of contrastive training.
-"""
+"""Validation sets for search, read in the form of the BEIR benchmark (Thakur et al. 2021) or made of training pairs."""
 
 from __future__ import annotations
 
@@ -42,17 +38,9 @@ class RetrievalSet:
 def read_beir(folder: str, option: str) -> RetrievalSet:
     """Read a folder in BEIR's form: corpus.jsonl, queries.jsonl, and qrels/test.tsv or else qrels/dev.tsv.
 
-    Each file may also be compressed with gzip, and have a name that ends in .gz. A document's text is its title, a
-    space and its text, as the package beir joins them. Queries keep the order of their file. Documents are in the order
-    of their ids, because sentence-transformers ranks documents with equal scores by their ids. Judgements with a score
-    of 0 or less, and queries without others, are left out.
-
-    Parameters
-    ----------
-    option: the option that named the folder, for messages.
-
-    Raises CpuftError: the folder or one of the files is missing, cut off or has another form; an id is there twice; a
-    judgement names a query or document that is not there; or no judgement is above 0.
+    A document's text is its title, a space and its text, as the package beir joins them. Queries keep the order of
+    their file. Documents are in the order of their ids, because sentence-transformers ranks documents with equal scores
+    by their ids. Judgements with a score of 0 or less, and queries without others, are left out.
     """
     place = Path(folder)
     if not place.is_dir():
@@ -139,8 +127,8 @@ def _parse_relevance(text: str, where: str) -> int:
 def make_retrieval_set(examples: Iterable[Sequence[str]]) -> RetrievalSet:
     """Make a retrieval set of contrastive examples: anchor, positive, and any number of negatives each.
 
-    The different anchors are the queries, and the different positives and negatives of all examples the documents, both
-    in the order in which they appear first. To an anchor, the positives of all its examples are relevant.
+    The different positives and negatives become documents. To an anchor, the positives of all its examples are
+    relevant.
     """
     queries: dict[str, int] = {}
     documents: dict[str, int] = {}

@@ -106,8 +106,7 @@ class DataSummary:
 
     task: str
     kind: str
-    """What is predicted (`Task.kind`): class, labels, tags, score, masked, causal, chat, pairs, similarity,
-    relevance."""
+    """What is predicted: `Task.kind`."""
     model: str
     tokenizer: str
     """Name of the tokenizer, or empty if one was made from these texts."""
@@ -124,12 +123,7 @@ class DataSummary:
 
 
 def summarize(config: TrainConfig) -> DataSummary:
-    """Read and tokenise the data of a training as the training does, and describe it.
-
-    Labels that a training would refuse are described, too.
-
-    Raises CpuftError: the data, the model or the tokenizer cannot be read. OSError: the cache folder cannot be written.
-    """
+    """Read and tokenise the data as a training does, and describe it, also labels that a training would refuse."""
     check_untrained(config)
     if config.task == "text":
         return _summarize_texts(config)
@@ -151,13 +145,7 @@ def summarize(config: TrainConfig) -> DataSummary:
 def _summarize_split(
     name: str, examples: Examples, task: Task, tokenizer: Any, config: TrainConfig, known: Known
 ) -> Split:
-    """Describe a split.
-
-    Parameters
-    ----------
-    name: training for the training split, whose examples are added to `known`.
-    known: the texts of the training examples, with their labels.
-    """
+    """Describe a split; if its name is training, its examples are added to `known`."""
     if task.kind == "relevance":  # validation examples have the number of their query, too
         labels = [label[0] if isinstance(label, tuple) else label for label in examples.labels]
         examples = replace(examples, labels=labels)
@@ -184,10 +172,7 @@ def _summarize_split(
 
 
 def _count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, int]:
-    """Return the number of examples with each label, in the order of the task's labels; empty without labels.
-
-    Of tags, it is the number of words that --max-length leaves, which `tokens` tell.
-    """
+    """Return the number of examples with each label; of tags, the number of words that --max-length leaves."""
     if not task.labels:
         return {}
     numbers: Counter[int]
@@ -200,12 +185,7 @@ def _count_labels(examples: Examples, tokens: Tokens, task: Task) -> dict[str, i
 
 
 def count_duplicates(examples: Examples, known: Known, adds: bool) -> tuple[int, int]:
-    """Return how many examples have known texts, and how many of them have a label that is not known for these texts.
-
-    Parameters
-    ----------
-    known: labels by texts; with `adds`, each example is added after it was counted.
-    """
+    """Return how many examples have known texts, and how many of these have a label that is not known for them."""
     duplicates = contradictions = 0
     for texts, label in zip(examples.texts, examples.labels):
         seen = known.get(texts)
@@ -219,12 +199,7 @@ def count_duplicates(examples: Examples, known: Known, adds: bool) -> tuple[int,
 def _measure_lengths(
     examples: Examples, tokens: Tokens, tokenizer: Any, max_length: int, task: Task
 ) -> NDArray[np.int64]:
-    """Return the number of tokens of each example before it was cut.
-
-    Parameters
-    ----------
-    tokens: the examples, cut to `max_length`. Only those of this length are tokenised again.
-    """
+    """Return the number of tokens of each example before it was cut to `max_length` tokens."""
     lengths = tokens.lengths.copy()
     full = np.flatnonzero(lengths >= max_length)
     if len(full):

@@ -37,7 +37,6 @@ from cpuft.train.data.tables import (
 from cpuft.train.startup import advise_on_hub, find_hub_problem
 
 _EXAMPLES_AT_ONCE = 4096
-"""Number of examples of a batch."""
 _MAX_CLASSES = 100_000
 
 
@@ -81,15 +80,11 @@ class Examples:
 
 @dataclass(frozen=True)
 class FileExamples:
-    """The examples of one split in the user's files, which are read again each time they are needed.
-
-    Reading them raises CpuftError: a file has vanished or has changed since it was checked.
-    """
+    """The examples of one split in the user's files, which are read again each time they are needed."""
 
     table: Table
     """Rows that were checked by `check_rows`."""
     task: Task
-    """The task with the columns and labels of the rows."""
     count: int
     """Number of examples: the first ones of the table."""
     checksum: str
@@ -132,9 +127,7 @@ class TaskData:
     """The examples that a run trains and evaluates on, and the task with their columns and labels."""
 
     task: Task
-    """The task with the columns, labels, metrics and kind of these examples."""
     train: Examples | FileExamples
-    """The training split."""
     validation: Mapping[str, Examples | FileExamples]
     """Validation splits by the suffix of the metrics' names: `""`, and for MNLI also `_mismatched`."""
     notes: tuple[str, ...] = ()
@@ -142,18 +135,7 @@ class TaskData:
 
 
 def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the training and validation examples of `config.task`: a GLUE task, demo or files.
-
-    Examples come from --train-file and --validation-file (files), a generator (demo: 1600 and 400 pairs), or, for
-    GLUE's tasks, from --data-dir or without it from the Hugging Face hub.
-
-    Parameters
-    ----------
-    check_labels: as for `read_user_files`.
-
-    Raises CpuftError: a file, a column or a label is missing or wrong, a split is empty, or the hub does not answer.
-    KeyError: no task has that name.
-    """
+    """Read the training and validation examples of `config.task`: a GLUE task, demo or files."""
     task = TASKS[config.task]
     if task.name == "files":
         return read_user_files(task, config, check_labels)
@@ -166,15 +148,8 @@ def read_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
 def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
     """Read splits of a GLUE task from --data-dir, or without it from the hub, by the keys of `splits`.
 
-    For the demo, `splits` has no effect: the result is its generated validation split of 400 pairs, with the key `""`.
-
-    Parameters
-    ----------
-    splits: the key of each split in the result, and the stem of its file's name, such as ("", "dev"). Splits whose stem
-        begins with test have no labels.
-
-    Raises CpuftError: a folder, file or column is missing, a line is wrong, a split is empty, or the hub cannot be
-    used.
+    `splits` has the key of each split and the stem of its file's name, such as ("", "dev"); splits whose stem begins
+    with test have no labels. For the demo it has no effect: the result is the generated validation split.
     """
     if task.name == "demo":
         return {"": _make_demo_examples(400, config.seed + 1_000_003)}
@@ -184,10 +159,7 @@ def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str
 
 
 def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
-    """Return the splits without labels that GLUE's server scores: (suffix of its metrics' names, stem of its file).
-
-    (("", "test"),) for most tasks, two for MNLI; empty for a task that is not GLUE's.
-    """
+    """Return the splits without labels that GLUE's server scores: suffix of its metrics' names, stem of its file."""
     return tuple((key, stem.replace("dev", "test")) for key, stem in task.validation) if task.folder else ()
 
 
@@ -207,14 +179,7 @@ def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
 
 
 def read_glue_file(task: Task, path: Path) -> Examples | None:
-    """Read a file in the layout of the task's own GLUE files with a header line, with or without labels.
-
-    Returns None if the task is not GLUE's, or the file is no .tsv file or lacks the task's text columns. The examples
-    have labels if the file has the task's label column.
-
-    Raises CpuftError: the .tsv file is missing or not UTF-8 text, a line has too few columns or an unknown label, or
-    there are no examples.
-    """
+    """Read a file in the layout of the task's own GLUE files with a header line; None if it is no such file."""
     if not task.folder or path.suffix != ".tsv":
         return None
     text = read_text(path, "--file")
@@ -228,15 +193,7 @@ def read_glue_file(task: Task, path: Path) -> Examples | None:
 def parse_glue_tsv(text: str, task: Task, source: str) -> Examples:
     """Parse a GLUE file: columns separated by tabs, without quoting (a quotation mark is part of the text).
 
-    Blank lines are skipped. Labels become class numbers or scores.
-
-    Parameters
-    ----------
-    task: its `texts` and `label` name the columns; with an empty `label`, the examples have no labels. With `columns`,
-        the file has these columns and no header line.
-    source: name of the file, for messages.
-
-    Raises CpuftError: a column is missing; a line has too few columns or an unknown label; there are no examples.
+    With an empty `task.label`, the examples have no labels. With `task.columns`, the file has no header line.
     """
     lines = text.split("\n")
     start = 0 if task.columns else 1
@@ -264,7 +221,6 @@ _HUB_SPLITS = {"dev": "validation", "dev_matched": "validation_matched", "dev_mi
 
 
 def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Examples]:
-    """Read GLUE from the Hugging Face hub with the package datasets."""
     problem = find_hub_problem()
     from datasets import load_dataset
 
@@ -298,7 +254,6 @@ def _read_hub(task: Task, splits: Sequence[tuple[str, str]]) -> dict[str, Exampl
 
 
 def _refuse_empty(rows: Sequence[object], source: str) -> None:
-    """Raise CpuftError if there are no rows; the message names `source`, the file."""
     if not rows:
         raise CpuftError(f"{source} has no rows: give a file with at least one row below its header")
 
@@ -310,16 +265,7 @@ _MAX_SCORE = 3e38
 
 
 def parse_label(text: str, task: Task, where: str) -> float:
-    """Return the class number of a label, or the score for a task of the kind score.
-
-    Spaces around the text are ignored. The kinds of SCORE_KINDS have scores.
-
-    Parameters
-    ----------
-    where: the file and the line, for the message.
-
-    Raises CpuftError: the label is not one of `task.labels`, or the score is no number, not finite, or 3e38 or more.
-    """
+    """Return the class number of a label, without spaces around it, or the score for the kinds of SCORE_KINDS."""
     text = text.strip()
     if task.kind in SCORE_KINDS:
         text = read_decimal_comma(text)
@@ -396,16 +342,9 @@ _NAME_LABEL = "give the name of the column of the labels with --label-column"
 def read_user_files(task: Task, config: TrainConfig, check_labels: bool = True) -> TaskData:
     """Read --train-file and --validation-file. Their cells decide on the task's kind, columns, labels and metrics.
 
-    Labels are numbered in alphabetical order. The validation split has the key `""`.
-
-    Parameters
-    ----------
-    check_labels: whether labels that no model can be trained with are refused: fewer than two, and those of validation
-        examples that no training example has. If False, the latter follow the other labels.
-
-    Raises CpuftError: a file is not given or not readable, a column is missing, a line does not fit the others (the
-    message names it), all training examples have the same label, or a validation example has a label that none of them
-    has.
+    Labels are numbered in alphabetical order. `check_labels` refuses labels that no model can be trained with: fewer
+    than two, and those of validation examples that no training example has. Without it, the latter follow the other
+    labels.
     """
     if not config.train_file:
         raise CpuftError(
@@ -490,20 +429,10 @@ def merge_options(config: PredictConfig, train: TrainConfig) -> TrainConfig:
 
 
 def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) -> tuple[Task, Examples]:
-    """Read the examples of `cpuft predict` from --file, or without it from the validation file of the run.
+    """Read the examples of `cpuft predict` from --file, or without it from the validation data of the run.
 
-    Parameters
-    ----------
-    task: the task that the model was trained on, with its labels.
-    train: the options of that training.
-
-    Returns
-    -------
-    The task with the columns of this file, and the examples, which have labels if every row has one (for several labels
-    per example: if any row has one).
-
-    Raises CpuftError: the file cannot be read or has no rows, lacks a text column or the column of --label-column, has
-    another number of text columns than the task, a line does not fit the others, or a label is none of the task's.
+    The task gets the columns of this file. The examples have labels if every row has one (for several labels per
+    example: if any row has one).
     """
     option = "--file" if config.file else "where the run's rows are, or name them with --file"
     options = merge_options(config, train)
@@ -535,18 +464,7 @@ def read_file_to_predict(task: Task, config: PredictConfig, train: TrainConfig) 
 
 
 def _choose_text_columns(table: Table, wanted: str, label: str) -> tuple[str, ...]:
-    """Return the names of the text columns: `wanted`, else usual names in the table.
-
-    The usual names are, in this order: sentence1 and sentence2, text1 and text2, premise and hypothesis, sentence,
-    text, tokens.
-
-    Parameters
-    ----------
-    wanted: names separated by commas, which are not looked up in the table; empty for the usual names.
-    label: name of the label column, which no message proposes.
-
-    Raises CpuftError: more than two names are wanted, or none, and the table has no column with a usual name.
-    """
+    """Return the names of the text columns: `wanted`, separated by commas, else usual names in the table."""
     if wanted:
         named = tuple(name.strip() for name in wanted.split(","))
         if len(named) > 2:
@@ -589,10 +507,7 @@ _PRINTED_WORDS = re.compile(r"\[\s*(['\"]).*\1\s*\]", re.DOTALL)
 
 
 def _choose_kind(train: Table, validation: Table, task: Task, wanted: str) -> tuple[str, str]:
-    """Return the task's kind by --label-type or by the cells, and a note on the row that decided; may read all rows.
-
-    Raises CpuftError: the cells are lists or numbers in the form of another program, or only few of them decide.
-    """
+    """Return the task's kind, by --label-type or by the cells, and a note on the row that decided."""
     first = next(iter(train.rows), None)
     if first is None:
         _refuse_empty([], train.source)
@@ -683,15 +598,7 @@ def _describe_printed_list(where: str, name: str, cell: str) -> str:
 
 
 def check_rows(table: Table, task: Task, has_labels: bool = True) -> Iterator[Row]:
-    """Yield all rows, after each was checked to fit the task and the others; without `has_labels`, all but the labels.
-
-    Texts may be empty, and so may the cell of several labels; words, tags, single labels and the texts of embedding
-    models and rerankers must not. Whether a label is one of the task's is not checked.
-
-    Raises CpuftError, which names the line: a row lacks a column or its cell is empty, has a list in place of a text or
-    the other way round, or has not one tag for each word. Also raised if there are no rows, or for words in two
-    columns.
-    """
+    """Yield all rows after checking that each fits the task and the others; labels may still be unknown ones."""
     if task.kind == "tags" and len(task.texts) > 1:
         raise CpuftError(f"{table.source} has lists of words, which need exactly one column: give it by --text-columns")
     needs_list = dict.fromkeys(task.texts, task.kind == "tags")
@@ -740,7 +647,6 @@ def _has_text(cell: Cell) -> bool:
 
 
 def _split_label(cell: Cell, task: Task) -> list[str]:
-    """Return the labels in a cell."""
     if isinstance(cell, str):
         cell = cell.split(LABEL_SEPARATOR) if task.kind == "labels" else [cell]
     return [text for part in cell if (text := part.strip())]
@@ -751,7 +657,6 @@ class Scan:
     """What one pass over all rows of a table found."""
 
     count: int
-    """Number of rows."""
     labels: dict[str, str]
     """Where each label is first found; empty for scores."""
     checksum: str
@@ -759,10 +664,7 @@ class Scan:
 
 
 def scan_rows(table: Table, task: Task) -> Scan:
-    """Check all rows of a table, and collect their labels.
-
-    Raises CpuftError: as `check_rows`; a score is no number; or there are more than 100,000 different labels.
-    """
+    """Check all rows of a table, and collect their labels."""
     digest, count, labels = hashlib.sha256(), 0, dict[str, str]()
     names = (*task.texts, *([task.label] if task.label else []))
     rows = check_rows(table, task)
@@ -784,17 +686,9 @@ def scan_rows(table: Table, task: Task) -> Scan:
 
 
 def _number_labels(task: Task, scans: Sequence[Scan], source: str, check_labels: bool) -> Task:
-    """Return the task with the labels of the training examples, in alphabetical order, and with its metrics.
+    """Return the task with its metrics, and with the labels of the training examples in alphabetical order.
 
     Without `check_labels`, labels that only validation examples have follow those of the training examples.
-
-    Parameters
-    ----------
-    scans: of the training and the validation rows.
-    source: the file with the training rows, for messages.
-
-    Raises CpuftError: with `check_labels`, training examples have fewer than two labels, or a validation example has
-    another label.
     """
     if task.kind == "score":
         return replace(task, labels=(), metrics=choose_metrics("score", ()))
@@ -820,11 +714,7 @@ _ENTITY_PREFIXES = ("B", "I", "E", "S")
 
 
 def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the metrics for the user's own examples of a kind, with these labels.
-
-    score: pearson, spearman. labels: f1_micro, f1_macro, accuracy. tags: f1, precision, recall, accuracy if all labels
-    are IOB2 or IOBES tags, else accuracy. class: accuracy, and f1 if there are exactly two labels.
-    """
+    """Return the names of the metrics for the user's own examples of a kind, with these labels."""
     if kind == "score":
         return ("pearson", "spearman")
     if kind == "labels":
@@ -837,14 +727,7 @@ def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def make_examples(rows: Iterable[Row], task: Task, has_labels: bool = True) -> Examples:
-    """Make examples of rows that `check_rows` has yielded, in their order.
-
-    Labels are class numbers (floats) or scores; for the kinds labels and tags, tuples of class numbers (int). Without
-    `has_labels`, and for a task without labels, cells of labels are not read: each label is 0.0, or () for the kinds
-    labels and tags.
-
-    Raises CpuftError, which names the line: a label is not one of `task.labels`, or a score is no finite number.
-    """
+    """Make examples of rows that `check_rows` has yielded; without `has_labels`, cells of labels are not read."""
     has_labels = has_labels and bool(task.label)
     examples = Examples([], [], has_labels)
     several = task.kind in ("labels", "tags")

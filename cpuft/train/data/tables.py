@@ -51,14 +51,9 @@ _ROWS_WITH_COLUMNS = 1000
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that are read from their files each time they are iterated over, so that they need not fit into memory.
-
-    Iterating raises CpuftError, which names the file and the line: a file cannot be read any more, is cut off or not
-    UTF-8, or a line does not have the header's number of columns or is no JSON object.
-    """
+    """Rows that are read anew each time they are iterated over; a fault raises CpuftError, which names the line."""
 
     read: Callable[[], Iterator[Row]]
-    """Begins to read at the first row."""
 
     def __iter__(self) -> Iterator[Row]:
         return self.read()
@@ -84,14 +79,8 @@ def read_tables(
 ) -> Table:
     """Open files as `read_table` does: paths and patterns, separated by commas, one after another.
 
-    A name such as `hub:OWNER/NAME` in place of a path means a data set of the Hugging Face hub (see `parse_hub_name`).
-
-    Parameters
-    ----------
-    options: those that say how delimited files are read.
-    hub_split: the split of a data set of the hub whose name tells none.
-
-    Raises CpuftError: a file cannot be read, or a data set cannot be loaded.
+    A name such as `hub:OWNER/NAME` in place of a path means a data set of the Hugging Face hub (see `parse_hub_name`),
+    of which `hub_split` is the split if the name tells none.
     """
     tables = [
         _load_from_hub(path, option, hub_split)
@@ -114,18 +103,10 @@ _HUB_NAME = re.compile(
 
 
 def parse_hub_name(text: str, option: str, split: str) -> dict[str, str | None]:
-    """Return the arguments of `datasets.load_dataset` that a name of a data set of the Hugging Face hub stands for.
+    """Return the arguments of `datasets.load_dataset` for a name of a data set of the Hugging Face hub.
 
     The name is `hub:OWNER/NAME`, and may add in this order `/CONFIGURATION`, `:SPLIT` and `@REVISION`, for example
-    `hub:nyu-mll/glue/mrpc:train@main`. The result has the keys path, name (the configuration), split and revision; what
-    the name does not tell is None, apart from the split.
-
-    Parameters
-    ----------
-    option: the option that gave the name, for the message.
-    split: the split if the name tells none.
-
-    Raises CpuftError: the text has another form.
+    `hub:nyu-mll/glue/mrpc:train@main`. `split` is the split if the name tells none.
     """
     found = _HUB_NAME.fullmatch(text)
     if not found:
@@ -168,17 +149,8 @@ def read_table(path: Path, option: str = "--train-file", options: TableOptions =
     """Open a file with rows, whose format the name and the first bytes tell, and read its columns.
 
     The formats are CSV and TSV with a header line, JSON lines (.json, .jsonl, .ndjson), each also compressed with gzip;
-    Parquet; Arrow; and a folder of `datasets.save_to_disk`. Blank lines are skipped. A file with only a header gives a
-    table without rows.
-
-    Parameters
-    ----------
-    option: the option that named the file, for messages.
-    options: delimiter, quoting and encoding of CSV and TSV (see `choose_dialect`).
-
-    Raises CpuftError: the file is missing, empty, cut off or not text; it has another format, such as a spreadsheet or
-    a JSON array; or it is in doubt what a quotation mark means. Other faults after the first
-    lines are found when the rows are iterated over (see `Rows`).
+    Parquet; Arrow; and a folder of `datasets.save_to_disk`. Blank lines are skipped. Faults after the first lines are
+    found when the rows are iterated over.
     """
     # A file that is missing or damaged: reading it as text says what to do.
     with suppress(OSError, EOFError, zlib.error):
@@ -231,13 +203,7 @@ def _read_json_rows(lines: Callable[[], Iterator[str]], path: Path) -> Iterator[
 
 
 def list_json_lines(paths: str, option: str) -> Iterator[tuple[str, str]]:
-    """Yield (where a line is, such as `chat.jsonl, line 3`; its text) for each line of JSON lines files, without blank
-    lines.
-
-    Files may be compressed with gzip. `paths` are paths and patterns, separated by commas; `option` named them.
-
-    Raises CpuftError: a file is missing, cannot be read, is not UTF-8, is one JSON array, or has its rows in columns.
-    """
+    """Yield where each line of JSON lines files is (`chat.jsonl, line 3`), and its text; no blank lines."""
     for name in split_paths(paths):
         _refuse_columnar(name, option)
         is_first = True
@@ -280,24 +246,15 @@ def _read_delimited_rows(lines: Callable[[], Iterator[str]], path: Path, dialect
 
 
 def read_text(path: Path, option: str = "--data-dir") -> str:
-    """Return the text of a file that `option` has named, with its line ends, but without a byte order mark.
-
-    A file that is compressed with gzip is decompressed.
-
-    Raises CpuftError: it is missing, cannot be read, is a folder, cut off, not UTF-8 text, or a spreadsheet. The
-    message tells how to convert it.
-    """
+    """Return the text of a file that `option` has named, decompressed, without a byte order mark."""
     return "".join(read_lines(path, option))
 
 
 def read_lines(path: Path, option: str, newline: str = "", encoding: str = "", longest: int = -1) -> Iterator[str]:
-    """Yield the lines of a text file with their line ends, without a byte order mark. Raises what `read_text` does.
+    """Yield the lines of a text file, perhaps compressed with gzip, with their ends, without a byte order mark.
 
-    Parameters
-    ----------
-    newline: as in `open`: with "" lines end with any line end, with a line feed only with that.
-    encoding: the value of --encoding; empty for UTF-8 where there is no such option.
-    longest: most characters of a line; a longer line is yielded in parts. -1 is no limit.
+    `newline` is as in `open`. `encoding` is the value of --encoding, or empty for UTF-8 where there is no such option.
+    A line of more than `longest` characters (-1: no limit) is yielded in parts.
     """
     codec = "utf-8" if encoding in ("", "auto") else encoding
     try:
@@ -437,13 +394,11 @@ def _refuse_json_array(first_line: str, path: Path) -> None:
 
 
 def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> None:
-    """Raise CpuftError if a JSON file has its rows in one array or object, with the command that writes them as lines.
-
-    Only a file whose first line is no whole object, or is the only one, can be such a document.
-    """
+    """Raise CpuftError if a JSON file has its rows in one array or object, with the command that converts it."""
     filled = (line for line in lines() if line.strip())
     first, second = next(filled), next(filled, "")
     is_line = _parse_object(first) or first.rstrip().endswith("}")
+    # Only a file whose first line is no whole object, or is the only one, can be such a document.
     if second and is_line:
         return
     _refuse_json_array(first, path)
@@ -493,14 +448,8 @@ def _parse_object(line: str) -> bool:
 def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
     """Parse one JSON object into cells, by column: texts, and lists of texts.
 
-    Numbers become texts, true becomes `True`, null and NaN an empty text; in a list, too, numbers become texts. A value
-    that is an object, or a list that contains null, lists or objects, is left out as if the column were missing.
-
-    Parameters
-    ----------
-    where: the file and the line, for the message.
-
-    Raises CpuftError: it is not a JSON object, or has a key twice.
+    Numbers become texts, true becomes `True`, null and NaN an empty text. A value that is an object, or a list that
+    contains null, lists or objects, is left out as if the column were missing.
     """
     try:
         values = load(dict[str, Any], parse_json(line, _make_object))
@@ -514,7 +463,6 @@ def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
 
 
 def _make_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Make a dict of the pairs of a JSON object. Raises ValueError: a key is there twice."""
     made = dict(pairs)
     if len(made) < len(pairs):
         names = [name for name, _ in pairs]
@@ -527,13 +475,7 @@ def _is_flat(values: list[Any]) -> bool:
 
 
 def find_column(columns: Sequence[str], name: str, source: str, advice: str = "") -> int:
-    """Return the index of the column `name`. Raises CpuftError if no column has that name.
-
-    Parameters
-    ----------
-    source: the file, for the message.
-    advice: says which option names the column; without it, the message lists the most similar names.
-    """
+    """Return the index of the column `name`; `advice` says in the error which option names the column."""
     if name not in columns:
         nested = "" if source.endswith((".csv", ".tsv")) else "; objects and nested lists are no columns"
         there = f" (its columns are {list_names([*map(repr, columns)])}{nested})" if advice else ""
@@ -558,16 +500,9 @@ def find_longest_column(table: Table, names: Sequence[str]) -> str:
 def split_table(table: Table, share: float, columns: Sequence[str] = ()) -> tuple[Table, Table]:
     """Return a table without the rows that are kept for validation, and a table of these rows. Reads all rows once.
 
-    Which rows are kept depends only on their cells, not on their order or on the seed of the training, so that runs can
-    be compared: those whose checksums are the smallest. Equal rows, with the same cells, stay together: no validation
-    example is a training example, too.
-
-    Parameters
-    ----------
-    share: of the different rows for validation; at least one row is taken.
-    columns: rows whose cells in these columns are equal stay together, and count as one; empty: all columns.
-
-    Raises CpuftError: there are fewer than two different rows, or a row cannot be read.
+    Which rows are kept depends only on their cells in `columns` (empty: all), not on their order or on the seed of the
+    training, so that runs can be compared: those whose checksums are the smallest. Equal rows stay together: no
+    validation example is a training example, too. `share` is that of the different rows.
     """
     checksums = np.fromiter((_checksum_row(_choose_cells(cells, columns)) for _, cells in table.rows), np.uint64)
     different = np.unique(checksums)

@@ -1,7 +1,7 @@
 """Texts of the user's own, packed as tokens into examples of one length, on disk: neither has to fit into memory.
 
-Texts are read in pieces: a piece is a line of a text file, or a row of a table, such as a CSV file or JSON lines. A
-document is a text file, or a row of a table. Blank lines are ignored, unless the texts are for a decoder.
+A piece is a line of a text file, or a row of a table, such as a CSV file or JSON lines. A document is a text file, or a
+row of a table. Blank lines are ignored, unless the texts are for a decoder.
 """
 
 from __future__ import annotations
@@ -30,24 +30,19 @@ _USUAL_COLUMN = "text"
 MAX_LINE_BYTES = 8 << 20
 """Tokenising a line takes about a hundred times as much memory as the line."""
 _BLOCK_PIECES = 64
-"""Number of consecutive pieces that go into the validation split together, about a page, so that most words keep their
-context."""
+"""Consecutive pieces that go into one split together: about a page, so that most words keep their context."""
 _PIECES_AT_ONCE = 256
-"""Number of pieces that are tokenised together."""
 _JOINED_CHARACTERS = 1 << 16
 """Largest number of characters of pieces that are joined before they are tokenised."""
 _BUFFERED_TOKENS = 1 << 16
-"""Number of tokens that are collected before they are written as examples."""
 
 WORD_START, WORD_CONTINUATION, NEVER_MASKED = 0, 1, 2
 """Kinds of tokens: the first token of a word, a later one, and one that is never masked."""
 _WORD_START_MARKS = ("\u0120", "\u2581")
-"""The first character of a word's first token, in tokenizers like GPT-2's and in SentencePiece. Others mark
-continuations."""
+"""First character of a word's first token, as GPT-2 and SentencePiece mark it. Others mark continuations."""
 
 Piece = tuple[bool, str, bool]
-"""Whether the piece belongs to the validation split; its text; and whether it is not the continuation of the piece
-before it in its split."""
+"""Whether a piece is for validation; its text; and whether it does not continue the piece before it in its split."""
 Packed = tuple[NDArray[np.int32], NDArray[np.int64]]
 """Token ids of all examples, mapped from a file; and the offsets at which each example begins and the last one ends."""
 
@@ -60,36 +55,23 @@ class Corpus:
     """Text files that `scan_texts` has read once."""
 
     files: tuple[Path, ...]
-    """The files in the order in which they are read."""
     columns: tuple[str, ...]
     """Names of the columns of tables whose texts make a piece; empty for the column `text`, or the only one."""
     pieces: int
-    """Number of pieces: lines of text files and rows of tables, without blank lines."""
     checksum: str
     """SHA-256 of all pieces and of each file's kind, 64 hexadecimal digits."""
     exact: bool = False
     """Whether pieces are lines as they are, with indentation and line ends, and blank lines are pieces, too."""
     options: TableOptions = _DEFAULT
-    """Delimiter, quoting and encoding of the files."""
 
 
 def scan_texts(paths: str, columns: str, option: str, exact: bool = False, options: TableOptions = _DEFAULT) -> Corpus:
     """Read all texts once, to check and count them and to take their checksum.
 
-    Parameters
-    ----------
-    paths: files, and folders of files, separated by commas. In a folder and those below, files that end in .txt, .text,
-        .md, .json, .jsonl or .ndjson are taken, in alphabetical order; a file that is named may have any ending. CSV,
-        TSV, JSON lines, Parquet and Arrow files are tables, all others text.
-    columns: names of the columns of tables, separated by commas, whose texts are joined by spaces; empty for the column
-        `text`, or the only one.
-    option: the option that names the paths, for messages.
-    exact: keep indentation, line ends and blank lines, which a decoder learns as well.
-    options: delimiter, quoting and encoding.
-
-    Raises CpuftError: a file is missing or cannot be read, a folder has no such files, all files are empty, or a line
-    is not UTF-8, has a null byte, is longer than 8 MB, is no JSON object or lacks a column; the message names the line.
-    Also raised for columns of files that are no tables.
+    `paths` are files, and folders of files, separated by commas; in a folder and those below, files that end in .txt,
+    .text, .md, .json, .jsonl or .ndjson are taken, in alphabetical order. The texts of several `columns` of a table,
+    separated by commas, are joined by spaces; empty is the column `text`, or the only one. With `exact`, indentation,
+    line ends and blank lines are kept, which a decoder learns as well.
     """
     files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
     names = tuple(name.strip() for name in columns.split(",")) if columns else ()
@@ -175,13 +157,7 @@ def _join_cells(cells: dict[str, Cell], columns: tuple[str, ...], where: str) ->
 
 
 def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
-    """Read the files of a corpus again; yield the text of each piece, and whether it begins a document.
-
-    Texts have no spaces at their ends, unless the corpus is exact. The first piece of a text file and each row of a
-    table begin a document.
-
-    Raises CpuftError: a file has vanished, cannot be read, or has a line that is not valid text or JSON any more.
-    """
+    """Read the files of a corpus again; yield the text of each piece, and whether it begins a document."""
     for path in corpus.files:
         is_table = _is_table(path)
         for number, text in enumerate(_list_texts(path, corpus, "--train-file")):
@@ -189,13 +165,10 @@ def list_pieces(corpus: Corpus) -> Iterator[tuple[str, bool]]:
 
 
 def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iterator[Piece]:
-    """Yield all pieces as (is in the validation split, text, does not continue the piece before it in its split).
+    """Yield all pieces; those of a `validation` corpus come last, and then only they are for validation.
 
-    With a `validation` corpus, all its pieces follow those of `corpus`, and only they are in the validation split.
-    Without it, about `share` (0 to 1) of the pieces are: blocks of up to 64 consecutive pieces, evenly spread over the
-    corpus, always the same ones. Files are read as the pieces are taken.
-
-    Raises CpuftError: a file has vanished or cannot be read any more.
+    Without such a corpus, about `share` (0 to 1) of the pieces are for validation: blocks of up to 64 consecutive
+    pieces, evenly spread over the corpus, always the same ones.
     """
     size, before = min(_BLOCK_PIECES, max(1, corpus.pieces // 100)), None
     for number, (text, begins) in enumerate(list_pieces(corpus)):
@@ -208,10 +181,7 @@ def split_texts(corpus: Corpus, share: float, validation: Corpus | None) -> Iter
 
 
 def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
-    """Join each piece with those that continue it, up to 64 pieces or 65,536 characters together.
-
-    A tokenizer then sees line ends within a text, as it does where the model is used.
-    """
+    """Join pieces with those that continue them: so a tokenizer sees line ends, as it does where the model is used."""
     parts: list[str] = []
     size, validates, begins = 0, False, False
     for its_split, text, its_begin in pieces:
@@ -228,18 +198,10 @@ def join_pieces(pieces: Iterable[Piece]) -> Iterator[Piece]:
 
 
 class Packer:
-    """Writes tokens to a file as examples of one length.
+    """Writes tokens to a file as examples of `length` tokens, int32 without a header; only the last one may be shorter.
 
-    An example has the tokens of the prefix ([CLS]), as many tokens as fit, and those of the suffix ([SEP]). Only the
-    last example may be shorter.
-
-    Parameters
-    ----------
-    path: the file, int32 without a header; it is created, or emptied if it exists.
-    length: tokens of an example with prefix and suffix, at least one more than these have.
-    prefix, suffix: token ids at the begin and the end of each example.
-    separator: token ids between two documents.
-    begin, end: token ids before the first document and after the last one.
+    An example has the tokens of the prefix ([CLS]), as many tokens as fit, and those of the suffix ([SEP]). The tokens
+    of `separator` come between two documents, those of `begin` before the first and those of `end` after the last one.
     """
 
     def __init__(
@@ -254,16 +216,15 @@ class Packer:
     ) -> None:
         self.prefix, self.suffix, self.separator, self.end = prefix, suffix, separator, end
         self.length = length
-        self._room = length - len(prefix) - len(suffix)
+        self._room = length - len(prefix) - len(suffix)  # has to be 1 or more
         self._buffer: list[int] = list(begin)
         self._is_empty, self._begins = True, False
         self._file = path.open("w+b")
 
     def add(self, tokens: list[int], begins: bool) -> None:
-        """Append the tokens of a piece, behind a separator if it `begins` a document or otherwise continues nothing.
+        """Append the tokens of a piece, behind a separator if it begins a document or continues nothing.
 
-        The very first piece gets no separator. For an empty piece that begins a document, the next one gets it. Tokens
-        are written to the file some 65,000 at a time.
+        The very first piece gets no separator. For an empty piece that begins a document, the next one gets it.
         """
         self._begins = begins or self._begins
         if tokens and self._begins:
@@ -282,18 +243,7 @@ class Packer:
         del self._buffer[: full.size]
 
     def finish(self, max_examples: int = 0) -> Packed:
-        """Write the tokens that are left as a last, possibly shorter example, close the file and return its content.
-
-        Parameters
-        ----------
-        max_examples: return only the first ones, up to this number; 0 returns all. The file holds all in any case.
-
-        Returns
-        -------
-        The token ids of all examples, int32, mapped from the file, which must stay; and their offsets, int64, one more
-        than examples: example i is ids[offsets[i] : offsets[i + 1]]. Without any tokens, ids are empty and offsets are
-        [0].
-        """
+        """Write the last example; return the first `max_examples` (0: all), mapped from the file, which must stay."""
         self._buffer = [] if self._is_empty else [*self._buffer, *self.end]
         self._write()
         with self._file as file:
@@ -308,10 +258,7 @@ class Packer:
 
 
 def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> None:
-    """Tokenise pieces, 256 at a time and without special tokens, and add them to the packers.
-
-    Pieces of the validation split go to the second packer, the others to the first. The packers are not finished.
-    """
+    """Tokenise pieces, and add those for validation to the second packer, the others to the first one."""
     remaining = iter(pieces)
     while batch := list(islice(remaining, _PIECES_AT_ONCE)):
         without = {"add_special_tokens": False, "return_attention_mask": False, "return_token_type_ids": False}
@@ -321,20 +268,13 @@ def pack(pieces: Iterable[Piece], tokenizer: Any, packers: Sequence[Packer]) -> 
 
 
 def find_document_marks(tokenizer: Any) -> tuple[list[int], int | None]:
-    """Return the ids of the tokens that a decoder's tokenizer puts before a text, and the id that ends a text.
-
-    The second one is None if the tokenizer has no such token.
-    """
+    """Return the ids that a decoder's tokenizer puts before a text, and the one that ends a text, if it has one."""
     end = next((one for one in (tokenizer.eos_token_id, tokenizer.sep_token_id) if one is not None), None)
     return [one for one in tokenizer("")["input_ids"] if one != end], end
 
 
 def classify_tokens(tokenizer: Any) -> NDArray[np.int8]:
-    """Return the kind of each token id, int8: WORD_START, WORD_CONTINUATION or NEVER_MASKED; shape (largest id + 1,).
-
-    Special tokens, and ids without a token, are never masked. If more than a tenth of the tokens begin with the mark of
-    GPT-2's or SentencePiece's word starts, the others are continuations; else tokens that begin with ## are.
-    """
+    """Return the kind of each token id (WORD_START and so on), int8, shape (largest id + 1,)."""
     vocabulary = tokenizer.get_vocab()
     marks_starts = sum(token.startswith(_WORD_START_MARKS) for token in vocabulary) > len(vocabulary) // 10
     kinds = np.full(1 + max(vocabulary.values()), NEVER_MASKED, np.int8)

@@ -40,29 +40,17 @@ _ALPHABET_SIZE = 1000
 
 
 def get_tokenizer_name(config: TrainConfig) -> str:
-    """Return the folder or hub name of the tokenizer: --tokenizer, else --model; empty if one is to be trained.
-
-    One is trained for --from-config without --tokenizer.
-    """
+    """Return the folder or hub name of the tokenizer: --tokenizer, else --model; empty if one is to be trained."""
     return config.tokenizer or ("" if config.from_config else config.model)
 
 
 def may_mismatch_model(config: TrainConfig) -> bool:
-    """Return whether the tokenizer may have more tokens than the model embeds.
-
-    True with --tokenizer, with --from-config and for --task text and chat; otherwise the tokenizer is the model's own.
-    """
+    """Return whether the tokenizer may have more tokens than the model embeds."""
     return bool(config.tokenizer or config.from_config) or config.task in ("text", "chat")
 
 
 def digest_tokenizer(config: TrainConfig) -> bytes:
-    """Return the bytes that the tokenizer and the padding token depend on, for the data's checksum.
-
-    They are the content of the tokenizer's files and some settings of the model's configuration; for a hub name, the
-    name; for a tokenizer that is to be trained, --from-config and --vocab-size, without its texts.
-
-    Raises CpuftError: the model or tokenizer is a folder that is missing or holds no model.
-    """
+    """Return the bytes on which tokens and padding depend, for the data's checksum, without texts to train on."""
     name = get_tokenizer_name(config)
     if not name:
         return repr((config.from_config, config.vocab_size)).encode()
@@ -88,19 +76,9 @@ def choose_tokenizer(
 ) -> tuple[Any, str]:
     """Load the tokenizer of --tokenizer or of the model, or train one on the texts of an untrained model.
 
-    Parameters
-    ----------
-    list_texts: returns the training texts. It is called only to train a tokenizer, then twice.
-    key: identifies these texts. A tokenizer is trained once for each key and vocabulary size, and stored in the cache
-        folder.
-    in_words: whether texts come as lists of words.
-
-    Returns
-    -------
-    The tokenizer, and its JSON if it was trained on these texts, else an empty text.
-
-    Raises CpuftError: the tokenizer or the model's configuration cannot be loaded, the model embeds fewer tokens than
-    the tokenizer has, or the cache folder cannot be made. OSError: the trained tokenizer cannot be stored there.
+    A tokenizer is trained once for each vocabulary size and `key`, which identifies the texts, and stored in the cache
+    folder; only then `list_texts` is called, twice. The second result is the JSON of a tokenizer that was trained on
+    these texts, else empty.
     """
     trained, name = "", get_tokenizer_name(config)
     if name:
@@ -120,12 +98,8 @@ def choose_tokenizer(
 def train_tokenizer(list_texts: Callable[[], Iterator[str]], vocab_size: int) -> str:
     """Train a WordPiece tokenizer like BERT's uncased one on texts; return its JSON, for `make_tokenizer`.
 
-    It has at most `vocab_size` tokens; but the special tokens and the letters of the texts, up to 1000 different ones,
-    at the beginning of words and inside, are always included. `list_texts` is called twice.
-
-    The same texts give the same tokens with the same ids. By itself the library numbers the letters inside words in
-    random order, and chooses by these numbers between pairs that are equally frequent. So a first pass finds these
-    letters, and the second gets them in alphabetical order.
+    The special tokens, and the letters of the texts up to 1000 different ones, are included even beyond `vocab_size`.
+    The same texts give the same tokens with the same ids.
     """
     from tokenizers.implementations.bert_wordpiece import BertWordPieceTokenizer
     from tokenizers.processors import TemplateProcessing
@@ -138,6 +112,8 @@ def train_tokenizer(list_texts: Callable[[], Iterator[str]], vocab_size: int) ->
         )
         return dict(tokenizer.get_vocab())
 
+    # By itself the library numbers the letters inside words at random, and by that chooses between pairs that are
+    # equally frequent. So a first pass finds these letters, and the second one gets them in alphabetical order.
     letters = sorted(letter for letter in train(len(_SPECIAL_TOKENS)) if letter.startswith("##"))
     tokenizer = BertWordPieceTokenizer(train(vocab_size, *letters))
     ids = [(name, tokenizer.token_to_id(name)) for name in ("[CLS]", "[SEP]")]
@@ -162,18 +138,9 @@ def get_vocab_size(tokenizer: Any) -> int:
 
 
 def load_tokenizer(name: str, in_words: bool = False) -> Any:
-    """Load the tokenizer in a folder or of a hub name.
+    """Load the tokenizer in a folder or of a hub name, perhaps for texts that come as lists of words.
 
-    For a hub name, a line on standard error says that the hub is asked; the first such call waits up to 3 s for the hub
-    and, if it does not answer, only the cache of models is used.
-
-    Parameters
-    ----------
-    name: a folder, a hub name, or minilm, the model of an installed package.
-    in_words: for texts that come as lists of words.
-
-    Raises CpuftError: the folder is missing or holds no model or no complete tokenizer, the tokenizer cannot be loaded,
-    or it has no tokens but special ones.
+    For a hub name, the first call waits up to 3 s for the hub; if it does not answer, only the cache of models is used.
     """
     import transformers
 
@@ -234,11 +201,8 @@ def _check_vocabulary_files(folder: Path) -> None:
 
 
 def check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
-    """Raise CpuftError if the model embeds fewer tokens than `vocab_size`, the number of tokens of the tokenizer.
-
-    Untrained models of a named size, such as bert-base, get an embedding of that size and pass. CpuftError is also
-    raised if the model's configuration cannot be loaded.
-    """
+    """Raise CpuftError if the model embeds fewer tokens than `vocab_size`, the size of the tokenizer."""
+    # Untrained models of a named size, such as bert-base, get an embedding of `vocab_size`, and pass.
     embedded = load_config(config, {}, vocab_size).vocab_size
     if vocab_size > embedded:
         raise CpuftError(
@@ -250,17 +214,10 @@ def check_tokenizer(config: TrainConfig, vocab_size: int) -> None:
 def choose_pad_id(config: TrainConfig, tokenizer: Any, vocab_size: int = 0) -> int:
     """Return the id of the token that batches are padded with.
 
-    It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text (the
-    tokenizer's, then the configuration's): models that need a padding token use it to find the last token of a text,
-    and attention masks hide padding from all others. Models that number positions from their own padding token, such as
-    RoBERTa, keep that one.
-
-    Parameters
-    ----------
-    vocab_size: of the tokenizer, for an untrained model; 0: BERT's own.
-
-    Raises CpuftError: neither the tokenizer nor the model knows such a token, the model does not embed its id, or the
-    model's configuration cannot be loaded.
+    It is the tokenizer's padding token, else the one of the model's configuration, else the token that ends a text:
+    models that need a padding token use it to find the last token of a text, and attention masks hide padding from all
+    others. Models that number positions from their own padding token, such as RoBERTa, keep that one. `vocab_size` is
+    that of the tokenizer, for an untrained model; 0: BERT's own.
     """
     settings = load_config(config, {}, vocab_size)
     own, ends = getattr(settings, "pad_token_id", None), getattr(settings, "eos_token_id", None)

@@ -42,13 +42,10 @@ class Batch:
 
 
 def run_without_cache(model: torch.nn.Module, batch: Batch) -> Any:
-    """Run a forward pass, and return what the model does, without the keys and values that decoders keep to generate.
-
-    The configurations of decoders ask for them, also in classifiers, where nobody reads them. They take memory, and
-    keep the fast layers from computing the pass in evaluation.
-    """
+    """Run a forward pass without the cache of decoders: it takes memory, and keeps the fast layers from evaluation."""
     whole: Any = model
     inner = whole.get_base_model() if has_adapters(model) else whole
+    # Decoders' configurations ask for the cache, also in classifiers, where nobody reads it.
     asks = getattr(getattr(inner, "config", None), "use_cache", False)
     takes = asks and "use_cache" in inspect.signature(type(inner).forward).parameters
     return model(**batch.inputs, use_cache=False) if takes else model(**batch.inputs)
@@ -69,7 +66,6 @@ class Objective:
     metrics: tuple[str, ...]
     """Names of the metrics that `compute_metrics` returns."""
     pad_id: int
-    """Id of the token that batches are padded with."""
     padded_length: int
     """Length to which examples are padded; 0: the longest example of each batch."""
     vocab_size: int = 0
@@ -77,7 +73,6 @@ class Objective:
     model_class: ClassVar[str]
     """The auto class of transformers that loads an encoder with such a head."""
     label_type: ClassVar[torch.dtype]
-    """Type of the labels in a batch."""
 
     @property
     def counts_by_drawing(self) -> bool:
@@ -89,14 +84,10 @@ class Objective:
         raise NotImplementedError
 
     def plan_passes(self, setup: TrainingSetup, examples: Indices, epoch: int) -> Passes:
-        """Make the batches of this rank's examples of an update, at most `--batch-size` in each.
+        """Make the batches of this rank's share of an update's examples (at least one), of at most `--batch-size` each.
 
-        A rank that has no example takes part with the first one; the loop gives it weight 0.
-
-        Parameters
-        ----------
-        examples: numbers of the update's examples on all ranks, at least one.
-        epoch: of the training, from which masked language modelling draws its masks.
+        A rank that has no example takes part with the first one; the loop gives it weight 0. Masked language modelling
+        draws its masks from `epoch`.
         """
         share, size = select_for_rank(examples, setup.world.rank, setup.world.size), setup.config.batch_size
         parts = [share[start : start + size] for start in range(0, len(share), size)]
@@ -113,12 +104,7 @@ class Objective:
         return float(losses.detach().sum())
 
     def deal_to_ranks(self, setup: TrainingSetup, examples: Indices) -> list[Indices]:
-        """Return for each rank the examples of an update whose tokens it looks up; never empty.
-
-        Parameters
-        ----------
-        examples: numbers of the update's examples on all ranks, at least one.
-        """
+        """Return for each rank those of an update's examples (at least one) whose tokens it looks up; never empty."""
         return [select_for_rank(examples, rank, setup.world.size) for rank in range(setup.world.size)]
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -131,23 +117,15 @@ class Objective:
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
         """Return each of `metrics` by name, from the predictions for all examples of a split in their order.
 
-        Parameters
-        ----------
-        predictions: what `predict` has returned for the examples; where shapes differ, filled up with -1.
-        tokens: the split, with its labels.
+        `predictions` are what `predict` has returned, filled up with -1 where shapes differ; `tokens` has the labels.
         """
         raise NotImplementedError
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
         """Return of how many terms the losses of these examples are the sum, on any rank and before batches are made.
 
-        Here it is the number of examples, as each loss is one term. The loss of an update is the mean over the terms of
-        all its examples.
-
-        Parameters
-        ----------
-        epoch: of the training, for objectives that change examples from epoch to epoch (here without effect); -1 for
-            evaluation.
+        Here each loss is one term. The loss of an update is the mean over the terms of all its examples. `epoch` is for
+        objectives that change examples from epoch to epoch; -1 is evaluation.
         """
         return float(len(examples))
 
@@ -160,17 +138,11 @@ class Objective:
         return outputs
 
     def reduce_outputs(self, outputs: Predictions) -> Predictions:
-        """Return what `compute_metrics` needs of the head's outputs, to be gathered from all ranks.
-
-        Here it is the outputs as they are.
-        """
+        """Return what `compute_metrics` needs of the head's outputs, gathered from all ranks; here all of them."""
         return outputs
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Run a forward pass; return what `compute_metrics` needs for each example of a batch.
-
-        It is called without gradients.
-        """
+        """Return what `compute_metrics` needs for each example, from a forward pass. Called without gradients."""
         return self.reduce_outputs(self.outputs(model, batch))
 
     def load_model(self, config: TrainConfig) -> Any:
@@ -181,18 +153,12 @@ class Objective:
         return load_model(config, self.model_class, self.head_settings(), self.vocab_size, self.pad_id)
 
     def finish_folder(self, folder: Path, model: Any) -> None:
-        """Write more files into the folder of the saved model, if programs need them to load it. Here there are none.
-
-        Raises OSError: a file cannot be written.
-        """
+        """Write more files into the folder of the saved model, if programs need them to load it; here none."""
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of the examples with these numbers, padded to `padded_length`, or to its longest example.
+        """Return the batch of these examples (at least one), padded to `padded_length`, or to its longest example.
 
-        Parameters
-        ----------
-        examples: at least one number.
-        epoch: of the training, for objectives that change examples from epoch to epoch; -1 for evaluation.
+        `epoch` is for objectives that change examples from epoch to epoch; -1 is evaluation.
         """
         lengths, places = tokens.lengths[examples], tokens.positions(examples)
         mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
@@ -206,19 +172,12 @@ class Objective:
         return Batch(inputs, self.make_labels(tokens, examples, mask), int(lengths.sum()))
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
-        """Return the labels of the examples with these numbers, as `label_type`.
+        """Return the labels of these examples as `label_type`; here one entry of `tokens.labels` for each example.
 
-        Here it is one entry of `tokens.labels` for each example.
-
-        Parameters
-        ----------
-        mask: true where a batch has their tokens and false where it has padding; shape (examples, length).
+        `mask` is true where a batch has their tokens and false where it has padding; shape (examples, length).
         """
         return torch.from_numpy(tokens.labels[examples]).to(self.label_type)
 
     def list_token_ids(self, tokens: Tokens, examples: Indices) -> torch.Tensor:
-        """Return all token ids that batches of these examples look up in the embedding, with repetitions.
-
-        The ids are int64, shape (ids,); the id of padding is included once, at the end.
-        """
+        """Return all token ids that these examples look up, with repetitions, padding last; int64, shape (ids,)."""
         return torch.from_numpy(np.append(tokens.ids[tokens.positions(examples)], self.pad_id).astype(np.int64))

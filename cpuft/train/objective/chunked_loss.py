@@ -1,9 +1,9 @@
 """The cross entropy of a language model's next tokens, computed for a chunk of tokens at a time.
 
-The logits of a batch are one number for each token and each entry of the vocabulary: 2048 tokens of a vocabulary of
-150,000 take 1.2 GB, and their gradient as much again. Here the logits of a chunk, its losses and its gradients are
-computed together in the forward pass, and the logits are dropped. torch's own `linear_cross_entropy` does the same, but
-only from torch 2.13 on, without softcapping, and with one loss for all tokens.
+The logits of 2048 tokens of a vocabulary of 150,000 take 1.2 GB, and their gradient as much again. So the logits of a
+chunk, its losses and its gradients are computed together in the forward pass, and the logits are dropped. torch's own
+`linear_cross_entropy` does the same, but only from torch 2.13 on, without softcapping, and with one loss for all
+tokens.
 """
 
 from __future__ import annotations
@@ -23,10 +23,8 @@ class HeadForm:
     """What a decoder does with the product of its head to make logits."""
 
     factor: float = 1.0
-    """Number by which the product is multiplied."""
     softcap: float = 0.0
-    """With a positive number c, logits are c * tanh(x / c), as in Gemma 2 (Gemma Team 2024, section 2); 0: as they
-    are."""
+    """With a positive number c, logits are c * tanh(x / c), as in Gemma 2 (Gemma Team 2024, section 2)."""
 
 
 def compute_token_losses(
@@ -34,15 +32,10 @@ def compute_token_losses(
 ) -> torch.Tensor:
     """Return the cross entropy of each token, fp32, shape (tokens,).
 
-    Gradients flow to `hidden`, `weight` and `bias`, if they require them. Products are computed in the type of autocast
-    if that is switched on, else in the type of `hidden`; softmax and losses always in fp32. Gradients are computed in
-    the forward pass. If the losses are not added up with the same factor for all tokens, backward computes them again.
-
-    Parameters
-    ----------
-    hidden: the last hidden state of each token, shape (tokens, hidden size).
-    weight, bias: of the head, shapes (vocabulary, hidden size) and (vocabulary,).
-    targets: the true next token of each token, int64, shape (tokens,).
+    `hidden` has the shape (tokens, hidden size), `weight` (vocabulary, hidden size), `targets` (tokens,), int64.
+    Products are computed in the type of autocast if that is switched on, else in the type of `hidden`; softmax and
+    losses always in fp32. Gradients flow to `hidden`, `weight` and `bias`, if they require them; they are computed in
+    the forward pass, and again in backward if the losses are not added up with one factor for all tokens.
     """
     function: Any = _ChunkedCrossEntropy  # torch has no types for functions of one's own
     losses: torch.Tensor = function.apply(hidden, weight, bias, targets, form, torch.is_grad_enabled())
@@ -53,10 +46,7 @@ def compute_token_losses(
 def predict_tokens(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, form: HeadForm
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the cross entropy of each token, fp32, and whether its target is the most likely one, bool.
-
-    Both have the shape (tokens,). The parameters are those of `compute_token_losses`.
-    """
+    """Return the cross entropy of each token, fp32, and whether its target is the most likely one, both (tokens,)."""
     head = _Head(hidden, weight, bias, form)
     losses, is_right = torch.empty(len(hidden)), torch.empty(len(hidden), dtype=torch.bool)
     for part in head.chunks:
@@ -121,13 +111,7 @@ class _Gradients:
 def _run_chunks(
     head: _Head, targets: torch.Tensor, needed: tuple[bool, ...], factors: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, _Gradients]:
-    """Return the loss of each token, and the gradients of their sum.
-
-    Parameters
-    ----------
-    needed: whether hidden states, weight and bias need gradients.
-    factors: of the tokens' losses in the sum, shape (tokens,); None: 1.
-    """
+    """Return the loss of each token, and the gradients of the sum of losses times `factors` (None: 1)."""
     losses = torch.empty(len(head.hidden))
     found = _Gradients(*(torch.zeros(0) if one else None for one in needed))
     if found.hidden is not None:

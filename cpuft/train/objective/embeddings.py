@@ -37,13 +37,11 @@ _KEY_FACTOR = np.uint64(0x9E3779B97F4A7C15)
 class EmbeddingObjective(Objective):
     """What objectives of embedding models have in common: they compare the texts of all examples of a batch.
 
-    The loss of an example depends on the other examples, and so on those of other ranks. So it is computed in two
-    steps: `represent` returns what the loss needs of each example, which ranks can exchange, and `joint_losses` returns
-    the losses of all of them.
+    The loss of an example depends on the other examples, and so on those of other ranks. So `represent` returns what
+    the loss needs of each example, which ranks can exchange, and `joint_losses` the losses of all of them.
     """
 
     form: EmbeddingForm = field(default_factory=EmbeddingForm)
-    """How the model makes embeddings."""
     texts: int = 2
     """Number of texts of a training example."""
     matryoshka: tuple[int, ...] = ()
@@ -67,13 +65,7 @@ class EmbeddingObjective(Objective):
         raise NotImplementedError
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each example, fp32, shape (examples,).
-
-        Parameters
-        ----------
-        represented: what `represent` has returned for the examples of all batches that are compared.
-        labels: what `make_labels` returns for the same examples.
-        """
+        """Return the losses, fp32, shape (examples,), from what `represent` and `make_labels` return for them."""
         raise NotImplementedError
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -85,10 +77,7 @@ class EmbeddingObjective(Objective):
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the encoder, in fp32 on the CPU; with --lora-rank, with adapters.
-
-        Its pooler, which no embedding reads, is frozen. Raises CpuftError: the model cannot be found or read.
-        """
+        """Load the encoder, in fp32 on the CPU; its pooler, which no embedding reads, is frozen."""
         model = load_model(config, self.model_class, {}, self.vocab_size, self.pad_id)
         for name, parameter in model.named_parameters():
             if "pooler" in name.split("."):
@@ -96,11 +85,7 @@ class EmbeddingObjective(Objective):
         return model
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of the examples with these numbers; each text is a row of it.
-
-        The first texts of all examples come first, then all second texts, and so on. Rows are padded to the longest
-        text, or to `padded_length`.
-        """
+        """Return the batch of these examples: rows are the first texts of all, then all second texts, and so on."""
         lengths, places, order = self._find_texts(tokens, examples)
         mask = np.arange(self.padded_length or int(lengths.max())) < lengths[:, None]
         ids = np.full(mask.shape, self.pad_id, np.int64)
@@ -112,10 +97,7 @@ class EmbeddingObjective(Objective):
         return Batch(inputs, self.make_labels(tokens, examples, mask), int(lengths.sum()))
 
     def _find_texts(self, tokens: Tokens, examples: Indices) -> tuple[Indices, Indices, Indices]:
-        """Return the lengths of all texts of examples, the indices of their tokens, and the order of rows in a batch.
-
-        Lengths and tokens are example by example; the order is text by text.
-        """
+        """Return lengths of texts and places of tokens, example by example, and the order of rows, text by text."""
         places, count = tokens.positions(examples), self.texts if len(tokens.types) else 1
         example = np.repeat(np.arange(len(examples)), tokens.lengths[examples])
         number = tokens.types[places].astype(np.int64) if count > 1 else 0
@@ -124,10 +106,7 @@ class EmbeddingObjective(Objective):
         return lengths, places, order
 
     def embed(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Run a forward pass; return the embeddings of all texts, fp32, shape (texts of an example, examples, hidden).
-
-        They are not normalised yet.
-        """
+        """Return the embeddings, not normalised yet, fp32, shape (texts of an example, examples, hidden)."""
         hidden = run_without_cache(model, batch).last_hidden_state
         pooled = pool(self.form.pooling, hidden, batch.inputs["attention_mask"])
         return pooled.view(-1, len(batch.labels) if len(batch.labels) else len(pooled), pooled.shape[1])
@@ -158,43 +137,28 @@ class Pairs(EmbeddingObjective):
     """
 
     temperature: float = 0.05
-    """By which similarities are divided."""
     symmetric: bool = False
     """Whether each positive has to find its anchor, too."""
 
     label_type = torch.int64
 
     def represent(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Run a forward pass; return the embeddings of each example's texts side by side.
-
-        The shape is (examples, texts * hidden size), fp32.
-        """
+        """Return the embeddings of each example's texts side by side, fp32, shape (examples, texts * hidden size)."""
         return self.embed(model, batch).transpose(0, 1).flatten(1)
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
-        """Return a key of each text, by which equal texts are found; int64, shape (examples, texts).
-
-        Equal keys mean equal tokens (the keys of different texts are the same by chance in one of 2**64 cases). `mask`
-        has no effect.
-        """
+        """Return a key of each text, by which equal texts are found; int64, shape (examples, texts)."""
         lengths, places, _ = self._find_texts(tokens, examples)
         ends = lengths.cumsum()
         place_in_text = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
         factors = np.full(int(lengths.max()), _KEY_FACTOR, np.uint64).cumprod()[place_in_text]
         products = (tokens.ids[places].astype(np.uint64) + np.uint64(1)) * factors
+        # Different texts have the same key by chance in one of 2**64 cases.
         keys = np.add.reduceat(products, ends - lengths)
         return torch.from_numpy(keys.view(np.int64).reshape(len(examples), -1))
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the cross entropy of each anchor's search for its positive, fp32, shape (examples,).
-
-        With `symmetric`, the mean of that and of the positive's search for its anchor.
-
-        Parameters
-        ----------
-        represented: the embeddings of each example's texts, shape (examples, texts * hidden size).
-        labels: keys of the texts, shape (examples, texts).
-        """
+        """Return the cross entropy of each anchor's search for its positive, fp32, shape (examples,)."""
         count, texts = labels.shape
         same_anchor = labels[:, :1] == labels[:, 0]
         own = torch.eye(count, dtype=torch.bool)
@@ -221,13 +185,7 @@ class Pairs(EmbeddingObjective):
         return embeddings
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` by name: how well the queries of a retrieval set find their documents.
-
-        Parameters
-        ----------
-        predictions: embeddings of all queries, then of all documents, shape (texts, dimensions).
-        tokens: the retrieval set, whose labels are its judgements.
-        """
+        """Return each of `metrics` by name, from the embeddings of a retrieval set: all queries, then all documents."""
         queries = int(tokens.labels[:, 0].max()) + 1
         return compute_retrieval_metrics(
             self.metrics, predictions[:queries], predictions[queries:], tokens.labels, self.form.similarity
@@ -242,21 +200,12 @@ class ScoredPairs(EmbeddingObjective):
     """cosent (Su 2022, https://kexue.fm/archives/8847) or mse."""
 
     def represent(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Run a forward pass; return the cosine of each example, fp32, shape (examples, 1).
-
-        With `matryoshka`, the cosines of embeddings of each number of dimensions, shape (examples, numbers).
-        """
+        """Return each example's cosine for each number of dimensions, fp32, shape (examples, numbers)."""
         parts = [normalize(one) for one in self.cut(self.embed(model, batch))]
         return torch.stack([(first * second).sum(-1) for first, second in parts], 1)
 
     def joint_losses(self, represented: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the loss of each example, fp32, shape (examples,). Of cosent, it is the same for all examples.
-
-        Parameters
-        ----------
-        represented: cosines, shape (examples, numbers of dimensions).
-        labels: scores, shape (examples,).
-        """
+        """Return the loss of each example, fp32, shape (examples,); with cosent, it is the same for all examples."""
         function: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _cosent if self.loss == "cosent" else _squares
         return torch.stack([function(cosines, labels) for cosines in represented.T]).sum(0)
 

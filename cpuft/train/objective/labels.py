@@ -16,10 +16,7 @@ from cpuft.train.objective.base import Batch, Objective, Predictions
 
 
 def _name_classes(labels: Sequence[str]) -> dict[str, Any]:
-    """Return the settings of a model's configuration that number and name the classes.
-
-    They are `num_labels`, `id2label` (number to name) and `label2id` (name to number). Classes are numbered from 0.
-    """
+    """Return the settings of a model's configuration that number the classes, from 0, and name them."""
     names = dict(enumerate(labels))
     return {"num_labels": len(names), "id2label": names, "label2id": {name: number for number, name in names.items()}}
 
@@ -29,15 +26,11 @@ class ClassObjective(Objective):
     """What objectives with one class for each term have in common: cross entropy, smoothed and weighted if asked."""
 
     label_smoothing: float = 0.0
-    """Share of the target probability that is spread evenly over all classes."""
     class_weights: tuple[float, ...] = ()
     """Weight of each class in the loss, in the order of their numbers; empty if all count the same."""
 
     def cross_entropy(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """Return the cross entropy of each term, 0 where the label is UNTAGGED; fp32, in the shape of `labels`.
-
-        It is multiplied by the weight of the label's class. `logits` have one more dimension, the classes at place 1.
-        """
+        """Return each term's weighted cross entropy, fp32, 0 where it is UNTAGGED; `logits` have classes at axis 1."""
         weights = torch.tensor(self.class_weights) if self.class_weights else None
         return torch.nn.functional.cross_entropy(
             logits.float(),
@@ -61,14 +54,11 @@ class Classification(ClassObjective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.int64
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
-        """Return the number of these examples; with class weights, the sum of their weights. `epoch` has no effect."""
+        """Return the number of these examples; with class weights, the sum of their weights."""
         return self.weigh(tokens.labels[examples])
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one output for each class.
-
-        They are problem_type, num_labels, id2label and label2id.
-        """
+        """Return the settings of a head with one output for each class."""
         return {"problem_type": "single_label_classification", **_name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -76,10 +66,7 @@ class Classification(ClassObjective):
         return self.cross_entropy(model(**batch.inputs).logits, batch.labels)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` by name, from the most likely class of each example.
-
-        `predictions` are logits, shape (examples, classes).
-        """
+        """Return each of `metrics` by name, from logits of shape (examples, classes)."""
         return compute_label_metrics(self.metrics, predictions.argmax(-1), tokens.labels)
 
 
@@ -89,26 +76,17 @@ class MultiLabelClassification(Objective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.float32
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one independent output for each class.
-
-        They are problem_type, num_labels, id2label and label2id.
-        """
+        """Return the settings of a head with one independent output for each class."""
         return {"problem_type": "multi_label_classification", **_name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Run a forward pass; return each example's mean binary cross entropy over the classes.
-
-        The losses are fp32, shape (examples,).
-        """
+        """Return each example's mean binary cross entropy over the classes, fp32, shape (examples,)."""
         logits = model(**batch.inputs).logits.float()
         entropy = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.labels, reduction="none")
         return entropy.mean(-1)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` by name, from the classes above a probability of 0.5.
-
-        `predictions` are logits, shape (examples, classes). Accuracy counts the examples with all classes right.
-        """
+        """Return each of `metrics` by name, from logits; accuracy counts the examples with all classes right."""
         return compute_label_metrics(self.metrics, (predictions > 0).astype(np.float32), tokens.labels)
 
 
@@ -118,7 +96,7 @@ class Regression(Objective):
     model_class, label_type = "AutoModelForSequenceClassification", torch.float32
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with one output: `num_labels` 1 and `problem_type`."""
+        """Return the settings of a head with one output."""
         return {"num_labels": 1, "problem_type": "regression"}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
@@ -141,25 +119,16 @@ class TokenClassification(ClassObjective):
     model_class, label_type = "AutoModelForTokenClassification", torch.int64
 
     def head_settings(self) -> dict[str, Any]:
-        """Return the settings of a head with an output of each token for each class.
-
-        They are num_labels, id2label, label2id, and architectures: saved adapters do not name the class of their model,
-        so the configuration has to.
-        """
+        """Return the settings of a head with an output of each token for each class."""
+        # Saved adapters do not name the class of their model, so the configuration has to.
         return {"architectures": [self.model_class], **_name_classes(self.labels)}
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Run a forward pass; return the sum of the cross entropies of each example's words.
-
-        The losses are fp32, shape (examples,).
-        """
+        """Return the sum of the cross entropies of each example's words, fp32, shape (examples,)."""
         return self.cross_entropy(model(**batch.inputs).logits.transpose(1, 2), batch.labels).sum(-1)
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
-        """Return the number of words of these examples that have a tag; with class weights, the sum of their weights.
-
-        `epoch` has no effect.
-        """
+        """Return the number of these examples' words that have a tag; with class weights, the sum of their weights."""
         labels = tokens.labels[tokens.positions(examples)]
         return self.weigh(labels[labels != UNTAGGED])
 
@@ -175,11 +144,7 @@ class TokenClassification(ClassObjective):
         return torch.from_numpy(labels)
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` by name: f1, precision and recall of entities, accuracy of words.
-
-        `predictions` are class numbers of tokens, shape (examples, longest example); only those of tagged words are
-        read.
-        """
+        """Return each of `metrics` by name, from class numbers of tokens, shape (examples, longest example)."""
         predicted, tags = [], []
         for example, (start, end) in enumerate(zip(tokens.offsets, tokens.offsets[1:])):
             wanted = tokens.labels[start:end]
@@ -194,15 +159,8 @@ def compute_label_metrics(
 ) -> dict[str, float]:
     """Return metrics by name, from 0 to 1 (correlations from -1), computed by scikit-learn and SciPy.
 
-    Parameters
-    ----------
-    names: accuracy, f1 (of class 1, where there are two), f1_micro, f1_macro, matthews_correlation, pearson, spearman.
-    predictions, labels: class numbers or scores, both of shape (examples,); or 0 and 1, both of shape (examples,
-        classes). The correlation with a constant is 0, as scikit-learn defines it for Matthews'; an F1 without any
-        positive is 0, too.
-
-    Raises KeyError: an unknown name. ValueError: there are no examples, or a metric is not defined for such labels,
-    such as f1 with three classes.
+    Predictions and labels are class numbers or scores, shape (examples,), or 0 and 1, shape (examples, classes). The
+    correlation with a constant is 0, as scikit-learn defines it for Matthews'; an F1 without any positive is 0, too.
     """
     from scipy.stats import pearsonr, spearmanr
     from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
@@ -227,16 +185,10 @@ def compute_label_metrics(
 def compute_tag_metrics(
     names: tuple[str, ...], predicted: Sequence[list[str]], tags: Sequence[list[str]]
 ) -> dict[str, float]:
-    """Return metrics by name, from 0 to 1, from the tags of all examples, as conlleval defines them.
+    """Return metrics by name, from 0 to 1, computed by seqeval from the tags of each example's words.
 
-    They are computed by seqeval.
-
-    Parameters
-    ----------
-    names: f1, precision and recall, of whole entities (0 if there are none); accuracy, of words.
-    predicted, tags: for each example the predicted and the true tag of each word, such as B-PER, equally many.
-
-    Raises KeyError: an unknown name. TypeError or ZeroDivisionError, by seqeval: there are no examples or no words.
+    They are defined as in conlleval: f1, precision and recall are those of whole entities, 0 if there are none;
+    accuracy is that of words.
     """
     from seqeval import metrics
 

@@ -31,10 +31,8 @@ class MaskedLanguageModelling(TokenClassification):
 
     model_class = "AutoModelForMaskedLM"
     kinds: NDArray[np.int8]
-    """The kind of each token id, shape (vocabulary,), as `classify_tokens` returns it: WORD_START, WORD_CONTINUATION or
-    NEVER_MASKED."""
+    """Kind of each token id, shape (vocabulary,), as `classify_tokens` returns it."""
     mask_id: int
-    """Id of the mask token."""
     config: TrainConfig
     """The options; --seed, --mlm-probability and --whole-word-mask decide on the masks."""
 
@@ -43,11 +41,7 @@ class MaskedLanguageModelling(TokenClassification):
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the encoder with its head, in fp32 on the CPU; the head computes masked places only.
-
-        With --lora-rank, the model has adapters. Raises CpuftError: the model cannot be found or read, or has no such
-        head.
-        """
+        """Load the encoder, in fp32 on the CPU, perhaps with adapters; its head computes masked places only."""
         model = super().load_model(config)
         self.predict_masked_places_only(model.get_base_model() if has_adapters(model) else model)
         return model
@@ -55,20 +49,18 @@ class MaskedLanguageModelling(TokenClassification):
     def predict_masked_places_only(self, model: Any) -> None:
         """Let a model's head, which has the largest product of all, compute only for the `places` of a batch.
 
-        The model gets hooks, in place. They pass the encoder's output on at these places only (indices into all
-        positions of the batch, row by row), so that logits have the shape (1, places, vocabulary). Without an input
-        `places`, the model computes all positions.
+        Hooks in the model pass on the encoder's output at these places only, so that logits have the shape (1, places,
+        vocabulary). Without an input `places`, the model computes all positions.
         """
         selection = _PlaceSelection()
         model.register_forward_pre_hook(selection.take_places, with_kwargs=True)
         model.base_model.register_forward_hook(selection.select)
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples with the masks of this epoch.
+        """Return the batch of these examples with the masks of this epoch (-1: evaluation, which has always the same).
 
-        Epoch -1 is evaluation, which has always the same masks. The labels are the true tokens at masked places,
-        elsewhere UNTAGGED; int64, shape (examples, length). The input `places` has the indices of the masked places
-        among all positions of the batch, row by row. A batch without padding has no attention_mask.
+        Labels are the true tokens at masked places, elsewhere UNTAGGED. The input `places` has the indices of the
+        masked places among all positions of the batch, row by row.
         """
         ids, labels = zip(*(self.mask_example(tokens, int(example), epoch) for example in examples))
         offsets = np.cumsum([0, *map(len, ids)])
@@ -80,10 +72,7 @@ class MaskedLanguageModelling(TokenClassification):
         return batch
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
-        """Return the number of masked places of these examples in this epoch (-1: in evaluation).
-
-        Only --whole-word-mask draws the masks for it.
-        """
+        """Return the number of masked places of these examples in this epoch (-1: in evaluation)."""
         if self.counts_by_drawing:
             return float(sum((self.mask_example(tokens, int(one), epoch)[1] != UNTAGGED).sum() for one in examples))
         example = np.repeat(np.arange(len(examples)), tokens.lengths[examples])
@@ -101,11 +90,7 @@ class MaskedLanguageModelling(TokenClassification):
         return self.config.whole_word_mask
 
     def mask_example(self, tokens: Tokens, example: int, epoch: int) -> tuple[Indices, Indices]:
-        """Return an example's tokens with the masks of an epoch, and its labels: the true tokens at masked places.
-
-        Both are int64, shape (tokens of the example,); labels are UNTAGGED elsewhere. The masks depend on the seed, the
-        epoch and `example`, its number; in evaluation (epoch -1), on that number only.
-        """
+        """Return an example's tokens with the masks of an epoch, and the true tokens there, elsewhere UNTAGGED."""
         ids = tokens.ids[tokens.offsets[example] : tokens.offsets[example + 1]].astype(np.int64)
         seed = (self.config.seed, epoch, example) if epoch >= 0 else (example,)
         return self.mask(ids, np.random.default_rng(seed))
@@ -113,13 +98,9 @@ class MaskedLanguageModelling(TokenClassification):
     def mask(self, ids: Indices, generator: np.random.Generator) -> tuple[Indices, Indices]:
         """Return an example's tokens with masks, and its labels: the tokens at masked places, elsewhere UNTAGGED.
 
-        Both are int64 of the shape of `ids`. The share --mlm-probability of the places that may be masked is drawn,
-        rounded, at least one; with --whole-word-mask, random words that have together no more tokens than that, at
-        least one word. Of the drawn places, about 80 % get the mask token, 10 % a random one, and 10 % keep theirs. An
-        example whose tokens are never masked gets no masks.
-
-        A fixed share of the places is drawn, instead of each place by itself: so all full examples have the same number
-        of masks. BERT's own training data was made in the same way.
+        The share --mlm-probability of the places that may be masked is drawn, at least one; with --whole-word-mask,
+        random words that have together no more tokens than that, at least one word. A fixed share is drawn, instead of
+        each place by itself, so that all full examples have the same number of masks, as in BERT's own training data.
         """
         kinds = self.kinds[ids]
         places = np.flatnonzero(kinds != NEVER_MASKED)
@@ -144,20 +125,13 @@ class MaskedLanguageModelling(TokenClassification):
         return np.flatnonzero(self.kinds != NEVER_MASKED)
 
     def losses(self, model: torch.nn.Module, batch: Batch) -> torch.Tensor:
-        """Run a forward pass; return the sum of the cross entropies at each example's masked places.
-
-        The losses are fp32, shape (examples,).
-        """
+        """Return the sum of the cross entropies at each example's masked places, fp32, shape (examples,)."""
         logits, wanted, example = _predict_masked(model, batch)
         losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
         return losses.new_zeros(len(batch.labels)).index_add(0, example, losses)
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Run a forward pass; return sums for each example, fp32, shape (examples, 3).
-
-        The sums are those of the losses at masked places, the number of right predictions there, and the number of
-        masked places.
-        """
+        """Return the sum of losses and the numbers of right predictions and of masked places; shape (examples, 3)."""
         logits, wanted, example = _predict_masked(model, batch)
         losses = torch.nn.functional.cross_entropy(logits, wanted, reduction="none")
         found = torch.stack([losses, (logits.argmax(-1) == wanted).float(), torch.ones_like(losses)], 1)
@@ -165,17 +139,7 @@ class MaskedLanguageModelling(TokenClassification):
         return sums
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return `perplexity` (e to the mean loss over masked places) and `masked_accuracy`.
-
-        The accuracy is the share of right predictions at masked places. Without masked places, perplexity is 1 and
-        accuracy 0; for a loss above 700, perplexity is e**700.
-
-        Parameters
-        ----------
-        predictions: for each example the sum of its losses, of right predictions, and of masked places; shape
-            (examples, 3).
-        tokens: without effect.
-        """
+        """Return `perplexity` (e to the mean loss over masked places) and `masked_accuracy` (share of right ones)."""
         perplexity, accuracy = compute_perplexity(predictions)
         return {"perplexity": perplexity, "masked_accuracy": accuracy}
 
@@ -187,12 +151,8 @@ class MaskedLanguageModelling(TokenClassification):
 def compute_perplexity(predictions: Predictions) -> tuple[float, float]:
     """Return e to the mean loss over all tokens to predict, at most e**700, and the share of right predictions.
 
-    Without such tokens, they are 1 and 0.
-
-    Parameters
-    ----------
-    predictions: for each example the sum of its losses, of right predictions, and of tokens to predict; shape
-        (examples, 3).
+    `predictions` have for each example the sum of its losses, the number of right predictions, and that of tokens to
+    predict. Without such tokens, the results are 1 and 0.
     """
     sums = predictions.sum(0, dtype=np.float64)
     loss, right = sums[:2] / max(1.0, sums[2])

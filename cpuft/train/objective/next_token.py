@@ -50,10 +50,7 @@ class NextTokenPrediction(Objective):
         return {}
 
     def load_model(self, config: TrainConfig) -> Any:
-        """Load the decoder with its head, in fp32 on the CPU; with --lora-rank, with adapters.
-
-        Raises CpuftError: the model cannot be found or read, is no decoder, or makes logits in a way of its own.
-        """
+        """Load the decoder with its head, in fp32 on the CPU; with --lora-rank, with adapters."""
         # Labels tell what is padding, so a trained model keeps its own padding token, also if it has none.
         pad_id = self.pad_id if config.from_config else -1
         model = load_model(config, self.model_class, {}, self.vocab_size, pad_id, attention="auto")
@@ -61,11 +58,10 @@ class NextTokenPrediction(Objective):
         return model
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples; `epoch` has no effect.
+        """Return the batch of these examples; the labels are the tokens to predict, elsewhere UNTAGGED.
 
-        The labels are the tokens to predict, elsewhere UNTAGGED; int64, shape (examples, length). The inputs `places`
-        and `targets` have the index among all positions of the batch, row by row, from which a token is predicted, and
-        that token. A batch without padding has no attention_mask.
+        The input `targets` has these tokens, and `places` the indices from which they are predicted, among all
+        positions of the batch, row by row.
         """
         batch = super().make_batch(replace(tokens, types=EMPTY), examples)
         ids, labels = batch.inputs["input_ids"], batch.labels
@@ -84,11 +80,7 @@ class NextTokenPrediction(Objective):
         return losses.new_zeros(len(batch.labels)).index_add(0, example, losses)
 
     def predict(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Run a forward pass; return sums for each example, fp32, shape (examples, 3).
-
-        The sums are those of the losses, the number of targets that are the most likely token, and the number of
-        targets.
-        """
+        """Return the sum of losses and the numbers of right predictions and of targets; fp32, shape (examples, 3)."""
         found = model(**batch.inputs)
         columns = torch.stack([found.losses, found.is_right.float(), torch.ones_like(found.losses)], 1)
         example = batch.inputs["places"] // batch.labels.shape[1]
@@ -96,11 +88,7 @@ class NextTokenPrediction(Objective):
         return sums
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return `perplexity` (e to the mean loss over targets) and `token_accuracy`, the share of right predictions.
-
-        Without targets, perplexity is 1 and accuracy 0; for a loss above 700, perplexity is e**700. `predictions` are
-        what `predict` returns; `tokens` have no effect.
-        """
+        """Return `perplexity` (e to the mean loss over targets) and `token_accuracy` (share of right predictions)."""
         perplexity, accuracy = compute_perplexity(predictions)
         return {"perplexity": perplexity, "token_accuracy": accuracy}
 
@@ -109,8 +97,7 @@ class CausalLanguageModelling(NextTokenPrediction):
     """Predict all tokens of blocks of text but the first one of each."""
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
-        """Return the number of tokens that are predicted in these examples: all but the first. `epoch` has no
-        effect."""
+        """Return the number of tokens that are predicted in these examples: all but the first of each."""
         return float((tokens.lengths[examples] - 1).sum())
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
@@ -128,11 +115,7 @@ class Chat(NextTokenPrediction):
     """The chat template of --chat-template, which is saved with the tokenizer; empty for the tokenizer's own."""
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples; `epoch` has no effect.
-
-        Packed conversations have position_ids, which begin anew at each conversation and in padding, and no
-        attention_mask: transformers then lets no token attend to another conversation.
-        """
+        """Return the batch of these examples; position_ids of packed conversations begin anew at each."""
         batch = super().make_batch(tokens, examples, epoch)
         if len(tokens.types):
             mask = np.arange(batch.labels.shape[1]) < tokens.lengths[examples][:, None]
@@ -141,13 +124,14 @@ class Chat(NextTokenPrediction):
             places = np.broadcast_to(np.arange(mask.shape[1]), mask.shape)
             # Padding counts as one conversation: only its first position begins.
             begins[:, 1:] &= mask[:, 1:] | mask[:, :-1]
+            # Without a mask, transformers sees conversations in position_ids: no token attends to another one.
             batch.inputs.pop("attention_mask", None)
             starts = np.maximum.accumulate(np.where(begins, places, 0), axis=1)
             batch.inputs["position_ids"] = torch.from_numpy(places - starts)
         return batch
 
     def count_terms(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> float:
-        """Return the number of the assistant's tokens in these examples. `epoch` has no effect."""
+        """Return the number of the assistant's tokens in these examples."""
         return float((tokens.labels[tokens.positions(examples)] == 1).sum())
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
@@ -157,10 +141,7 @@ class Chat(NextTokenPrediction):
         return torch.from_numpy(labels)
 
     def finish_folder(self, folder: Path, model: Any) -> None:
-        """Save the template of --chat-template with the tokenizer in the folder of the saved model.
-
-        Raises OSError: a file cannot be written.
-        """
+        """Save the template of --chat-template with the tokenizer in the folder of the saved model."""
         if self.template:
             tokenizer = load_tokenizer(str(folder))
             tokenizer.chat_template = self.template
@@ -171,14 +152,8 @@ def compute_losses_in_model(model: Any, name: str) -> None:
     """Let the forward pass of a decoder with a head return a TokenLosses if its inputs have `places`, in place.
 
     Then it runs the decoder without its head on the other inputs, and computes the head only for the last hidden states
-    at these places, with the cross entropies of the input `targets`. Without `places`, the forward pass is the model's
-    own. Everything happens in the model's forward pass, so that engines that wrap it see all of its parameters there.
-
-    Parameters
-    ----------
-    name: of the model, for the message.
-
-    Raises CpuftError: the model makes logits of the last hidden state in a way that is not known here.
+    at these places, with the cross entropies of the input `targets`. Everything happens in the model's forward pass, so
+    that engines that wrap it see all of its parameters there.
     """
     form = _read_head_form(model)
     _check_head(model, form, name)
@@ -207,12 +182,7 @@ def _read_head_form(model: Any) -> HeadForm:
 
 @torch.no_grad()
 def _check_head(model: Any, form: HeadForm, name: str) -> None:
-    """Raise CpuftError if a decoder's logits are not those of its head and this form; tried on three tokens.
-
-    Parameters
-    ----------
-    name: of the model, for the message.
-    """
+    """Raise CpuftError if a decoder's logits are not those of its head and this form; tried on three tokens."""
     head, was_training = model.get_output_embeddings(), model.training
     problem = f"{type(model).__name__} of {name} makes predictions in a way that cpuft cannot train"
     next_step = "give the model of another family, such as Llama, Qwen3, SmolLM or Gemma 3"

@@ -25,12 +25,7 @@ ACTIVATIONS = {"sigmoid": "torch.nn.modules.activation.Sigmoid", "identity": "to
 
 
 def read_activation(config: TrainConfig) -> str:
-    """Return one of ACTIVATIONS: what makes a score of the output of the reranker that these options train.
-
-    It is what sentence-transformers has stored with the model, else sigmoid, for scores from 0 to 1.
-
-    Raises CpuftError: the model cannot be found or read, or stores another function.
-    """
+    """Return which of ACTIVATIONS sentence-transformers has stored with the model, else sigmoid."""
     if config.from_config:
         return "sigmoid"
     settings = load_config(config, {})
@@ -74,32 +69,23 @@ class Relevance(Objective):
         return torch.nn.functional.binary_cross_entropy_with_logits(outputs, batch.labels, reduction="none")
 
     def make_labels(self, tokens: Tokens, examples: Indices, mask: NDArray[np.bool_]) -> torch.Tensor:
-        """Return the scores of the examples with these numbers, fp32, shape (examples,)."""
+        """Return the scores of these examples, fp32, shape (examples,)."""
         return torch.from_numpy(tokens.labels.reshape(len(tokens), -1)[examples, 0]).to(self.label_type)
 
     def outputs(self, model: torch.nn.Module, batch: Batch) -> Predictions:
-        """Run a forward pass; return the scores as `CrossEncoder.predict` does, fp32, shape (examples, 1)."""
+        """Return the scores as `CrossEncoder.predict` does, fp32, shape (examples, 1)."""
         outputs = run_without_cache(model, batch).logits.float()
         scores: Predictions = (outputs.sigmoid() if self.activation == "sigmoid" else outputs).numpy()
         return scores
 
     def compute_metrics(self, predictions: Predictions, tokens: Tokens) -> dict[str, float]:
-        """Return each of `metrics` by name: whether relevant documents are before others of the same query.
-
-        Parameters
-        ----------
-        predictions: scores, shape (examples, 1).
-        tokens: the split, whose labels are pairs of a score and the number of the query.
-        """
+        """Return each of `metrics` by name, from scores: how well relevant documents are ranked before others."""
         return compute_reranking_metrics(
             self.metrics, predictions[:, 0], tokens.labels[:, 0] >= LEAST_RELEVANT, tokens.labels[:, 1].astype(np.int64)
         )
 
     def finish_folder(self, folder: Path, model: Any) -> None:
-        """Write into the saved model's settings how its scores are made, and the length at which it cuts texts.
-
-        So `CrossEncoder(folder)` of sentence-transformers computes the same scores as `cpuft predict`.
-        """
+        """Write how scores are made and where texts are cut into the saved model, as `CrossEncoder` reads it."""
         changes: dict[str, dict[str, Any]] = {
             "config.json": {"sentence_transformers": {"activation_fn": ACTIVATIONS[self.activation]}}
         }
@@ -117,14 +103,9 @@ def compute_reranking_metrics(
     """Return metrics by name, from 0 to 1: the means over all queries of how well the documents of a query are ordered.
 
     They equal those of sentence-transformers' CrossEncoderRerankingEvaluator, which computes them with scikit-learn. A
-    query without relevant documents counts as 0, and one whose only document is relevant as 1.
-
-    Parameters
-    ----------
-    names: ndcg@K, mrr@K, each with a number K, and map (average precision over all documents of a query).
-    scores, relevant, queries: score, relevance and number of the query of each example, shape (examples,).
-
-    Raises ValueError: a name has another form, or there are no examples.
+    query without relevant documents counts as 0, and one whose only document is relevant as 1. Names are ndcg@K and
+    mrr@K, each with a number K, and map (average precision over all documents of a query); the arrays have the score,
+    relevance and query number of each example, shape (examples,).
     """
     # Relevant documents are first, as the evaluator lists them: of equal scores, it ranks the last one first.
     order = np.lexsort((~relevant, queries))
@@ -134,7 +115,6 @@ def compute_reranking_metrics(
 
 
 def _measure(name: str, relevant: NDArray[np.bool_], scores: NDArray[np.float32]) -> float:
-    """Return a metric of the documents of one query."""
     from sklearn.metrics import average_precision_score, ndcg_score
 
     metric, _, depth = name.partition("@")
