@@ -1,7 +1,6 @@
 """Models as graphs of ONNX Runtime and OpenVINO: traced, converted, quantised, and run on the batches of an objective.
 
-torch traces the graph, and ONNX Runtime or OpenVINO take it from there. optimum does the same, but optimum-onnx 0.1.0,
-its newest version, needs a transformers below 4.58, and cpuft pins 5.
+optimum does the same, but optimum-onnx 0.1.0, its newest version, needs a transformers below 4.58, and cpuft pins 5.
 """
 
 from __future__ import annotations
@@ -50,18 +49,15 @@ class Graph(torch.nn.Module, abc.ABC):
     packages: ClassVar[tuple[str, ...]]
     """Python packages that are needed to write and to run such a graph."""
     file_name: ClassVar[str]
-    """Name of the file of the graph, by which optimum finds it, too."""
+    """File of the graph, whose name is that by which optimum finds it, too."""
 
     @classmethod
     @abc.abstractmethod
     def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
-        """Write a graph to `file_name` in a folder.
+        """Write an fp32 or int8 graph to `file_name` in a folder.
 
-        Parameters
-        ----------
-        onnx_file: the graph in ONNX, fp32, in a folder of its own, which is removed afterwards. The weights of a model
-            above 2 GB are in files beside it.
-        precision: fp32 or int8.
+        `onnx_file` is the fp32 graph in ONNX, in a folder of its own, which is removed afterwards. The weights of a
+        model above 2 GB are in files beside it.
         """
 
     @abc.abstractmethod
@@ -98,7 +94,6 @@ class OnnxGraph(Graph):
                 path.rename(folder / path.name)
 
     def __init__(self, folder: Path) -> None:
-        """See `Graph`."""
         super().__init__(folder)
         import onnxruntime
 
@@ -136,7 +131,6 @@ class OpenVinoGraph(Graph):
         openvino.save_model(openvino.convert_model(source), folder / cls.file_name, compress_to_fp16=False)
 
     def __init__(self, folder: Path) -> None:
-        """See `Graph`."""
         super().__init__(folder)
         import openvino
 
@@ -159,7 +153,6 @@ class SentenceEncoder(torch.nn.Module):
     """An embedding model whose output is the embedding of each text, as `GraphOutput.logits`."""
 
     def __init__(self, encoder: torch.nn.Module, form: EmbeddingForm) -> None:
-        """`encoder`: returns `last_hidden_state`. `form`: how embeddings are made of it."""
         super().__init__()
         self.encoder, self.form = encoder, form
 
@@ -201,12 +194,7 @@ class _Logits(torch.nn.Module):
 
 
 def check_packages(format: str, find: Callable[[str], object] = importlib.util.find_spec) -> None:
-    """Raise CpuftError if a package that --format needs is not installed.
-
-    Parameters
-    ----------
-    find: returns None for the name of a package that is not installed.
-    """
+    """Raise CpuftError if `find` returns None for a package that --format needs."""
     missing = [name for name in GRAPHS[format].packages if find(name) is None]
     if missing:
         raise CpuftError(
@@ -218,15 +206,9 @@ def check_packages(format: str, find: Callable[[str], object] = importlib.util.f
 def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str, precision: str) -> None:
     """Write the graph of a model into a folder. It takes batches of any size and length.
 
-    Parameters
-    ----------
-    model: of transformers, in evaluation mode and in fp32, without the layers of the fast path.
-    batch: at least two examples and two tokens, with which the model is traced.
-    format: a key of GRAPHS.
-    precision: fp32 or int8.
-
-    Raises CpuftError: the model cannot be traced. The libraries raise exceptions of their own if they cannot convert or
-    write the graph, such as OSError for a full disk.
+    The model is in evaluation mode and in fp32, without the fast path; the batch with which it is traced has at least
+    two examples and two tokens. Raises CpuftError: the model cannot be traced; for other failures the libraries raise
+    exceptions of their own, such as OSError for a full disk.
     """
     traced = folder / "traced"
     traced.mkdir()
@@ -238,9 +220,9 @@ def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str,
 def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
     """Trace the model and write it as ONNX.
 
-    The exporter that records the operators of one pass is used (dynamo=False): for a small encoder it takes about a
-    second, and the newer one, which compiles the model, up to half a minute. What a recorded pass cannot show, such as
-    a length that became a constant, is found by running the graph on other batches.
+    The exporter that records the operators of one pass (dynamo=False) takes about a second for a small encoder, and the
+    newer one, which compiles the model, up to half a minute. What a recorded pass cannot show, such as a length that
+    became a constant, is found by running the graph on other batches.
     """
     names = [name for name in _INPUTS if name in batch.inputs]
     # The exporter gives all modules the mode of the outermost one afterwards: without eval(), dropout would be on.
@@ -295,7 +277,7 @@ def _quiet() -> Iterator[None]:
 
 
 def find_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
-    """Return the largest difference of the logits of model and graph, and the largest size of the model's logits.
+    """Return the largest difference of the logits of model and graph, and the largest absolute logit of the model.
 
     Logits of padding are not compared.
     """
