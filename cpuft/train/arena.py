@@ -42,10 +42,8 @@ def plan_buckets(
 
 
 def list_unused(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters that rank 0's first forward pass did not use (XLNet has some). Collective.
-
-    Rank 0 decides, because other CPUs may choose another expert, but all ranks need the same buckets.
-    """
+    """Return the trained parameters that rank 0's first forward pass did not use (XLNet has some). Collective."""
+    # Rank 0 decides: other CPUs may choose another expert, but the buckets must be the same on all ranks.
     parameters = dict(model.named_parameters())
     return [parameters[name] for name in broadcast_value(getattr(model, UNUSED_ATTRIBUTE, ()))]
 

@@ -104,10 +104,8 @@ def _is_base(module: nn.Module, model: Any) -> bool:
 
 @contextmanager
 def as_fp32(model: nn.Module) -> Iterator[None]:
-    """Inside, weights of other types look like fp32 ones, without values and without memory.
-
-    peft makes adapters in the type of the weights that they are for: those of bf16 weights would begin rounded.
-    """
+    """Inside, weights of other types look like fp32 ones, without values and without memory."""
+    # peft makes adapters in the type of the weights that they are for: those of bf16 weights would begin rounded.
     narrow = [(p, p.data) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
     for parameter, value in narrow:
         parameter.data = torch.zeros(()).expand(value.shape)
@@ -182,10 +180,7 @@ def _find_held(model: Any, precision: str) -> list[_Held]:
 
 
 def _find_converted(held: Sequence[_Held], precision: str, files: Sequence[Path]) -> Path:
-    """Return the path of the file with these converted weights in the cache folder; write it if it is not there.
-
-    Ranks of one host take turns, so that the first one writes it. A file that is cut off is written again.
-    """
+    """Return the file with these converted weights in the cache folder, which the first rank of a host writes."""
     # The settings of adapters decide what they add to the weights that they are merged into.
     settings = [path.with_name("adapter_config.json") for path in files if _is_adapter(path)]
     sources = [hash_file(path) for path in (*files, *settings)]

@@ -107,10 +107,7 @@ def _compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Win
 
 
 def _send_window(texts: list[str], dimensions: int, rank: int) -> Callable[[], Embeddings]:
-    """Begin to send texts to a rank, and to receive their embeddings; return a function that waits for these.
-
-    The rank gets the number of bytes of a JSON list, then that list.
-    """
+    """Begin to send texts (number of bytes, then JSON list) and to receive embeddings; return what waits for these."""
     import torch
     import torch.distributed as dist
 

@@ -59,8 +59,7 @@ def plan_batches(
     """Return the numbers of the texts of each forward pass: texts of similar length together, the longest first.
 
     Texts without tokens are in no batch. With `batch_size` 0, a batch has as many texts as have 1024 tokens together
-    (4096 in bf16), or fewer in a small job, so that each thread gets several batches and all end at about the same
-    time.
+    (4096 in bf16), or fewer in a small job, so that all threads end at about the same time.
     """
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
@@ -142,15 +141,12 @@ class Embedder:
         return found
 
     def _compute_on_threads(self, compute: Callable[[torch.nn.Module], None], threads: int) -> None:
-        """Call a function on several threads at once, each with a model of its own that shares the weights.
-
-        Each computes on one core. Threads of torch inside of an operator would wait for each other at each end.
-        """
+        """Call a function on several threads at once, each with a model of its own that shares the weights."""
         while len(self._models) < threads:
             self._models.append(_copy_with_same_weights(self.model))
 
         def compute_on_one_core(model: torch.nn.Module) -> None:
-            torch.set_num_threads(1)
+            torch.set_num_threads(1)  # threads inside of an operator would wait for each other at each end
             compute(model)
 
         try:
@@ -192,9 +188,7 @@ def load_encoder(source: str) -> tuple[Any, Any]:
 
 
 def _copy_with_same_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a model with modules and hooks of its own, but the same parameters and buffers.
-
-    While it runs, the fast encoder stores the layout of the batch, so that two threads cannot use the same one.
-    """
+    """Return a model with modules and hooks of its own, but the same parameters and buffers."""
+    # While it runs, the fast encoder stores the layout of the batch, so that each thread needs one of its own.
     tensors: list[Any] = [*model.parameters(), *model.buffers(), getattr(model, MASTERS_ATTRIBUTE, None)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

@@ -60,7 +60,7 @@ class EmbeddingForm:
 
 
 def find_embedding_model(name: str) -> str:
-    """Return the folder of an embedding model, which may be that of a finished run, or what `find_model` returns."""
+    """Return the folder of the model in a finished run's folder, or for other names what `find_model` returns."""
     is_run = Path(name, MODEL_DIR, "config.json").exists()
     return str(Path(name, MODEL_DIR)) if is_run else find_model(name)
 

@@ -25,10 +25,7 @@ BatchPredictions = tuple[Indices, Predictions]
 
 
 def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
-    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective.
-
-    The names of metrics end with the split's suffix. Afterwards the model is in training mode.
-    """
+    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective."""
     start = time.perf_counter()
     setup.model.eval()
     metrics: dict[str, float] = {}
@@ -76,10 +73,8 @@ def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationL
 
 
 def should_stop_early(evaluations: Sequence[EvaluationLine], metric: str, patience: int) -> bool:
-    """Return whether none of the last `patience` evaluations was better than the best before them; never if it is 0.
-
-    This is the rule of EarlyStoppingCallback in transformers.
-    """
+    """Return whether the last `patience` evaluations were not better than the best before them; never if it is 0."""
+    # The rule of EarlyStoppingCallback in transformers.
     best = find_best(evaluations, metric)
     return bool(patience and best) and len(evaluations) - 1 - evaluations.index(best) >= patience
 
@@ -108,10 +103,7 @@ def compute_outputs(
 
 
 def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indices]]:
-    """Return the batches of each rank: examples are sorted by length and dealt to the ranks in turn.
-
-    The last batch of a rank may be smaller. With fewer examples than ranks, the last ranks have no batches.
-    """
+    """Return the batches of each rank: examples are sorted by length and dealt to the ranks in turn."""
     order = np.argsort(tokens.lengths, kind="stable")
     shares = [order[rank::ranks] for rank in range(ranks)]
     return [[share[start : start + batch_size] for start in range(0, len(share), batch_size)] for share in shares]
@@ -128,8 +120,7 @@ def predict_batches(
 def join(parts: Sequence[BatchPredictions]) -> Predictions:
     """Return the predictions of all batches in the order of examples, fp32, shape (examples, longest, ...).
 
-    Shorter predictions are filled up with -1. The batches must contain each example of the split once, and at least
-    one.
+    Shorter predictions are filled up with -1. The batches must contain each example of the split once.
     """
     width = max(predictions.shape[1] for _, predictions in parts)
     whole = np.full((sum(len(examples) for examples, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)

@@ -89,10 +89,7 @@ def name_output(request: ExportConfig) -> Path:
 
 
 def export(request: ExportConfig) -> None:
-    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model.
-
-    Nothing is left if anything fails.
-    """
+    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model."""
     run, target = read_finished_run(request.run), name_output(request)
     refuse_filled(target)
     # Imported here because it imports torch, for which an error about bad input should not wait.
@@ -124,10 +121,7 @@ def export(request: ExportConfig) -> None:
 
 
 def make_sample(task: Task) -> dict[str, Examples]:
-    """Return made-up examples of the task's form without labels, so that an export needs no data.
-
-    The split `traced` is for tracing, `0`, `1`, ... for comparing.
-    """
+    """Return made-up examples of the task's form (`traced` and `0`, `1`, ...), so that an export needs no data."""
     names = {"traced": _TRACED_LENGTHS, **{str(n): lengths for n, lengths in enumerate(_CHECKED_LENGTHS)}, "": (1,)}
     return {name: _make_examples(lengths, task) for name, lengths in names.items()}
 
@@ -149,11 +143,7 @@ def make_batch(objective: Objective, prepared: Prepared, split: str) -> Any:
 
 
 def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Objective, sample: Prepared) -> None:
-    """Run the graph on batches of other sizes and lengths than it was traced with, and compare it with the model.
-
-    Raises CpuftError: it cannot run them, or outputs differ by more than MAX_DIFFERENCE (fp32) or are not finite
-    (int8).
-    """
+    """Raise CpuftError if the graph cannot run batches of other sizes, or computes other outputs than the model."""
     from cpuft.train.graphs import find_difference
 
     kind, advice = type(model).__name__, "serve the model with transformers, or train another one"
@@ -173,10 +163,7 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
 
 
 def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, prepared: Prepared) -> Validation:
-    """Compare the exported model with the run's own on its validation examples with their labels.
-
-    The run's model is in fp32 and without the fast path, which it gets here.
-    """
+    """Compare the exported model with the run's own, which gets the fast path here, on its validation examples."""
     import torch
 
     from cpuft.train.evaluate import compute_outputs, plan_batches, predict_batches

@@ -110,10 +110,7 @@ def pickle_result(header: CallHeader, world: World, result: object) -> bytes:
 
 
 def _gather_bytes(content: bytes, world: World, group: Any) -> Iterator[tuple[int, bytes]]:
-    """Send the bytes of every rank to rank 0, which yields (rank, bytes) one after another; others yield nothing.
-
-    Collective: all ranks must consume the iterator.
-    """
+    """Yield (rank, bytes) of every rank on rank 0, and nothing on others. Collective: all must consume the iterator."""
     import torch
     import torch.distributed as dist
 
@@ -133,8 +130,7 @@ def _gather_bytes(content: bytes, world: World, group: Any) -> Iterator[tuple[in
 def main() -> int:
     """Call the function of the run in $CPUFT_RUN_DIR whose digest the command line has; return the exit code.
 
-    The code is 0 if the result has reached rank 0, 2 after a CpuftError, and otherwise that of a script
-    (`cpuft.rank.script`).
+    The code is 0 if the result has reached rank 0, 2 after a CpuftError, else that of a script (`cpuft.rank.script`).
     """
     check = prepare_torch()
     handle_interruption(is_script=True)

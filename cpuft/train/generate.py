@@ -107,11 +107,8 @@ def _read_conversations(path: Path) -> list[Prompt]:
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of each prompt: conversations by the chat template, up to where the assistant begins.
-
-    Texts to continue begin as documents did in the training.
-    """
-    begin, _ = find_document_marks(tokenizer)
+    """Return the token ids of each prompt; the chat template renders conversations up to where the answer begins."""
+    begin, _ = find_document_marks(tokenizer)  # texts to continue begin as documents did in the training
     found = []
     for prompt in prompts:
         text, first = prompt.text, begin
@@ -163,10 +160,8 @@ def _compute_answers(
 
 
 def find_stop_tokens(model: Any, tokenizer: Any, is_chat: bool) -> list[int]:
-    """Return the ids of the tokens that end an answer, in ascending order.
-
-    A model that was no chat model before does not name the token that ends an answer in the chat template.
-    """
+    """Return the ids of the tokens that end an answer, in ascending order."""
+    # A model that was no chat model before does not name the token that ends an answer in the chat template.
     own = model.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
     if is_chat:
@@ -177,14 +172,12 @@ def find_stop_tokens(model: Any, tokenizer: Any, is_chat: bool) -> list[int]:
 def generate_batch(
     model: Any, prompts: Sequence[list[int]], pad_id: int, stops: list[int], request: PredictConfig
 ) -> list[list[int]]:
-    """Return the tokens with which a model continues each prompt, without the token that ended an answer.
-
-    Prompts are padded at their left, so that all answers begin at the same position.
-    """
+    """Return the tokens with which a model continues each prompt, without the token that ended an answer."""
     import torch
 
     length = max(map(len, prompts))
     ids = torch.full((len(prompts), length), pad_id)
+    # Padded at the left, so that all answers begin at the same position.
     for row, prompt in zip(ids, prompts):
         row[length - len(prompt) :] = torch.tensor(prompt)
     mask = torch.arange(length) >= length - torch.tensor([[len(prompt)] for prompt in prompts])

@@ -82,11 +82,7 @@ class OnnxGraph(Graph):
 
     @classmethod
     def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
-        """Write the graph, for int8 with the weights of matrix products and embeddings in int8.
-
-        Weights are quantised per channel, to 7 of the 8 bits: CPUs without VNNI add two products in 16 bits, which
-        would overflow with 8. Activations are quantised when the graph runs.
-        """
+        """Write the graph, for int8 with the weights of matrix products and embeddings in int8."""
         if precision == "int8":
             _quantize_onnx(onnx_file, folder / cls.file_name)
         else:
@@ -218,12 +214,6 @@ def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str,
 
 
 def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
-    """Trace the model and write it as ONNX.
-
-    The exporter that records the operators of one pass (dynamo=False) takes about a second for a small encoder, and the
-    newer one, which compiles the model, up to half a minute. What a recorded pass cannot show, such as a length that
-    became a constant, is found by running the graph on other batches.
-    """
     names = [name for name in _INPUTS if name in batch.inputs]
     # The exporter gives all modules the mode of the outermost one afterwards: without eval(), dropout would be on.
     traced = _Logits(model).eval()
@@ -238,6 +228,7 @@ def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
                 output_names=[output],
                 dynamic_axes={**{name: {0: "batch", 1: "length"} for name in names}, output: {0: "batch"}},
                 opset_version=_OPSET,
+                # The newer exporter compiles the model: up to half a minute for a small encoder in place of 1 s.
                 dynamo=False,
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
@@ -258,7 +249,7 @@ def _quantize_onnx(source: Path, target: Path) -> None:
             target,
             weight_type=QuantType.QInt8,
             per_channel=True,
-            reduce_range=True,
+            reduce_range=True,  # 7 bits: CPUs without VNNI add two products in 16 bits, which would overflow with 8
             use_external_data_format=size > _BYTES_IN_ONE_FILE,
         )
 
@@ -277,15 +268,12 @@ def _quiet() -> Iterator[None]:
 
 
 def find_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
-    """Return the largest difference of the logits of model and graph, and the largest absolute logit of the model.
-
-    Logits of padding are not compared.
-    """
+    """Return the largest difference of the logits of model and graph, and the model's largest absolute logit."""
     with torch.inference_mode():
         wanted, found = model(**batch.inputs).logits.float(), graph(**batch.inputs).logits
     if wanted.shape != found.shape:
         return float("inf"), float(wanted.abs().max())
-    if wanted.dim() == 3:
+    if wanted.dim() == 3:  # without padding
         mask = batch.inputs["attention_mask"].bool()
         wanted, found = wanted[mask], found[mask]
     return float((wanted - found).abs().max()), float(wanted.abs().max())

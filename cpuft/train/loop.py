@@ -101,20 +101,14 @@ def train_and_evaluate(
 
 
 def _evaluates_after(setup: TrainingSetup, update: int) -> bool:
-    """Return whether the model is evaluated after this update, before the training goes on.
-
-    Not after the last one: the evaluation at the end comes then, after the final checkpoint.
-    """
+    """Return whether the model is evaluated after this update; after the last, the evaluation at the end follows."""
     interval = setup.evaluation_interval
     return interval > 0 and update % interval == 0 and update < setup.updates
 
 
 def _compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> bool:
-    """Return whether the ranks' parameters are compared after this update, before the training goes on.
-
-    With --sync-every above 1 they differ on purpose between two averages; after the last update, the comparison at the
-    end comes. `done` is the number of updates before this start of the run.
-    """
+    """Return whether the ranks' parameters are compared after an update; `done` updates were before this start."""
+    # With --sync-every above 1 they differ on purpose; after the last update, the comparison at the end follows.
     return update - done in _EARLY_CHECKS and setup.config.sync_every == 1 and update < setup.updates
 
 
@@ -143,11 +137,7 @@ def restore_best(
 def train_independently(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, done: int = 0
 ) -> TrainingResult:
-    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective.
-
-    No model is evaluated, and the checksum is empty. In a merged step, examples and tokens are sums over ranks, losses
-    and step times are means.
-    """
+    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective."""
     own: list[StepLine] = []
     for line in train(setup, checkpoints, done):
         own.append(line)
@@ -252,10 +242,7 @@ def list_tokens_of_ranks(setup: TrainingSetup, examples: Indices) -> list[torch.
 
 
 def _seed_update(seed: int, update: int, rank: int) -> None:
-    """Seed torch's generator for one update of one rank.
-
-    Ranks draw different dropout masks, and a resumed run draws those that it would have drawn without the break.
-    """
+    """Seed torch's generator, so that dropout masks differ between ranks, and are the same in a resumed run."""
     torch.manual_seed(int(np.random.SeedSequence((seed, update, rank)).generate_state(1, np.uint64)[0]))
 
 

@@ -72,7 +72,7 @@ def get_encoder_prefix(model: Any) -> str:
 
 
 def find_target_layers(model: Any) -> list[str]:
-    """Return the dotted names of the linear layers that get adapters: an encoder's in attention, all of a decoder."""
+    """Return the dotted names of the linear layers that get adapters: those in an encoder's attention, or a decoder's."""
     from torch import nn
 
     encoder = get_encoder_prefix(model)
@@ -103,10 +103,7 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
 
 
 def merge_adapters(model: Any, folder: str) -> Any:
-    """Merge the adapters in a folder into the weights of `model`, in place, and return the model without adapters.
-
-    A head that was saved with other sizes is left as it is in `model`.
-    """
+    """Merge the adapters in a folder into the weights of `model`, in place, and return the model without adapters."""
     _check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel
 

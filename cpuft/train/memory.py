@@ -342,7 +342,7 @@ def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator)
 def _list_advice(
     config: TrainConfig, memory: RunMemory
 ) -> Iterator[tuple[str, dict[str, Any], tuple[HostMemory, ...]]]:
-    """Yield what `suggest_changes` may advise, the least costly first: text, new values of options, and hosts."""
+    """Yield what `suggest_changes` tries, in its order: the text, new values of options, and the hosts."""
     smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
     found = list_changes(config, 1 if memory.independent else ranks)
     if config.lora_rank > 0 and not config.compile and config.base_precision != "int8":

@@ -93,10 +93,7 @@ def mine_negatives(
     count: int,
     rules: MiningRules = MiningRules(),
 ) -> dict[str, list[str]]:
-    """Return for each different anchor its negatives: up to `count` most similar documents that the rules allow.
-
-    `anchors`, `positives` and `corpus` are those of `make_mining_task`.
-    """
+    """Return for each different anchor of the rows its negatives, the most similar ones first, `count` or fewer."""
     task = make_mining_task(anchors, positives, corpus)
     check_rules(task, count, rules)
     queries = embedder.embed(task.anchors, embedder.form.query_prompt)
@@ -240,9 +237,7 @@ def _compute_limits(
 
 
 def _list_excluded(task: MiningTask, block: NDArray[np.int64]) -> torch.Tensor:
-    """Return the positives and the own text of each anchor in `block`, int64, (anchors of the block, most), filled with
-    -1.
-    """
+    """Return the documents that are never an anchor's negatives, its positives and own text, filled up with -1."""
     own = [(*task.positives[anchor], task.itself[anchor]) for anchor in block]
     excluded = torch.full((len(block), max(map(len, own))), -1)
     for place, numbers in enumerate(own):

@@ -86,10 +86,7 @@ def _find_config(source: str) -> str:
 
 
 def read_config(source: str, **settings: Any) -> Any:
-    """Return the configuration of the model in a folder or of a hub name, with these settings in place of its own.
-
-    Code in the folder is never run. OSError, ValueError: the configuration cannot be read.
-    """
+    """Return the configuration of a model's folder or hub name with these settings; code in the folder never runs."""
     import transformers
 
     return transformers.AutoConfig.from_pretrained(_find_config(source), trust_remote_code=False, **settings)
@@ -98,8 +95,7 @@ def read_config(source: str, **settings: Any) -> Any:
 def read_config_file(config: TrainConfig) -> dict[str, Any]:
     """Return the content of the model's config.json, or of the file that --from-config names, without transformers.
 
-    It is empty for a hub name, for a size such as bert-base, and for a file that cannot be read, which is refused where
-    the model is loaded.
+    It is empty for a hub name, a size such as bert-base, and a file that cannot be read, which loading refuses.
     """
     path = Path(config.from_config or f"{_find_config(find_model(config.model))}/config.json")
     try:
@@ -152,7 +148,7 @@ def _read_json(name: str) -> dict[str, Any]:
 
 
 def check_untrained(config: TrainConfig) -> None:
-    """Raise CpuftError if no model can be made with the configuration that --from-config names, taking no memory."""
+    """Raise CpuftError if no model can be made with the configuration of --from-config; weights take no memory here."""
     if not config.from_config:
         return
     settings = load_config(config, {})
@@ -173,10 +169,7 @@ def _describe_bad_config(name: str, error: Exception) -> str:
 
 
 def check_trainable(config: TrainConfig) -> None:
-    """Raise CpuftError if config.json in the model's folder says that its weights are quantised.
-
-    A hub name passes; its configuration is checked where the model is loaded.
-    """
+    """Raise CpuftError if config.json in the model's folder says that its weights are quantised; a hub name passes."""
     _refuse_quantised(read_config_file(config).get("quantization_config"), get_model_name(config))
 
 
@@ -276,20 +269,16 @@ def _list_weight_files(source: str) -> list[Path]:
 
 
 def _train_padding_row(model: Any, own_pad_id: int | None) -> None:
-    """Let the token embedding have a gradient in all rows if the model has no padding token of its own.
-
-    Then the token that ends a text pads, and texts may contain it.
-    """
+    """Let the token embedding have a gradient in all rows if the model has no padding token of its own."""
+    # The token that ends a text pads then, and texts may contain it.
     embedding = model.get_input_embeddings()
     if own_pad_id is None and hasattr(embedding, "padding_idx"):
         embedding.padding_idx = None
 
 
 def choose_attention(settings: Any) -> str | None:
-    """Return None, with which transformers takes sdpa if a model supports it, or eager for models that need it.
-
-    Gemma 2 caps attention scores, which sdpa would leave out without a word.
-    """
+    """Return None, with which transformers takes sdpa if a model supports it, or eager for models that need it."""
+    # Gemma 2 caps attention scores, which sdpa would leave out without a word.
     return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None
 
 
@@ -337,7 +326,7 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
 
 
 def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) -> str:
-    """Return the prefix of the stored weights' names, such as `module.` of DistributedDataParallel, or nothing."""
+    """Return the prefix of the stored weights' names, such as `module.` of DistributedDataParallel; else nothing."""
     first = next((name for name, _ in model.named_parameters() if name.startswith(encoder)), "")
     end = first.removeprefix(encoder)
     found = (name for name in info["unexpected_keys"] if first in info["missing_keys"] and name.endswith(f".{end}"))
@@ -345,10 +334,7 @@ def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) 
 
 
 def check_weights(source: str) -> None:
-    """Raise CpuftError if a safetensors file in a model's folder is damaged or cut off, or a file is a Git LFS pointer.
-
-    A folder without such files, and a hub name, pass.
-    """
+    """Raise CpuftError if a safetensors file in a folder is damaged or cut off, or any file is a Git LFS pointer."""
     for path in filter(Path.is_file, sorted(Path(source).glob("*"))):
         with path.open("rb") as file:
             if problem := describe_lfs_pointer(path, file.read(64)):
@@ -482,11 +468,7 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
 
 
 def _may_be_large_decoder(config: TrainConfig) -> bool:
-    """Return whether a model is a decoder like Llama, and its files do not say that it is small.
-
-    Encoders with the same layers, such as EuroBERT, have a form for masked language modelling. Older decoders, such as
-    GPT-2, have no linear layers that adapters could be added to.
-    """
+    """Return whether a model is a decoder like Llama, and its files do not say that it is small."""
     source = find_model(config.model)
     source = find_base_model(source) or source
     if 0 < _count_stored_numbers(source) <= LARGE_DECODER:
@@ -498,7 +480,9 @@ def _may_be_large_decoder(config: TrainConfig) -> bool:
 
     settings = load_config(replace(config, model=source), {})
     kind = settings.model_type
+    # Encoders with the same layers, such as EuroBERT, have a form for masked language modelling.
     is_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    # Older decoders, such as GPT-2, have no linear layers that adapters could be added to.
     return is_decoder and hasattr(settings.get_text_config(), "num_key_value_heads")
 
 

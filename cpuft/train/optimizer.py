@@ -20,7 +20,7 @@ from cpuft.train.fast.stack import find_stacks
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
-    """Return an AdamW for a model, and give the model's layers gradient checkpointing and the engine that options name.
+    """Return an AdamW for a model, and give the model gradient checkpointing and layers as the options say, in place.
 
     --compile sets the environment variable TORCHINDUCTOR_CACHE_DIR unless it is set. Raises CpuftError: the model lacks
     the layers that an option needs, or the cache folder of --compile cannot be made.

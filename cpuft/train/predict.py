@@ -96,10 +96,7 @@ def guard_formula(text: str) -> str:
 
 
 def add_input(examples: Examples, names: Sequence[str], table: Iterator[Cells]) -> Iterator[Cells]:
-    """Yield a table, which has one row for each example, with the texts of the example after its index.
-
-    A column name that the table has already becomes input_NAME.
-    """
+    """Yield a table with the texts of each example after its index; a column name that is taken becomes input_NAME."""
     header = next(table)
     yield (header[0], *(guard_formula(f"input_{name}" if name in header else name) for name in names), *header[1:])
     for texts, cells in zip(examples.texts, table, strict=True):
@@ -131,10 +128,7 @@ def _format(probabilities: NDArray[np.float64]) -> list[str]:
 
 
 def check_output(path: Path, overwrite: bool = False, has_json_lines: bool = False) -> None:
-    """Raise CpuftError if predictions may not be written to `path`; a missing or empty file is fine.
-
-    With `overwrite`, a file that holds predictions is fine, too.
-    """
+    """Raise CpuftError if predictions may not be written to `path`; with `overwrite`, other predictions may be replaced."""
     refuse_special(path)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -168,7 +162,6 @@ class FinishedRun:
     """A run that has saved a model."""
 
     model: Path
-    """Folder of the model."""
     train: TrainConfig
     precision: str
     """The precision in which the run, or its last resumption, computed: fp32, bf16 or int8."""
@@ -258,10 +251,7 @@ def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str])
 
 
 def predict(request: PredictConfig) -> None:
-    """Predict all examples, then write the predictions of each split to its file, and print the names of the files.
-
-    Metrics are printed on standard output if the examples have labels, the speed on standard error.
-    """
+    """Predict all examples, then write the predictions of each split to its file, and print the names of the files."""
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
     paths = _name_outputs(request, run, list(splits))
@@ -297,10 +287,7 @@ def make_run_model(run: FinishedRun, prepared: Prepared) -> tuple[Objective, Any
 
 
 def choose_run_precision(run: FinishedRun, requested: str) -> Precision:
-    """Return the precision to predict in: the requested one, or for auto the run's, with fp32 in place of int8.
-
-    bf16 is emulated on a CPU without it.
-    """
+    """Return the precision to predict in: for auto that of the run (fp32 for int8); bf16 also where it is emulated."""
     from cpuft.train.precision import read_cpu  # imports torch
 
     wanted = run.precision if requested == "auto" else requested

@@ -59,7 +59,6 @@ def join_process_group(
 
 
 def _open_store(world: World, timeout_seconds: float) -> Store:
-    """Return the store in which ranks find each other."""
     if world.size == 1:
         return HashStore()
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -73,10 +72,7 @@ def _open_store(world: World, timeout_seconds: float) -> Store:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return every rank's `value`, which must be picklable, in the order of ranks. Collective.
-
-    Without a process group the result is [value].
-    """
+    """Return every rank's picklable `value` in the order of ranks; [value] without a process group. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -105,10 +101,9 @@ def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
     """Start to send this rank's numbers to all ranks; return a function that waits for those of all ranks. Collective.
 
     That function returns them as fp64, (ranks, numbers), in the order of ranks. It may be called several times.
-
-    Each rank sends its numbers directly to each other rank. In a ring, as gloo's all-reduce, 2 (ranks - 1) messages
-    would be sent one after the other, and each of them would wait behind larger messages on the same link.
     """
+    # Directly to each rank: the 2 (ranks - 1) messages of a ring, as in gloo's all-reduce, would be sent one after the
+    # other, and each of them would wait behind larger messages on the same link.
     sent = torch.tensor(list(numbers), dtype=torch.float64).repeat(dist.get_world_size())
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, async_op=True)
@@ -166,10 +161,7 @@ def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], in
 
 
 def checksum_parameters(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of the values in the model's `state_dict`, in order, cut to 16 hexadecimal digits.
-
-    Names, shapes and types are not included.
-    """
+    """Return 16 hexadecimal digits of the SHA-256 of the values in `state_dict`, without names, shapes and types."""
     digest = hashlib.sha256()
     for value in model.state_dict().values():
         digest.update(_view_bytes(value))
@@ -187,10 +179,8 @@ def _list_unequal(model: torch.nn.Module) -> list[str]:
 
 
 def share_random_weights(model: torch.nn.Module) -> None:
-    """Give all ranks rank 0's new weights, as of a head, if torch uses other instructions on some ranks. Collective.
-
-    With AVX2 it draws other normal numbers from a seed than with AVX-512.
-    """
+    """Give all ranks rank 0's new weights, as of a head, if torch uses other instructions on some ranks. Collective."""
+    # With AVX2 torch draws other normal numbers from a seed than with AVX-512.
     if len(set(gather(torch.backends.cpu.get_cpu_capability()))) > 1:
         state = model.state_dict()
         for name in _list_unequal(model):

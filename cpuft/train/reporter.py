@@ -132,11 +132,9 @@ class Progress:
         self.show(f"{FINAL_EVALUATION_MARK}{counted(examples, 'example')}")
 
     def show_evaluation(self, line: EvaluationLine, name: str) -> None:
-        """Show the metrics of an evaluation while training, on standard error; the bar goes on with the metric `name`.
-
-        The seconds of the evaluation do not count in the speed and in the time that is left.
-        """
+        """Show an evaluation while training on standard error; the bar goes on with the metric `name`."""
         self._metric = f"{name} {line.metrics[name]:.4f}"
+        # The seconds of the evaluation do not count in the speed and in the time that is left.
         times = [(at + line.seconds, samples) for at, samples in self._recent]
         self._recent = deque(times, maxlen=self._recent.maxlen)
         self.show(format_evaluation(line.step, line.metrics))
@@ -161,7 +159,6 @@ class TrainingResult:
     evaluation: EvaluationLine | None = None
     """The evaluation of the weights that the model has now; None if ranks trained independently."""
     evaluation_seconds: float = 0.0
-    """Seconds of all evaluations."""
     saved_step: int = 0
     """Update whose weights the model has now, if they are not the last ones; else 0."""
     difference: str = ""
@@ -179,9 +176,8 @@ class RunReporter:
         self.record: Writer | None = None
         self.checkpoint_writer: CheckpointWriter | None = None
         self.earlier_steps: list[StepLine] = []
-        """Steps of the run before it was resumed."""
+        """Steps of the run before it was resumed; `earlier_evaluations` likewise."""
         self.earlier_evaluations: list[EvaluationLine] = []
-        """Evaluations of the run before it was resumed."""
 
     def add(self, line: Line) -> None:
         """Write a line to the record at once, and to the record of later checkpoints, where this rank has them."""
@@ -229,11 +225,7 @@ def make_header(
 
 
 def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> ResumedLine:
-    """Return the line which records that a run is resumed after `done` updates, with the header of this start.
-
-    `reset` names the state that the checkpoint does not hold. `lost_seconds` is 0 if it is not known when the run
-    stopped.
-    """
+    """Return the line which records that a run is resumed after `done` updates, with the header of this start."""
     reset = ""
     if header.options["sync_every"] > 1:
         reset = "the outer momentum, and the moments of all ranks but the one that wrote the checkpoint"
@@ -254,10 +246,7 @@ def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> Resume
 
 
 def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
-    """Return the steps of ranks that trained independently as those of one run, as many as the shortest list has.
-
-    What is neither a sum nor a mean is the first rank's.
-    """
+    """Return the steps of ranks that trained independently as those of one run; other fields are the first rank's."""
     return [
         replace(
             lines[0],
@@ -281,7 +270,7 @@ def average_phases(steps: list[StepLine]) -> dict[str, float]:
 
 
 def make_footer(result: TrainingResult, peak_memory_bytes: int, total_seconds: float) -> Footer:
-    """Return the footer of the run's record, with the largest peak of any rank; without steps, all speeds are 0."""
+    """Return the footer of the run's record, with the peak memory of the largest rank; without steps, speeds are 0."""
     steps = result.steps
     steady = drop_warm_up(steps)
     seconds = sum(line.step_seconds for line in steps)

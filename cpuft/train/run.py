@@ -205,14 +205,11 @@ def begin(
 
 
 def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> None:
-    """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host. Collective.
-
-    It is called when the model and the record are complete. If the launcher still has to fetch the results from this
-    host (`worker.keep_checkpoints`), the checkpoints stay until it has.
-    """
+    """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host. Collective."""
     with wait_for_disks():
         if checkpoints.writer:
             checkpoints.writer.finish()
+    # Where the launcher still has to fetch the results, the checkpoints stay until it has.
     if worker.run_dir and local_rank == 0 and not worker.keep_checkpoints:
         remove_all(Path(worker.run_dir, FOLDER))
 
@@ -239,10 +236,7 @@ def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bo
 
 
 def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> None:
-    """Raise CpuftError if torch uses other vector instructions on some hosts: its AdamW would round differently.
-
-    `capabilities` are torch's names DEFAULT, AVX2 or AVX512 of each rank, and `hosts` is in the same order.
-    """
+    """Raise CpuftError if torch uses other vector instructions on some hosts: its AdamW would round differently."""
     hosts_of = {one: sorted({h for c, h in zip(capabilities, hosts) if c == one}) for one in sorted(set(capabilities))}
     if len(hosts_of) > 1:
         found = ", ".join(f"{one} on {' and '.join(names)}" for one, names in hosts_of.items())
@@ -254,11 +248,9 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
-    """Return compiled or absent, which the header records about the kernels, and a warning that names hosts without
-    them.
+    """Return what the header records about the kernels, and a warning that names hosts without them, if any.
 
-    Each rank's status is `on`, or `off: ` and the reason. With `independent`, hosts that have the kernels use them
-    nevertheless.
+    Each rank's status is `on`, or `off: ` and the reason. With `independent`, hosts that have the kernels use them.
     """
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:
@@ -284,11 +276,7 @@ def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice |
 
 
 def find_products(header: Header, earlier: EarlierMeasurements) -> dict[str, Any]:
-    """Return kernel and speed of matrix products for the header.
-
-    They are as measured when the run began if CPU, precision and version of torch are the same; else they are measured
-    now (`measure_products`), in about 0.1 s.
-    """
+    """Return what matrix products run on, as measured when the run began if CPU, precision and torch are the same."""
     if earlier.products and earlier.products_of == describe_products(header):
         return earlier.products
     return measure_products(header.precision)

@@ -101,10 +101,6 @@ def advise_on_hub(problem: str) -> str:
 
 
 def _accepts_connection(host: str, port: int) -> bool:
-    """Return whether a TCP connection is accepted within HUB_SECONDS.
-
-    It is tried on a thread, because looking up a name has no timeout.
-    """
     accepted, ended = threading.Event(), threading.Event()
 
     def connect() -> None:
@@ -112,6 +108,7 @@ def _accepts_connection(host: str, port: int) -> bool:
             accepted.set()
         ended.set()
 
+    # On a thread, because looking up a name has no timeout.
     threading.Thread(target=connect, daemon=True).start()
     ended.wait(HUB_SECONDS)
     return accepted.is_set()

@@ -83,10 +83,7 @@ def open_npy(path: Path, dimensions: int) -> Iterator[Write]:
 
 @contextmanager
 def _open_parquet(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
-    """Write a Parquet file with the columns id and embedding (a list of fp32 numbers).
-
-    The ids are texts, or without --id-column the numbers of the rows, from 0.
-    """
+    """Write a Parquet file with the columns id (texts, or row numbers from 0) and embedding (lists of fp32 numbers)."""
     import pyarrow
     from pyarrow import parquet
 
@@ -159,9 +156,7 @@ def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
 def read_windows(
     table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = 0
 ) -> Iterator[Window]:
-    """Yield the texts of a table, with a prompt in front, and their ids, in windows of `window_texts` (0: 8192) or
-    fewer.
-    """
+    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts` (0: 8192)."""
     limit = window_texts or _WINDOW_TEXTS
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
     for where, cells in table.rows:
@@ -266,19 +261,14 @@ def compute_here(
 
 
 def list_cores() -> list[int]:
-    """Return the CPU numbers that this process may use; with OMP_NUM_THREADS only as many, the first ones.
-
-    The launcher sets OMP_NUM_THREADS to the number of cores. The second hardware threads of cores have the last
-    numbers.
-    """
+    """Return the CPU numbers that this process may use; with OMP_NUM_THREADS only as many, the first ones."""
+    # The launcher sets OMP_NUM_THREADS to the number of cores, whose second hardware threads have the last numbers.
     cpus = sorted(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return cpus[: int(threads)] if threads.isdecimal() and int(threads) else cpus
 
 
 class _Worker:
-    """A process that computes, as its parent sees it."""
-
     def __init__(self, process: Any, connection: Connection) -> None:
         self.process, self.connection = process, connection
 

@@ -35,8 +35,7 @@ class Engine:
     machine: str = ""
     """The machine type that it runs on, as `uname -m` prints it; empty for any."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables that the engine reads when it is imported, perhaps by transformers; the user's values win.
-    """
+    """Environment variables that the engine reads at its import, perhaps by transformers; the user's values win."""
     compiled_files: str = ""
     """Pattern of files beside its package, of which one exists if the engine was compiled for the installed torch;
     empty if it needs none."""
@@ -65,9 +64,7 @@ ENGINES = {
 
 
 def check_engine(config: TrainConfig) -> None:
-    """Raise CpuftError if --engine cannot run here; else set the environment variables that it needs, unless they are
-    set.
-    """
+    """Raise CpuftError if --engine cannot run here, and set environment variables that it needs unless they are set."""
     engine = ENGINES.get(config.engine)
     if engine is None:
         return
@@ -84,10 +81,7 @@ def name_packages(engine: str) -> tuple[str, ...]:
 
 
 def optimize_with_engine(engine: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
-    """Let ipex or ort change a model, and ipex also its optimizer, in place; `precision` is fp32 or bf16.
-
-    DeepSpeed does its part as an exchange (`DeepSpeedExchange`).
-    """
+    """Let ipex or ort change a model, and ipex also its optimizer; DeepSpeed does its part in `DeepSpeedExchange`."""
     if engine == "ipex":
         from cpuft.train.engines.ipex import optimize_by_ipex
 
