@@ -72,7 +72,7 @@ def get_encoder_prefix(model: Any) -> str:
 
 
 def find_target_layers(model: Any) -> list[str]:
-    """Return the dotted names of the linear layers that get adapters: those in an encoder's attention, or a decoder's."""
+    """Return the dotted names of the linear layers that get adapters: an encoder's in attention, a decoder's all."""
     from torch import nn
 
     encoder = get_encoder_prefix(model)

@@ -267,7 +267,7 @@ def estimate_rank(
 
 
 Estimator = Callable[[TrainConfig, int, bool], dict[str, int]]
-"""`estimate_rank` of options, the number of ranks, and whether the rank writes checkpoints."""
+"""Calls `estimate_rank` with options, the number of ranks, and whether the rank writes checkpoints."""
 
 
 class Shortage(NamedTuple):

@@ -28,7 +28,7 @@ _GROUP = 32
 
 @dataclass(frozen=True)
 class MiningRules:
-    """Which documents may be negatives of an anchor. Scores are cosines of embeddings; None is no limit."""
+    """Which documents may be negatives of an anchor. Scores are cosines of embeddings; None means no limit."""
 
     skip: int = 0
     """Number of the most similar allowed documents that are left out, because they may be positives without a label."""

@@ -21,9 +21,9 @@ class ModelShape:
     """The sizes of an encoder like BERT or of a decoder like Llama. Without `layers`, activations are unknown."""
 
     linear_parameters: int
-    """Of the layers' linear modules, which the fast path computes in bf16."""
+    """Parameters of the layers' linear modules, which the fast path computes in bf16."""
     other_parameters: int
-    """Of embeddings, norms, and the pooler or head."""
+    """Parameters of embeddings, norms, and the pooler or head."""
     layers: int = 0
     """Number of layers, counted as often as the encoder runs them; 0 for an architecture that is not known, of which
     all other sizes are 0, too."""

@@ -128,7 +128,7 @@ def _format(probabilities: NDArray[np.float64]) -> list[str]:
 
 
 def check_output(path: Path, overwrite: bool = False, has_json_lines: bool = False) -> None:
-    """Raise CpuftError if predictions may not be written to `path`; with `overwrite`, other predictions may be replaced."""
+    """Raise CpuftError if predictions may not be written to `path`; with `overwrite`, predictions may be replaced."""
     refuse_special(path)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:

@@ -97,7 +97,7 @@ def _prepare(embeddings: NDArray[np.float32], similarity: str) -> torch.Tensor:
 
 
 def _choose_best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` highest scores of each row and their columns in ascending order; ties go to smaller columns."""
+    """Return the `count` highest scores of each row and their columns in ascending order; ties go to lower columns."""
     width = scores.shape[1]
     if count >= width:
         return scores, torch.arange(width).expand(scores.shape)
