@@ -89,7 +89,7 @@ def _split_into_batches(setup: TrainingSetup, examples: Indices) -> Iterator[Ind
 
 
 def deal_examples(setup: TrainingSetup, examples: Indices) -> list[Indices]:
-    """Return for each rank the examples of an update, at least one, whose texts it embeds; no rank's are empty."""
+    """Return for each rank the examples of an update whose texts it embeds, at least one for each rank."""
     batches, size = list(_split_into_batches(setup, examples)), setup.world.size
     return [np.concatenate([select_for_rank(batch, rank, size) for batch in batches]) for rank in range(size)]
 
