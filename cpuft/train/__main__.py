@@ -16,9 +16,8 @@ from cpuft.train.startup import describe_exit, pause_garbage_collection
 def main() -> None:
     """Train as the command line says, and end the process without the cleanup of C libraries; this never returns.
 
-    The exit code is 0 after a complete run, 75 after an interruption with a checkpoint, 2 after bad input, 74 after a
-    full disk (2 and 74 with one line on standard error that says what to do), and 1 with a traceback after any other
-    exception.
+    The exit code is 0, 75 after an interruption with a checkpoint, that of `describe_exit` after an error, and 1 with a
+    traceback after an error that `describe_exit` does not know.
     """
     started = time.perf_counter()
     protect_streams()
@@ -46,12 +45,7 @@ def main() -> None:
 
 
 def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
-    """Return both configurations from the worker's command line, whose arguments are `--name=value` in any order.
-
-    Options of WorkerConfig go there, all others to TrainConfig. Options that are not given have their defaults.
-
-    Raises CpuftError: an option is unknown, or has a value that it does not accept.
-    """
+    """Return the configurations from `--name=value` arguments, each of which belongs to the class with its option."""
     names = option_names(WorkerConfig)
     is_own = {arg: arg.partition("=")[0][2:].replace("-", "_") in names for arg in argv}
     own, others = ([arg for arg in argv if is_own[arg] == wanted] for wanted in (True, False))

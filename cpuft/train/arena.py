@@ -14,18 +14,17 @@ from cpuft.train.process_group import broadcast_value
 
 B = TypeVar("B", bound="Bucket")
 UNUSED_ATTRIBUTE = "_cpuft_unused"
-"""Attribute of a model: names of trained parameters that the first forward pass did not use."""
+"""Attribute of a model with the names of the trained parameters that the first forward pass did not use."""
 
 
 def plan_buckets(
     parameters: Sequence[nn.Parameter], find_kind: Callable[[nn.Parameter], Hashable], min_elements: int
 ) -> list[list[nn.Parameter]]:
-    """Return the parameters of each bucket; an empty list without parameters.
+    """Return the parameters of each bucket; that with the last parameters, whose gradients are complete first, leads.
 
     Each bucket has parameters of one kind and at least `min_elements` elements, except the one with the first
     parameters of each kind. Parameters in one block of memory stay side by side: the fast path multiplies packed layers
-    as one. Buckets are in the order in which their gradients are complete, if the backward pass goes through the
-    parameters backwards: that with the last parameters comes first.
+    as one.
     """
     blocks: dict[tuple[int, Hashable], list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -43,22 +42,16 @@ def plan_buckets(
 
 
 def list_unused(model: nn.Module) -> list[nn.Parameter]:
-    """Return the trained parameters that rank 0's first forward pass did not use (XLNet has some). Collective.
-
-    On other CPUs another expert may be chosen; but the buckets must be the same on all ranks.
-    """
+    """Return the trained parameters that rank 0's first forward pass did not use (XLNet has some). Collective."""
+    # Rank 0 decides: other CPUs may choose another expert, but the buckets must be the same on all ranks.
     parameters = dict(model.named_parameters())
     return [parameters[name] for name in broadcast_value(getattr(model, UNUSED_ATTRIBUTE, ()))]
 
 
 class Bucket:
-    """Parameters of one type whose gradients lie side by side in memory.
+    """Parameters of one type whose gradients lie side by side in a buffer, with the methods of torch's GradBucket.
 
-    It has the methods of torch's GradBucket, so that it can be given to what `make_reduce` returns.
-
-    Parameters
-    ----------
-    length: number of elements of the gradients with padding behind them; 0 for none.
+    `length` is the number of elements of the buffer with padding at its end; 0: no padding.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], length: int = 0) -> None:
@@ -66,11 +59,11 @@ class Bucket:
         self._length, self._buffer, self._is_last = max(length, sum(self._sizes)), torch.empty(0), False
 
     def parameters(self) -> list[nn.Parameter]:
-        """Return the parameters, in the order of the model."""
+        """Return the parameters in the order of the model."""
         return self._parameters
 
     def gradients(self) -> list[Tensor]:
-        """Return the gradients of the parameters: views of the buffer."""
+        """Return the gradients as views of the buffer."""
         return self.split(self._buffer)
 
     def buffer(self) -> Tensor:
@@ -82,7 +75,7 @@ class Bucket:
         return self._is_last
 
     def split(self, whole: Tensor) -> list[Tensor]:
-        """Return the part of each parameter, in its shape, of a tensor as long as the buffer; the parts are views."""
+        """Return views of the part of each parameter, in its shape, of a tensor as long as the buffer."""
         *found, _ = torch.split(whole, [*self._sizes, self._length - sum(self._sizes)])
         return [value.view(parameter.shape) for value, parameter in zip(found, self._parameters, strict=True)]
 
@@ -118,11 +111,7 @@ class GradientBuckets(Generic[B]):
     """Sends buckets in their order, each as soon as the last pass of an update has filled it and those before it.
 
     A pass must give each parameter its whole gradient at once, as torch does unless gradients are checkpointed with
-    `use_reentrant`.
-
-    Parameters
-    ----------
-    send: starts to send a bucket.
+    `use_reentrant`. `send` only starts to send a bucket.
     """
 
     def __init__(self, buckets: Sequence[B], send: Callable[[B], None]) -> None:

@@ -1,8 +1,7 @@
 """The frozen weights of LoRA runs in the type of --base-precision, mapped from files that the ranks of a host share.
 
-transformers maps safetensors files: where a weight stays in the type in which the file has it, it is a view of the
-file, whose pages are in memory once for all processes of a host. Weights that need another type are converted one by
-one into a file in the cache folder, by the first rank that finds none there, and mapped from that.
+transformers maps safetensors files, so that a weight that keeps its type is in memory once per host. The first rank
+converts other weights one by one into a file in the cache folder, which all ranks of its host map.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from cpuft.train.fast.frozen import can_freeze_embedding, freeze_embedding, free
 from cpuft.train.lora import find_whole_modules
 
 _FORMAT = 1
-"""Version of the files in the cache: part of their key."""
+"""Part of the cache's keys, so that files of another version are not read."""
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _STORED = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 _SCALES = ".scales"
@@ -36,14 +35,7 @@ _SCALES = ".scales"
 
 
 def find_weight_files(source: str) -> list[Path]:
-    """Return the safetensors files from which transformers loads a model or adapters.
-
-    Parameters
-    ----------
-    source: a folder, or a hub name, whose files are downloaded if they are not in the cache of models.
-
-    Raises CpuftError: there are none, or one is missing.
-    """
+    """Return the safetensors files of the model or adapters in a folder, or of a hub name, which are downloaded."""
     folder = Path(source)
     if Path(folder, "adapter_config.json").is_file():
         names = ["adapter_model.safetensors"]
@@ -76,8 +68,7 @@ def _locate(source: str, name: str) -> Path | None:
 
 
 def find_stored_type(files: Iterable[list[tuple[str, tuple[int, ...]]]]) -> torch.dtype:
-    """Return the type of most matrices in safetensors files, of which `read_stored_tensors` was read; fp32 if it is
-    none of fp32, bf16 and fp16."""
+    """Return the type of most matrices of files read by `read_stored_tensors`; fp32 if it is not in `_STORED`."""
     counts = Counter(dtype for tensors in files for dtype, shape in tensors if len(shape) > 1)
     return _STORED.get(counts.most_common(1)[0][0], torch.float32) if counts else torch.float32
 
@@ -86,10 +77,8 @@ def find_stored_type(files: Iterable[list[tuple[str, tuple[int, ...]]]]) -> torc
 def keep_stored_type(stored: torch.dtype) -> Iterator[None]:
     """Inside, from_pretrained loads linear weights and token embeddings in this type, and all others in fp32.
 
-    The head of a task is loaded in fp32, because it is trained.
-
-    transformers has an option for one type of the whole model only, with which it would also round constants, such as
-    the factor of Gemma's embedding. Here the plan that it makes for exceptions gets these weights.
+    The head of a task is loaded in fp32, because it is trained. The `dtype` option of transformers is for the whole
+    model and would also round constants, such as the factor of Gemma's embedding.
     """
     from transformers import PreTrainedModel
 
@@ -115,10 +104,8 @@ def _is_base(module: nn.Module, model: Any) -> bool:
 
 @contextmanager
 def as_fp32(model: nn.Module) -> Iterator[None]:
-    """Inside, weights of other types look like fp32 ones, without values and without memory.
-
-    peft makes adapters in the type of the weights that they are for: those of bf16 weights would begin rounded.
-    """
+    """Inside, weights of other types look like fp32 ones, without values and without memory."""
+    # peft makes adapters in the type of the weights that they are for: those of bf16 weights would begin rounded.
     narrow = [(p, p.data) for p in model.parameters() if p.is_floating_point() and p.dtype != torch.float32]
     for parameter, value in narrow:
         parameter.data = torch.zeros(()).expand(value.shape)
@@ -140,18 +127,10 @@ class _Held:
 
 
 def hold_base(model: Any, precision: str, files: Sequence[Path]) -> None:
-    """Hold the frozen weights of a model's linear layers, and its frozen token embedding, in a type, in place.
+    """Hold the frozen linear weights and token embedding of a peft model in a type, and all other parameters in fp32.
 
-    Layers become FrozenLinear and FrozenEmbedding, and all other parameters fp32. With int8, the token embedding and
-    the head of a language model are bf16, as in LLM.int8.
-
-    Parameters
-    ----------
-    model: a model of peft, with its adapters. Its weights have any type.
-    precision: fp32, bf16 or int8.
-    files: of the weights that the model was loaded from, by whose content converted weights are found in the cache.
-
-    Raises CpuftError: there is not enough room in the cache folder.
+    With int8, the token embedding and the head of a language model are bf16, as in LLM.int8. The content of `files`,
+    from which the model was loaded, identifies the converted weights in the cache.
     """
     held = _find_held(model, precision)
     # Weights of another type, and those that adapters were merged into, which are in this rank's memory.
@@ -201,10 +180,7 @@ def _find_held(model: Any, precision: str) -> list[_Held]:
 
 
 def _find_converted(held: Sequence[_Held], precision: str, files: Sequence[Path]) -> Path:
-    """Return the path of the file with these converted weights in the cache folder; write it if it is not there.
-
-    Ranks of one host take turns, so that the first one writes it. A file that is cut off is written again.
-    """
+    """Return the file with these converted weights in the cache folder, which the first rank of a host writes."""
     # The settings of adapters decide what they add to the weights that they are merged into.
     settings = [path.with_name("adapter_config.json") for path in files if _is_adapter(path)]
     sources = [hash_file(path) for path in (*files, *settings)]
@@ -235,7 +211,6 @@ def _is_whole(path: Path) -> bool:
 
 
 def _write_converted(held: Sequence[_Held], path: Path) -> None:
-    """Write a safetensors file of weights, which are converted one at a time, and sync it to the disk."""
     shapes = [(one.name, one.dtype, tuple(one.parameter.shape)) for one in held]
     shapes += [(one.name + _SCALES, torch.float32, (len(one.parameter),)) for one in held if one.dtype == torch.int8]
     header, places = lay_out(shapes)

@@ -28,27 +28,21 @@ _SECONDS = 1.0
 class ControlMessages:
     """The updates of this rank whose lines are not complete yet, and what ranks request of each other.
 
-    A rank that trains alone sends nothing: its lines are complete and its requests are known at once.
-
-    Parameters
-    ----------
-    checkpoints: knows what this rank requests.
-    done: updates before this start of the run.
+    A rank that trains alone sends nothing. `done` is the number of updates before this start of the run.
     """
 
     def __init__(self, setup: TrainingSetup, checkpoints: Checkpoints, done: int) -> None:
         self._is_alone, self._independent = setup.independent or setup.world.size == 1, setup.independent
         self._checkpoints = checkpoints
         self._requests = Requests()
-        """What ranks have requested and not carried out. Each message replaces it: a request is repeated until it is
-        carried out."""
+        """What ranks have requested. Each message replaces it, as a rank repeats a request until it is carried out."""
         self._is_acting = False
         """Whether requests are carried out after the update that is being made, so that they are not sent again."""
         self._unsent, self._numbers = list[StepLine](), list[float]()
-        """This rank's lines of updates since the last message, and its numbers for the other ranks: of each update the
-        sum of losses, the number of their terms, examples, tokens, seconds without communication, and all seconds."""
+        """This rank's lines since the last message, and for each of them the sum of losses, the number of their terms,
+        examples, tokens, seconds without communication, and all seconds."""
         self._sent = list[StepLine]()
-        """Updates of the message that is under way; none if there is none."""
+        """Updates of the message that is under way; empty if there is none."""
         self._read: Callable[[], torch.Tensor] = torch.Tensor
         """Waits for the messages of all ranks: (ranks, 1 + 6 for each of `_sent`)."""
         self._next_message = done + 1
@@ -57,12 +51,9 @@ class ControlMessages:
         """Updates and the numbers of all ranks, (ranks, 6)."""
 
     def find_due(self, may_save: bool) -> Requests:
-        """Return what all ranks carry out after the update that is being made. Reads the message under way.
+        """Read the message under way, and return what all ranks carry out after the update that is being made.
 
-        Parameters
-        ----------
-        may_save: whether a checkpoint can be written after this update; it is kept for a later one otherwise. A stop is
-            carried out after any update.
+        Without `may_save`, a requested checkpoint is kept for a later update; a stop is carried out after any update.
         """
         self._receive()
         if self._is_alone:
@@ -76,12 +67,9 @@ class ControlMessages:
     def add(self, own: StepLine, terms: float, is_pause: bool) -> None:
         """Add an update that this rank has made, and send a message if it is time.
 
-        Parameters
-        ----------
-        own: the line with this rank's examples, tokens and sum of losses, and its seconds without communication.
-        terms: number of terms of the sum: examples, tagged words or masked tokens.
-        is_pause: an evaluation, a comparison, a checkpoint or the end follows, so that all lines must be complete now,
-            and no message under way.
+        `own` has this rank's examples, tokens, seconds without communication, and its sum of losses over `terms`
+        examples, tagged words or masked tokens. With `is_pause`, an evaluation, a comparison, a checkpoint or the end
+        follows, so that all lines must be complete now, and no message under way.
         """
         self._unsent.append(own)
         self._numbers += [own.loss, terms, own.samples, own.tokens, *own.compute_seconds, own.step_seconds]
@@ -109,10 +97,7 @@ class ControlMessages:
         self._sent = []
 
     def take_lines(self) -> Iterator[StepLine]:
-        """Yield the record's line of each update whose numbers of all ranks are known, once.
-
-        Raises CpuftError: the loss of the next one is not finite.
-        """
+        """Yield once each record line with the numbers of all ranks; raise CpuftError if its loss is not finite."""
         while self._complete:
             own, numbers = self._complete.popleft()
             total, terms, examples, tokens, _, _ = numbers.sum(0).tolist()

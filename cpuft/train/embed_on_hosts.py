@@ -1,8 +1,8 @@
 """Embeddings of the texts of a file, computed by the ranks of several hosts, which `cpuft predict --hostfile` starts.
 
 Rank 0 reads the file, so that only its host needs it, sends windows of texts to all ranks in turn, and writes the
-embeddings that come back in the order of the file. At any time each rank has two windows: one that it computes, and one
-that follows. So neither texts nor embeddings have to fit into memory, and no rank waits while rank 0 computes.
+embeddings that come back in the order of the file. Each rank has two windows at a time, one that it computes and one
+that follows, so that it never waits, and neither texts nor embeddings have to fit into memory.
 """
 
 from __future__ import annotations
@@ -51,17 +51,7 @@ _TIMEOUT_SECONDS = 3600.0
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
     """Compute embeddings as one of the ranks; rank 0 writes the file of `name_output`. Collective.
 
-    Parameters
-    ----------
-    request: the same on all ranks, but only rank 0 needs its --file.
-    world: the place of this rank.
-
-    Raises
-    ------
-    CpuftError
-        The file, the model or the options do not allow it, or the ranks do not form one job or have different models.
-    OSError
-        The file cannot be written, for example because the disk is full.
+    The request is the same on all ranks, but only rank 0 needs its --file.
     """
     import torch.distributed as dist
 
@@ -87,12 +77,7 @@ def embed_on_hosts(request: PredictConfig, world: World) -> None:
 
 
 def refuse_other_models(found: list[tuple[str, str, str]]) -> None:
-    """Raise CpuftError if a rank has another model than rank 0.
-
-    Parameters
-    ----------
-    found: for each rank the checksum of its parameters, its form of embeddings, and its host.
-    """
+    """Raise CpuftError if the ranks' items (checksum of parameters, form of embeddings, host) show different models."""
     for rank, (*model, host) in enumerate(found):
         if model != list(found[0][:2]):
             raise CpuftError(
@@ -105,8 +90,6 @@ def _compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Win
     """Yield windows and their embeddings in the order of the windows, which all ranks compute in turn. Rank 0 calls it.
 
     The other ranks have to be in `_compute_for_rank_0`, and leave it after the last window.
-
-    Raises RuntimeError: the connection to a rank failed.
     """
     import torch
     import torch.distributed as dist
@@ -124,11 +107,7 @@ def _compute_on_ranks(embedder: Embedder, batch_size: int, windows: Iterator[Win
 
 
 def _send_window(texts: list[str], dimensions: int, rank: int) -> Callable[[], Embeddings]:
-    """Begin to send texts to a rank, and to receive their embeddings; return a function that waits for these.
-
-    The rank gets the number of bytes of a JSON list, then that list. The function raises RuntimeError if the connection
-    failed.
-    """
+    """Begin to send texts (number of bytes, then JSON list) and to receive embeddings; return what waits for these."""
     import torch
     import torch.distributed as dist
 
@@ -146,7 +125,7 @@ def _send_window(texts: list[str], dimensions: int, rank: int) -> Callable[[], E
 
 
 def _receive_windows() -> Iterator[Window]:
-    """Yield the windows that rank 0 sends to this rank, without ids, until rank 0 says that no more follow."""
+    """Yield the windows that rank 0 sends, without ids; a size of 0 bytes ends them."""
     import torch
     import torch.distributed as dist
 
@@ -161,10 +140,7 @@ def _receive_windows() -> Iterator[Window]:
 
 
 def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
-    """Compute the windows that rank 0 sends, and send their embeddings back; the next one is received meanwhile.
-
-    Raises RuntimeError: the connection to rank 0 failed.
-    """
+    """Compute the windows that rank 0 sends, and send their embeddings back; the next one is received meanwhile."""
     import torch
     import torch.distributed as dist
 
@@ -175,21 +151,14 @@ def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
 
 
 def check_request(request: PredictConfig) -> None:
-    """Check file, model and output on the host that reads and writes them, without loading the model.
-
-    Raises CpuftError: one of them cannot be used.
-    """
+    """Check file, model and output on the host that reads and writes them, without loading the model."""
     os.environ.update(take_secrets(os.environ, "prepare"))
     name_output(request)
     open_windows(request, _WINDOW_TEXTS)
 
 
 def main() -> None:
-    """Compute embeddings as a rank, or with the first argument `check` only check the request.
-
-    The other arguments are those of PredictConfig. The exit code is 0, that of `run_as_process` after bad input, or 1
-    with a traceback after any other exception.
-    """
+    """Compute embeddings as a rank, or with the first argument `check` only check the request; see `run_as_process`."""
     if sys.argv[1:2] == [CHECK]:
         run_as_process(lambda: check_request(parse_arguments(PredictConfig, sys.argv[2:])))
         return

@@ -27,19 +27,14 @@ Embeddings = NDArray[np.float32]
 _BATCH_TOKENS, _LEAST_TOKENS = {"fp32": 1024, "bf16": 4096}, 128
 """Most tokens of a forward pass of one thread by precision, and the fewest to which a small job is divided. In fp32,
 products of 1024 tokens are as fast as larger ones, and the activations stay in the cache. Where bf16 is multiplied by
-AMX, products are so fast that preparing the weights for each of them takes a fifth of the time with 1024 tokens."""
+AMX, preparing the weights for each product would take a fifth of the time with 1024 tokens."""
 
 
 def pool(pooling: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return one vector for each text from the hidden states of its tokens, fp32, shape (texts, hidden size).
+    """Return one vector for each text, fp32, shape (texts, hidden size), from the hidden states of the last layer.
 
-    Parameters
-    ----------
-    pooling: one of POOLINGS.
-    hidden: hidden states of the last layer, shape (texts, length, hidden size).
-    mask: 1 for tokens and 0 for padding, which is at the end of each row; shape (texts, length). Each text has a token.
-
-    Raises KeyError: `pooling` is none of POOLINGS.
+    `hidden` has the shape (texts, length, hidden size). `mask`, of shape (texts, length), is 1 for tokens and 0 for
+    padding, which is at the end of each row; each text has a token. Raises KeyError: `pooling` is none of POOLINGS.
     """
     if pooling == "cls":
         return hidden[:, 0].float()
@@ -54,7 +49,7 @@ def pool(pooling: str, hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor
 
 
 def normalize(embeddings: torch.Tensor) -> torch.Tensor:
-    """Return embeddings scaled to length 1, in the same shape; those of zeros stay zeros."""
+    """Return embeddings scaled to length 1; those of zeros stay zeros."""
     return torch.nn.functional.normalize(embeddings, dim=-1)
 
 
@@ -63,15 +58,8 @@ def plan_batches(
 ) -> list[NDArray[np.int64]]:
     """Return the numbers of the texts of each forward pass: texts of similar length together, the longest first.
 
-    Texts without tokens are in no batch.
-
-    Parameters
-    ----------
-    lengths: number of tokens of each text.
-    threads: number of threads that compute batches; each gets several, so that all end at about the same time.
-    batch_size: number of texts of a batch; 0: as many as have 1024 tokens together (4096 in bf16), or fewer for a small
-        job.
-    precision: fp32 or bf16.
+    Texts without tokens are in no batch. With `batch_size` 0, a batch has as many texts as have 1024 tokens together
+    (4096 in bf16), or fewer in a small job, so that all threads end at about the same time.
     """
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
@@ -87,17 +75,10 @@ def plan_batches(
 
 
 class Embedder:
-    """An embedding model that computes embeddings of texts, with the layers of the fast path.
+    """An embedding model with the layers of the fast path, which computes embeddings of texts. Making one loads it.
 
-    Making it loads the model. Raises CpuftError: the model or its tokenizer cannot be found or read, or cpuft cannot
-    compute its form of embeddings.
-
-    Parameters
-    ----------
-    name: folder or hub name of the model, or minilm; also the folder of a finished run.
-    precision: bf16, fp32, or auto: bf16 where the CPU multiplies it, else fp32.
-    max_length: number of tokens at which texts are cut; 0: that of the model's form, else its number of positions.
-    pooling: one of POOLINGS; empty: that of the model's form.
+    The name is that of `find_embedding_model`. `max_length` 0 is that of the model's form, else its number of
+    positions; an empty `pooling` is that of the form. Raises CpuftError: the model cannot be used.
     """
 
     def __init__(self, name: str, precision: str = "auto", max_length: int = 0, pooling: str = "") -> None:
@@ -123,25 +104,14 @@ class Embedder:
         return self.form.dimensions or int(self.model.config.hidden_size)
 
     def embed(self, texts: Sequence[str], prompt: str = "", batch_size: int = 0) -> Embeddings:
-        """Return the embeddings of texts in their order, fp32, shape (texts, dimensions).
+        """Return the embeddings of texts, with the prompt in front of each, in order: fp32, shape (texts, dimensions).
 
-        A text without any token, also no special one, has zeros.
-
-        Parameters
-        ----------
-        prompt: put in front of each text.
-        batch_size: number of texts of a forward pass; 0: as many as have 1024 tokens together (4096 in bf16). Texts of
-            similar length are computed together.
+        A text without any token, also no special one, has zeros. `batch_size` is that of `plan_batches`.
         """
         return self.embed_encoded(self.encode(texts, prompt), batch_size)
 
     def encode(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return the ids of the tokens of each text, cut at `max_length`. No two threads may call it at the same time.
-
-        Parameters
-        ----------
-        prompt: put in front of each text.
-        """
+        """Return the token ids of each text, cut at `max_length`. No two threads may call it at the same time."""
         if not texts:
             return []
         found = self.tokenizer([prompt + text for text in texts], truncation=True, max_length=self.max_length)
@@ -171,15 +141,12 @@ class Embedder:
         return found
 
     def _compute_on_threads(self, compute: Callable[[torch.nn.Module], None], threads: int) -> None:
-        """Call a function on several threads at once, each with a model of its own that shares the weights.
-
-        Each computes on one core. Threads of torch inside of an operator would wait for each other at each end.
-        """
+        """Call a function on several threads at once, each with a model of its own that shares the weights."""
         while len(self._models) < threads:
             self._models.append(_copy_with_same_weights(self.model))
 
         def compute_on_one_core(model: torch.nn.Module) -> None:
-            torch.set_num_threads(1)
+            torch.set_num_threads(1)  # threads inside of an operator would wait for each other at each end
             compute(model)
 
         try:
@@ -192,11 +159,8 @@ class Embedder:
     def embed_tokens(self, ids: torch.Tensor, mask: torch.Tensor, model: torch.nn.Module | None = None) -> torch.Tensor:
         """Return the embeddings of tokenised texts, fp32, shape (texts, dimensions).
 
-        Parameters
-        ----------
-        ids: int64, shape (texts, length), padded at the end.
-        mask: 1 for tokens and 0 for padding, of the same shape.
-        model: the model that computes, such as a copy of this object's; None: this object's own.
+        `ids` (int64) and `mask` (1 for tokens, 0 for padding at the end) have the shape (texts, length). A `model`
+        other than this object's own is a copy that another thread uses.
         """
         with torch.inference_mode(), autocast(self.precision):
             hidden = (model or self.model)(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -210,14 +174,7 @@ def finish_embeddings(form: EmbeddingForm, pooled: torch.Tensor) -> torch.Tensor
 
 
 def load_encoder(source: str) -> tuple[Any, Any]:
-    """Return the encoder of an embedding model, in fp32 and evaluation mode without the fast path, and its settings.
-
-    Parameters
-    ----------
-    source: a folder or a hub name, as `find_model` returns it.
-
-    Raises CpuftError: the model cannot be read.
-    """
+    """Return the encoder in fp32 and evaluation mode without the fast path, and its settings."""
     import transformers
 
     try:
@@ -231,9 +188,7 @@ def load_encoder(source: str) -> tuple[Any, Any]:
 
 
 def _copy_with_same_weights(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a model with modules and hooks of its own, but the same parameters and buffers.
-
-    While it runs, the fast encoder stores the layout of the batch, so that two threads cannot use the same one.
-    """
+    """Return a model with modules and hooks of its own, but the same parameters and buffers."""
+    # While it runs, the fast encoder stores the layout of the batch, so that each thread needs one of its own.
     tensors: list[Any] = [*model.parameters(), *model.buffers(), getattr(model, MASTERS_ATTRIBUTE, None)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})

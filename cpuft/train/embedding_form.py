@@ -1,7 +1,6 @@
-"""How a model makes embeddings, in the files that sentence-transformers writes beside a model.
+"""How a model makes embeddings, read from and written to the files that sentence-transformers has beside a model.
 
-`EmbeddingForm` is read from these files, and written to them, so that `SentenceTransformer(folder)` loads a trained
-model. Data preparation reads this module, too, so that it imports no torch.
+Data preparation uses this module, too, so that it imports no torch.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from cpuft.train.model import find_model
 from cpuft.train.startup import find_hub_problem
 
 SIMILARITIES = ("cosine", "dot")
-"""How two embeddings are compared: by the cosine of their angle, or by their dot product."""
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 """Names under which models store the prompt of documents; the first one that a model has is used."""
 
@@ -62,30 +60,16 @@ class EmbeddingForm:
 
 
 def find_embedding_model(name: str) -> str:
-    """Return the folder of an embedding model, or its hub name as it is.
-
-    Parameters
-    ----------
-    name: a folder or hub name, or minilm, as in `find_model`; also the folder of a finished run.
-
-    Raises CpuftError: as `find_model`.
-    """
+    """Return the folder of the model in a finished run's folder, or for other names what `find_model` returns."""
     is_run = Path(name, MODEL_DIR, "config.json").exists()
     return str(Path(name, MODEL_DIR)) if is_run else find_model(name)
 
 
 def read_form(source: str, pooling: str = "") -> EmbeddingForm:
-    """Return how a model makes embeddings, from the files of sentence-transformers beside it.
+    """Return how a model of `find_model` makes embeddings, from the files of sentence-transformers beside it.
 
-    A model without these files gets the form that sentence-transformers gives to one: the mean of its hidden states.
-
-    Parameters
-    ----------
-    source: folder or hub name of the model, as `find_model` returns it.
-    pooling: one of POOLINGS, in place of the model's own; empty: the model's own.
-
-    Raises CpuftError: a file is damaged; the model has other parts than a transformer, a pooling and a normalisation;
-    or its pooling is not one of POOLINGS.
+    A model without these files gets the form that sentence-transformers gives to one: the mean of its hidden states. An
+    empty `pooling` is the model's own. Raises CpuftError: a file is damaged, or cpuft cannot compute the form.
     """
     modules = _read(source, _MODULES, list[dict[str, Any]])
     if modules is None:
@@ -124,23 +108,13 @@ def read_form(source: str, pooling: str = "") -> EmbeddingForm:
 
 
 def has_form(source: str) -> bool:
-    """Return whether a model has files that say how it makes embeddings: a pooling, which rerankers do not have.
-
-    Parameters
-    ----------
-    source: folder or hub name of the model, as `find_model` returns it.
-
-    Raises CpuftError: the file is damaged.
-    """
+    """Return whether a model of `find_model` has files that name a pooling, which rerankers do not have."""
     modules = _read(source, _MODULES, list[dict[str, Any]]) or []
     return any(str(module.get("type", "")).endswith(".Pooling") for module in modules)
 
 
 def read_settings(source: str) -> dict[str, Any] | None:
-    """Return the settings that sentence-transformers has stored with a model; None without any.
-
-    Raises CpuftError: the file is damaged.
-    """
+    """Return the settings that sentence-transformers has stored with a model; None without any."""
     settings: dict[str, Any] | None = _read(source, _MODEL_SETTINGS, dict[str, Any])
     return settings
 
@@ -164,7 +138,7 @@ def _read_pooling(source: str, folder: str) -> str:
 
 
 def _read(source: str, name: str, kind: type[Any]) -> Any:
-    """Return the JSON value of a model's file; None if the model has no such file. Raises CpuftError: it is damaged."""
+    """Return the JSON value of a model's file, or None without such a file; raise CpuftError if it is damaged."""
     path = Path(source, name)
     if not Path(source).is_dir():
         from transformers.utils import cached_file
@@ -185,14 +159,7 @@ def _read(source: str, name: str, kind: type[Any]) -> Any:
 
 
 def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
-    """Write the files by which sentence-transformers loads the model in `folder`; those that are there are replaced.
-
-    Parameters
-    ----------
-    width: hidden size of the model.
-
-    Raises OSError: a file cannot be written.
-    """
+    """Write the files by which sentence-transformers loads the model in `folder`, whose hidden size is `width`."""
     parts = [("", "Transformer"), (POOLING_FOLDER, "Pooling")]
     if form.normalize:
         parts.append((NORMALIZE_FOLDER, "Normalize"))
@@ -226,10 +193,8 @@ def write_form(folder: Path, form: EmbeddingForm, width: int) -> None:
 def choose_form(config: TrainConfig) -> EmbeddingForm:
     """Return how the model that these options train makes embeddings: as the model says, changed by the options.
 
-    --pooling, --query-prompt and --document-prompt replace what the model says. A longer --max-length replaces the
-    model's length. The longest of --matryoshka has no effect: the model keeps all dimensions.
-
-    Raises CpuftError: as `read_form`, or the model's folder is missing.
+    --pooling, --query-prompt and --document-prompt replace what the model says, and a longer --max-length its length.
+    The longest of --matryoshka has no effect: the model keeps all dimensions.
     """
     pooling = "" if config.pooling == "auto" else config.pooling
     source = "" if config.from_config else find_model(config.model)

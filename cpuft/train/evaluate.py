@@ -25,11 +25,7 @@ BatchPredictions = tuple[Indices, Predictions]
 
 
 def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
-    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective.
-
-    The line has `step` as given, each metric with the split's suffix at the end of its name, the number of examples of
-    all splits, and the seconds that this took. Afterwards the model is in training mode.
-    """
+    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective."""
     start = time.perf_counter()
     setup.model.eval()
     metrics: dict[str, float] = {}
@@ -77,15 +73,8 @@ def find_best(evaluations: Sequence[EvaluationLine], metric: str) -> EvaluationL
 
 
 def should_stop_early(evaluations: Sequence[EvaluationLine], metric: str, patience: int) -> bool:
-    """Return whether the last `patience` evaluations were not better than the best one before them; never if it is 0.
-
-    This is the rule of EarlyStoppingCallback in transformers.
-
-    Parameters
-    ----------
-    evaluations: all evaluations of the run, in their order.
-    metric: name of the metric that compares them.
-    """
+    """Return whether the last `patience` evaluations were not better than the best before them; never if it is 0."""
+    # The rule of EarlyStoppingCallback in transformers.
     best = find_best(evaluations, metric)
     return bool(patience and best) and len(evaluations) - 1 - evaluations.index(best) >= patience
 
@@ -104,15 +93,9 @@ def compute_outputs(
 ) -> Predictions:
     """Return the head's outputs for all examples in their order, computed by this process alone.
 
-    The batches are those of an evaluation on `ranks` ranks with `batch_size`, so that the outputs are the same to the
-    bit. The shape is (examples, outputs), or (examples, longest example, classes) for tags, filled up with -1. The mode
-    of the model is not changed: it must be in evaluation mode already.
-
-    Parameters
-    ----------
-    precision: bf16 computes under autocast, any other value without.
-
-    Raises ValueError: there are no examples.
+    The batches are those of an evaluation on `ranks` ranks, so that the outputs are the same to the bit. The shape is
+    (examples, outputs), or (examples, longest example, classes) for tags, filled up with -1. The model must be in
+    evaluation mode already. Raises ValueError: there are no examples.
     """
     batches = chain(*plan_batches(tokens, batch_size, ranks))
     with autocast(precision):
@@ -120,11 +103,7 @@ def compute_outputs(
 
 
 def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indices]]:
-    """Return for each rank the list of its batches: examples are sorted by length and dealt to the ranks in turn.
-
-    A batch has `batch_size` examples; the last one of a rank may have fewer. With fewer examples than ranks, the last
-    ranks have no batches.
-    """
+    """Return the batches of each rank: examples are sorted by length and dealt to the ranks in turn."""
     order = np.argsort(tokens.lengths, kind="stable")
     shares = [order[rank::ranks] for rank in range(ranks)]
     return [[share[start : start + batch_size] for start in range(0, len(share), batch_size)] for share in shares]
@@ -141,10 +120,7 @@ def predict_batches(
 def join(parts: Sequence[BatchPredictions]) -> Predictions:
     """Return the predictions of all batches in the order of examples, fp32, shape (examples, longest, ...).
 
-    Predictions that are shorter along the second axis are filled up with -1. The batches must contain each example of
-    the split once.
-
-    Raises ValueError: `parts` is empty.
+    Shorter predictions are filled up with -1. The batches must contain each example of the split once.
     """
     width = max(predictions.shape[1] for _, predictions in parts)
     whole = np.full((sum(len(examples) for examples, _ in parts), width, *parts[0][1].shape[2:]), -1, np.float32)

@@ -42,12 +42,11 @@ if TYPE_CHECKING:
     from cpuft.train.objective.base import Objective
 
 VALIDATION_FILE = "validation.json"
-"""Name of the file with the results of --validate, in the folder of the exported model."""
+"""File with the results of --validate in the folder of the exported model."""
 MAX_DIFFERENCE = 1e-4
-"""Largest difference of a logit of an fp32 graph from that of the model, relative to the largest logit if that is above
-1."""
+"""Largest difference of a logit of an fp32 graph from the model's, relative to the largest logit if that is above 1."""
 MAX_LOSS = 0.01
-"""Loss of a metric that is stated in a line of its own."""
+"""Loss of a metric above which a line of its own warns of it."""
 _ROUNDS = 3
 _ROUND_SECONDS = 10.0
 """The passes over the validation examples are timed up to _ROUNDS times, until they have taken this long in all."""
@@ -85,22 +84,12 @@ class Validation:
 
 
 def name_output(request: ExportConfig) -> Path:
-    """Return the folder to make: --output, or FORMAT or FORMAT-int8 in the folder of the run."""
+    """Return the folder that the export makes."""
     return Path(request.output or Path(request.run, request.format + "-int8" * (request.precision == "int8")))
 
 
 def export(request: ExportConfig) -> None:
-    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model.
-
-    Nothing is left if anything fails.
-
-    Raises
-    ------
-    CpuftError
-        The run, its validation examples, its model or the folder do not allow it, or a package is not installed.
-    OSError
-        The folder cannot be written, for example because the disk is full.
-    """
+    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model."""
     run, target = read_finished_run(request.run), name_output(request)
     refuse_filled(target)
     # Imported here because it imports torch, for which an error about bad input should not wait.
@@ -132,10 +121,7 @@ def export(request: ExportConfig) -> None:
 
 
 def make_sample(task: Task) -> dict[str, Examples]:
-    """Return examples of the form of the task's, without labels, in splits: `traced`, and `0`, `1`, ... to compare.
-
-    They are made, so that an export needs no data.
-    """
+    """Return made-up examples of the task's form (`traced` and `0`, `1`, ...), so that an export needs no data."""
     names = {"traced": _TRACED_LENGTHS, **{str(n): lengths for n, lengths in enumerate(_CHECKED_LENGTHS)}, "": (1,)}
     return {name: _make_examples(lengths, task) for name, lengths in names.items()}
 
@@ -157,11 +143,7 @@ def make_batch(objective: Objective, prepared: Prepared, split: str) -> Any:
 
 
 def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Objective, sample: Prepared) -> None:
-    """Run the graph on batches of other sizes and lengths than it was traced with.
-
-    Raises CpuftError: it cannot run them, or its outputs differ from the model's: by more than MAX_DIFFERENCE in fp32;
-    in int8, by numbers that are not finite.
-    """
+    """Raise CpuftError if the graph cannot run batches of other sizes, or computes other outputs than the model."""
     from cpuft.train.graphs import find_difference
 
     kind, advice = type(model).__name__, "serve the model with transformers, or train another one"
@@ -181,13 +163,7 @@ def check_graph(request: ExportConfig, model: Any, graph: Graph, objective: Obje
 
 
 def validate(request: ExportConfig, run: FinishedRun, model: Any, graph: Any, prepared: Prepared) -> Validation:
-    """Compare the exported model with the run's own on its validation examples.
-
-    Parameters
-    ----------
-    model: of the run, in fp32. It gets the layers of the fast path, as in `cpuft predict`.
-    prepared: the validation examples with their labels.
-    """
+    """Compare the exported model with the run's own, which gets the fast path here, on its validation examples."""
     import torch
 
     from cpuft.train.evaluate import compute_outputs, plan_batches, predict_batches
@@ -245,12 +221,7 @@ def measure(objective: Objective, prepared: Prepared, outputs: dict[str, Outputs
 
 
 def largest_difference(wanted: Outputs, found: Outputs, lengths: NDArray[np.int64]) -> float:
-    """Return the largest difference of two arrays of outputs; for tags, outputs of padding are not compared.
-
-    Parameters
-    ----------
-    lengths: number of tokens of each example.
-    """
+    """Return the largest difference of two arrays of outputs; for tags, outputs of padding are not compared."""
     if wanted.ndim == 3:
         mask = np.arange(wanted.shape[1]) < lengths[:, None]
         wanted, found = wanted[mask], found[mask]
@@ -258,7 +229,7 @@ def largest_difference(wanted: Outputs, found: Outputs, lengths: NDArray[np.int6
 
 
 def find_losses(validation: Validation) -> dict[str, float]:
-    """Return how much of each metric the exported model loses, by name; negative where it gains."""
+    """Return how much of each metric the exported model loses; negative where it gains."""
     return {name: value - validation.export.metrics[name] for name, value in validation.run.metrics.items()}
 
 

@@ -1,7 +1,7 @@
 """Call a function of the user's on this rank, for `cpuft.launch(function)`: `python -m cpuft.train.function DIGEST`.
 
-The ranks have formed torch's default process group (gloo) when the function begins. Results are sent to rank 0 as
-bytes, and rank 0 writes them into the run's folder. They are not loaded on the way.
+The ranks have formed torch's default process group (gloo) when the function begins. Rank 0 gets the results as bytes,
+which are not loaded on the way, and writes them into the run's folder.
 """
 
 from __future__ import annotations
@@ -32,13 +32,6 @@ def _join_ranks() -> Iterator[Any]:
 
     Inside, the function may call init_process_group and destroy_process_group as a script does: these calls change
     nothing, because cpuft has formed the group and ends it.
-
-    Raises
-    ------
-    CpuftError
-        torch is not installed.
-    RuntimeError
-        By torch: the other ranks do not come.
     """
     try:
         import torch.distributed as dist
@@ -69,21 +62,7 @@ def _join_ranks() -> Iterator[Any]:
 
 
 def _call_function(world: World, run_dir: str, digest: str, check: ConnectionCheck | None) -> None:
-    """Load the call of a run, call the function, and bring its result to rank 0. Collective.
-
-    Parameters
-    ----------
-    digest: SHA-256 of the call's file, as the plan gives it.
-    check: checks after the function that the ranks were connected; None for no check.
-
-    Raises
-    ------
-    CpuftError
-        The call is not the planned one or cannot be loaded, the ranks were not connected, or the result cannot be
-        pickled.
-    BaseException
-        Whatever the function raises.
-    """
+    """Load the run's call, whose SHA-256 is `digest`, call the function, and bring its result to rank 0. Collective."""
     header, pickled = read_call(run_dir, digest)
     sys.path[:0] = [os.getcwd()]
     sys.path += [folder for folder in header.path if folder not in sys.path and os.path.isdir(folder)]
@@ -105,10 +84,7 @@ def _call_function(world: World, run_dir: str, digest: str, check: ConnectionChe
 
 
 def load_call(pickled: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return (function, args, kwargs) of a call whose digest has been checked.
-
-    Raises CpuftError: cloudpickle or a module that the function uses is not installed on this host.
-    """
+    """Return (function, args, kwargs) of a call whose digest has been checked."""
     try:
         function, args, kwargs = pickle.loads(pickled)
     except ImportError as error:
@@ -120,7 +96,7 @@ def load_call(pickled: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
 
 
 def pickle_result(header: CallHeader, world: World, result: object) -> bytes:
-    """Return the signed pickle of this rank's result. Raises CpuftError: the result cannot be pickled."""
+    """Return the signed pickle of this rank's result."""
     import cloudpickle
 
     try:
@@ -134,10 +110,7 @@ def pickle_result(header: CallHeader, world: World, result: object) -> bytes:
 
 
 def _gather_bytes(content: bytes, world: World, group: Any) -> Iterator[tuple[int, bytes]]:
-    """Send the bytes of every rank to rank 0, which yields (rank, bytes) one after another; others yield nothing.
-
-    Collective: all ranks must consume the iterator.
-    """
+    """Yield (rank, bytes) of every rank on rank 0, and nothing on others. Collective: all must consume the iterator."""
     import torch
     import torch.distributed as dist
 
@@ -157,8 +130,7 @@ def _gather_bytes(content: bytes, world: World, group: Any) -> Iterator[tuple[in
 def main() -> int:
     """Call the function of the run in $CPUFT_RUN_DIR whose digest the command line has; return the exit code.
 
-    It is 0 if the result has reached rank 0, and 2 after a CpuftError, which is printed in one line. Any other
-    exception is printed with its traceback, and the code is that of a script (`cpuft.rank.script`).
+    The code is 0 if the result has reached rank 0, 2 after a CpuftError, else that of a script (`cpuft.rank.script`).
     """
     check = prepare_torch()
     handle_interruption(is_script=True)

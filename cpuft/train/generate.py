@@ -45,17 +45,7 @@ class Prompt:
 
 
 def generate(request: PredictConfig) -> None:
-    """Answer all prompts, write prompts and answers to a file, and print its name.
-
-    The speed is printed on standard error. No file is written before all prompts are answered.
-
-    Raises
-    ------
-    CpuftError
-        The run, the prompts or the output file do not allow it, or the model cannot be loaded.
-    OSError
-        The file cannot be written, for example because the disk is full.
-    """
+    """Answer all prompts, then write prompts and answers to a file, and print its name."""
     run = read_finished_run(request.run)
     path = Path(request.output or Path(request.run, "predictions.csv"))
     check_output(path, request.overwrite, path.suffix in JSON_SUFFIXES)
@@ -76,8 +66,6 @@ def read_prompts(request: PredictConfig, is_chat: bool) -> list[Prompt]:
     """Read the prompts of --file: JSON lines with messages, or a column of texts of any table.
 
     A conversation that ends with an answer is read without it. For a chat, a text is the one message of a user.
-
-    Raises CpuftError: the file cannot be read or is empty, it has no column of prompts, or a prompt is empty.
     """
     if is_chat and not request.text_columns and (found := _read_conversations(Path(request.file))):
         return found
@@ -119,13 +107,8 @@ def _read_conversations(path: Path) -> list[Prompt]:
 
 
 def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]:
-    """Return the token ids of each prompt: conversations by the chat template, up to where the assistant begins.
-
-    Texts to continue begin as documents did in the training.
-
-    Raises CpuftError: the template refuses a conversation, or a prompt has no tokens.
-    """
-    begin, _ = find_document_marks(tokenizer)
+    """Return the token ids of each prompt; the chat template renders conversations up to where the answer begins."""
+    begin, _ = find_document_marks(tokenizer)  # texts to continue begin as documents did in the training
     found = []
     for prompt in prompts:
         text, first = prompt.text, begin
@@ -143,12 +126,7 @@ def encode_prompts(prompts: Sequence[Prompt], tokenizer: Any) -> list[list[int]]
 def _compute_answers(
     request: PredictConfig, run: FinishedRun, tokenizer: Any, prompts: Sequence[Prompt], encoded: Sequence[list[int]]
 ) -> list[str]:
-    """Load the run's model, and return its answer to each prompt; print the speed on standard error.
-
-    With bf16, the whole model is in bf16.
-
-    Raises CpuftError: the model cannot be found or loaded, or a prompt and its answer exceed its positions.
-    """
+    """Load the run's model, in bf16 as a whole with that precision, and return its answer to each prompt."""
     # Imported here because it takes seconds, for which an error about bad input should not wait.
     import torch
 
@@ -182,11 +160,8 @@ def _compute_answers(
 
 
 def find_stop_tokens(model: Any, tokenizer: Any, is_chat: bool) -> list[int]:
-    """Return the ids of the tokens that end an answer, in ascending order.
-
-    They are those of the model's generation settings, the tokenizer's end of text, and what ends an answer in the chat
-    template, which a model that was no chat model before does not name.
-    """
+    """Return the ids of the tokens that end an answer, in ascending order."""
+    # A model that was no chat model before does not name the token that ends an answer in the chat template.
     own = model.generation_config.eos_token_id
     stops = {*(own if isinstance(own, list) else [own]), tokenizer.eos_token_id}
     if is_chat:
@@ -197,14 +172,12 @@ def find_stop_tokens(model: Any, tokenizer: Any, is_chat: bool) -> list[int]:
 def generate_batch(
     model: Any, prompts: Sequence[list[int]], pad_id: int, stops: list[int], request: PredictConfig
 ) -> list[list[int]]:
-    """Return the tokens with which a model continues each prompt, without the token that ended an answer.
-
-    Prompts are padded at their left, so that all answers begin at the same position; the attention mask hides padding.
-    """
+    """Return the tokens with which a model continues each prompt, without the token that ended an answer."""
     import torch
 
     length = max(map(len, prompts))
     ids = torch.full((len(prompts), length), pad_id)
+    # Padded at the left, so that all answers begin at the same position.
     for row, prompt in zip(ids, prompts):
         row[length - len(prompt) :] = torch.tensor(prompt)
     mask = torch.arange(length) >= length - torch.tensor([[len(prompt)] for prompt in prompts])

@@ -1,7 +1,6 @@
 """Models as graphs of ONNX Runtime and OpenVINO: traced, converted, quantised, and run on the batches of an objective.
 
-torch traces the graph, and ONNX Runtime or OpenVINO take it from there. optimum does the same, but optimum-onnx 0.1.0,
-its newest version, needs a transformers below 4.58, and cpuft pins 5.
+optimum does the same, but optimum-onnx 0.1.0, its newest version, needs a transformers below 4.58, and cpuft pins 5.
 """
 
 from __future__ import annotations
@@ -50,18 +49,15 @@ class Graph(torch.nn.Module, abc.ABC):
     packages: ClassVar[tuple[str, ...]]
     """Python packages that are needed to write and to run such a graph."""
     file_name: ClassVar[str]
-    """Name of the file of the graph, by which optimum finds it, too."""
+    """File of the graph, whose name is that by which optimum finds it, too."""
 
     @classmethod
     @abc.abstractmethod
     def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
-        """Write a graph to `file_name` in a folder.
+        """Write an fp32 or int8 graph to `file_name` in a folder.
 
-        Parameters
-        ----------
-        onnx_file: the graph in ONNX, fp32, in a folder of its own, which is removed afterwards. The weights of a model
-            above 2 GB are in files beside it.
-        precision: fp32 or int8.
+        `onnx_file` is the fp32 graph in ONNX, in a folder of its own, which is removed afterwards. The weights of a
+        model above 2 GB are in files beside it.
         """
 
     @abc.abstractmethod
@@ -86,11 +82,7 @@ class OnnxGraph(Graph):
 
     @classmethod
     def write(cls, onnx_file: Path, folder: Path, precision: str) -> None:
-        """Write the graph, for int8 with the weights of matrix products and embeddings in int8.
-
-        Weights are quantised per channel, to 7 of the 8 bits: CPUs without VNNI add two products in 16 bits, which
-        would overflow with 8. Activations are quantised when the graph runs.
-        """
+        """Write the graph, for int8 with the weights of matrix products and embeddings in int8."""
         if precision == "int8":
             _quantize_onnx(onnx_file, folder / cls.file_name)
         else:
@@ -98,7 +90,6 @@ class OnnxGraph(Graph):
                 path.rename(folder / path.name)
 
     def __init__(self, folder: Path) -> None:
-        """See `Graph`."""
         super().__init__(folder)
         import onnxruntime
 
@@ -136,7 +127,6 @@ class OpenVinoGraph(Graph):
         openvino.save_model(openvino.convert_model(source), folder / cls.file_name, compress_to_fp16=False)
 
     def __init__(self, folder: Path) -> None:
-        """See `Graph`."""
         super().__init__(folder)
         import openvino
 
@@ -159,7 +149,6 @@ class SentenceEncoder(torch.nn.Module):
     """An embedding model whose output is the embedding of each text, as `GraphOutput.logits`."""
 
     def __init__(self, encoder: torch.nn.Module, form: EmbeddingForm) -> None:
-        """`encoder`: returns `last_hidden_state`. `form`: how embeddings are made of it."""
         super().__init__()
         self.encoder, self.form = encoder, form
 
@@ -201,12 +190,7 @@ class _Logits(torch.nn.Module):
 
 
 def check_packages(format: str, find: Callable[[str], object] = importlib.util.find_spec) -> None:
-    """Raise CpuftError if a package that --format needs is not installed.
-
-    Parameters
-    ----------
-    find: returns None for the name of a package that is not installed.
-    """
+    """Raise CpuftError if `find` returns None for a package that --format needs."""
     missing = [name for name in GRAPHS[format].packages if find(name) is None]
     if missing:
         raise CpuftError(
@@ -218,15 +202,9 @@ def check_packages(format: str, find: Callable[[str], object] = importlib.util.f
 def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str, precision: str) -> None:
     """Write the graph of a model into a folder. It takes batches of any size and length.
 
-    Parameters
-    ----------
-    model: of transformers, in evaluation mode and in fp32, without the layers of the fast path.
-    batch: at least two examples and two tokens, with which the model is traced.
-    format: a key of GRAPHS.
-    precision: fp32 or int8.
-
-    Raises CpuftError: the model cannot be traced. The libraries raise exceptions of their own if they cannot convert or
-    write the graph, such as OSError for a full disk.
+    The model is in evaluation mode and in fp32, without the fast path; the batch with which it is traced has at least
+    two examples and two tokens. Raises CpuftError: the model cannot be traced; for other failures the libraries raise
+    exceptions of their own, such as OSError for a full disk.
     """
     traced = folder / "traced"
     traced.mkdir()
@@ -236,12 +214,6 @@ def write_graph(model: torch.nn.Module, batch: Batch, folder: Path, format: str,
 
 
 def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
-    """Trace the model and write it as ONNX.
-
-    The exporter that records the operators of one pass is used (dynamo=False): for a small encoder it takes about a
-    second, and the newer one, which compiles the model, up to half a minute. What a recorded pass cannot show, such as
-    a length that became a constant, is found by running the graph on other batches.
-    """
     names = [name for name in _INPUTS if name in batch.inputs]
     # The exporter gives all modules the mode of the outermost one afterwards: without eval(), dropout would be on.
     traced = _Logits(model).eval()
@@ -256,6 +228,7 @@ def _write_onnx(model: torch.nn.Module, batch: Batch, path: Path) -> None:
                 output_names=[output],
                 dynamic_axes={**{name: {0: "batch", 1: "length"} for name in names}, output: {0: "batch"}},
                 opset_version=_OPSET,
+                # The newer exporter compiles the model: up to half a minute for a small encoder in place of 1 s.
                 dynamo=False,
             )
     except (torch.onnx.OnnxExporterError, RuntimeError, TypeError, ValueError) as error:
@@ -276,7 +249,7 @@ def _quantize_onnx(source: Path, target: Path) -> None:
             target,
             weight_type=QuantType.QInt8,
             per_channel=True,
-            reduce_range=True,
+            reduce_range=True,  # 7 bits: CPUs without VNNI add two products in 16 bits, which would overflow with 8
             use_external_data_format=size > _BYTES_IN_ONE_FILE,
         )
 
@@ -295,15 +268,12 @@ def _quiet() -> Iterator[None]:
 
 
 def find_difference(model: Any, graph: Graph, batch: Batch) -> tuple[float, float]:
-    """Return the largest difference of the logits of model and graph, and the largest size of the model's logits.
-
-    Logits of padding are not compared.
-    """
+    """Return the largest difference of the logits of model and graph, and the model's largest absolute logit."""
     with torch.inference_mode():
         wanted, found = model(**batch.inputs).logits.float(), graph(**batch.inputs).logits
     if wanted.shape != found.shape:
         return float("inf"), float(wanted.abs().max())
-    if wanted.dim() == 3:
+    if wanted.dim() == 3:  # without padding
         mask = batch.inputs["attention_mask"].bool()
         wanted, found = wanted[mask], found[mask]
     return float((wanted - found).abs().max()), float(wanted.abs().max())

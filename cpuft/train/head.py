@@ -71,14 +71,8 @@ def _list_labels(id2label: Mapping[Any, str]) -> list[str]:
 def follow_labels(model: Any, source: str, rows: Sequence[int], head: Mapping[str, Any], new: Collection[str]) -> None:
     """Give the head of a loaded model an output for each label of `head`, in place, and say on rank 0 what was done.
 
-    Parameters
-    ----------
-    source: what the model was loaded from.
-    rows: what `match_labels` returns. Where it is -1, the output is untrained.
-    head: settings of the head, by their names in config.json.
-    new: names of the parameters that were not loaded. A head that is one of them is not spoken of.
-
-    Raises CpuftError: the head has no linear layer for its outputs.
+    `source` is what the model was loaded from, and `new` has the names of parameters that were not loaded: a head that
+    is one of them is not spoken of. `rows` is what `match_labels` returns; where it is -1, the output is untrained.
     """
     import torch
 

@@ -4,9 +4,9 @@ Each rank sends what the loss needs of its examples (embeddings or cosines) to a
 all examples. The gradient goes to its own examples only: added up over the ranks, that is the gradient of the whole
 batch, the same as on one rank, and nothing has to be sent back.
 
-With gradient caching (Gao and others 2021, arXiv:2101.06983) a rank first computes its examples without gradients,
-`--micro-batch` at a time, then the gradient of the loss with respect to them, and then runs each micro-batch again to
-take that gradient through the model. So the batch of the loss may be larger than memory.
+With gradient caching (Gao and others 2021, arXiv:2101.06983) a rank computes its examples without gradients,
+`--micro-batch` at a time, then the gradient of the loss with respect to them, and then takes it through the model by
+running each micro-batch again. So the batch of the loss may be larger than memory.
 """
 
 from __future__ import annotations
@@ -57,12 +57,8 @@ def make_joint_batches(
 ) -> list[JointBatch]:
     """Return the batches of an update: as many on every rank, each with as many examples of each rank, or one fewer.
 
-    A rank's examples of a batch are in several parts if they are more than --micro-batch (gradient caching). In a run
-    that was resumed on fewer ranks, a rank can have more than --batch-size examples, which are in parts, too.
-
-    Parameters
-    ----------
-    examples: all examples of the update, at least one; this rank has every n-th.
+    There has to be an example. A rank's examples of a batch are in several parts if they are more than --micro-batch,
+    or, in a run that was resumed on fewer ranks, more than --batch-size.
     """
     config, world, tokens = setup.config, setup.world, setup.prepared.train
     batches = []
@@ -93,12 +89,7 @@ def _split_into_batches(setup: TrainingSetup, examples: Indices) -> Iterator[Ind
 
 
 def deal_examples(setup: TrainingSetup, examples: Indices) -> list[Indices]:
-    """Return for each rank the examples of an update whose texts it embeds; never empty.
-
-    Parameters
-    ----------
-    examples: all examples of the update, at least one.
-    """
+    """Return for each rank the examples of an update whose texts it embeds, at least one for each rank."""
     batches, size = list(_split_into_batches(setup, examples)), setup.world.size
     return [np.concatenate([select_for_rank(batch, rank, size) for batch in batches]) for rank in range(size)]
 
@@ -123,13 +114,9 @@ def run_joint_batch(
 ) -> float:
     """Run the forward and backward passes of a batch; return the sum of the losses of this rank's examples. Collective.
 
-    The gradient of the sum of all ranks' losses with respect to this rank's examples is multiplied by `factor`, and
-    added to the gradients that are there. It is 0 for a rank without examples.
-
-    Parameters
-    ----------
-    is_last: whether the batch is the last one of the update, in whose last pass gradients are sent.
-    clock: gets the laps of the phases forward, communication and backward.
+    The gradient of the sum of all ranks' losses with respect to this rank's examples (0 without any) is multiplied by
+    `factor`, and added to the gradients that are there. `is_last` marks the update's last batch, in whose last pass
+    gradients are sent. `clock` gets laps of the phases forward, communication and backward.
     """
     model, states, lap = setup.exchange.forward_model, list[torch.Tensor](), clock.lap
     # A rank with one part does the same as the others.
@@ -186,10 +173,7 @@ def _backward_to_examples(
 def exchange_examples(own: torch.Tensor, counts: list[int], rank: int) -> torch.Tensor:
     """Return the rows of all ranks, rank by rank; gradients go to this rank's own rows only. Collective.
 
-    Parameters
-    ----------
-    own: this rank's rows, fp32, shape (counts[rank], numbers).
-    counts: number of rows of each rank, the same on all ranks.
+    `own` is fp32, of shape (counts[rank], numbers); `counts` is the same on all ranks.
     """
     largest = max(counts)
     # All ranks have to send equally many rows.

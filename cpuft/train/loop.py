@@ -1,8 +1,8 @@
 """The training loop: forward and backward passes, exchange, update, evaluation, checkpoint and stop, in this order.
 
-`train_and_evaluate` is a whole training, `train` its updates. What the updates need is made once, in `setup.py`. How
-ranks train as one is the matter of the exchange (`exchange/base.py`): most send gradients in every update, and with
---sync-every N ranks update their own parameters and average them every N updates.
+`train_and_evaluate` is a whole training, `train` its updates. `setup.py` makes what they need. The exchange
+(`exchange/base.py`) decides how ranks train as one: most send gradients in every update, and with --sync-every N ranks
+update their own parameters and average them every N updates.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, me
 from cpuft.train.setup import TrainingSetup
 
 _EARLY_CHECKS = (2, 20)
-"""Updates of this start after which the ranks' parameters are compared. What makes parameters differ mostly does so
-at once, and such a run should not go on for hours. With a warm-up, the first update's learning rate is 0."""
+"""Updates of this start after which the ranks' parameters are compared. What makes parameters differ mostly does so at
+once, and such a run should not go on for hours. With a warm-up, the first update's learning rate is 0."""
 
 
 def train_and_evaluate(
@@ -38,28 +38,12 @@ def train_and_evaluate(
 ) -> TrainingResult:
     """Train all ranks as one job after `done` updates, evaluate the model, and record everything. Collective.
 
-    Steps and metrics are shown and recorded as they come. By --eval-every, the model is also evaluated while training:
-    then it may be that of the best evaluation at the end (--save-best), and the training may end early
-    (--early-stopping).
+    Steps and metrics are shown and recorded as they come. The result has all steps of the run, also of those before it
+    was resumed, and the model is that of the best evaluation with --save-best.
 
-    Parameters
-    ----------
-    checkpoints: writes checkpoints while the run trains, and perhaps a final one.
-
-    Returns
-    -------
-    All steps of the run with those before it was resumed, the seconds of each rank's phases, and the checksum of the
-    parameters that the model has at the end.
-
-    Raises
-    ------
-    Interrupted
-        The run was asked to stop, and a checkpoint was written.
-    CpuftError
-        The loss is not finite, or the ranks' parameters differ after update 2 or 20 of this start, with --sync-every 1.
-        If they differ only at the end, the result says so, because the model can be saved all the same.
-    OSError
-        The record cannot be written.
+    Raises Interrupted: the run was asked to stop, and a checkpoint was written. Raises CpuftError: the loss is not
+    finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If they differ only at the end, the
+    result says so, because the model can be saved all the same.
     """
     config, exchange, updates = setup.config, setup.exchange, setup.updates
     steps, evaluations = list[StepLine](), list(reporter.earlier_evaluations)
@@ -117,24 +101,14 @@ def train_and_evaluate(
 
 
 def _evaluates_after(setup: TrainingSetup, update: int) -> bool:
-    """Return whether the model is evaluated after this update, before the training goes on.
-
-    Not after the last one: the evaluation at the end comes then, after the final checkpoint.
-    """
+    """Return whether the model is evaluated after this update; after the last, the evaluation at the end follows."""
     interval = setup.evaluation_interval
     return interval > 0 and update % interval == 0 and update < setup.updates
 
 
 def _compares_parameters_after(setup: TrainingSetup, update: int, done: int) -> bool:
-    """Return whether the ranks' parameters are compared after this update, before the training goes on.
-
-    Not with --sync-every above 1, with which they differ on purpose between two averages, and not after the last
-    update: the comparison at the end comes then.
-
-    Parameters
-    ----------
-    done: the updates before this start of the run.
-    """
+    """Return whether the ranks' parameters are compared after an update; `done` updates were before this start."""
+    # With --sync-every above 1 they differ on purpose; after the last update, the comparison at the end follows.
     return update - done in _EARLY_CHECKS and setup.config.sync_every == 1 and update < setup.updates
 
 
@@ -143,8 +117,8 @@ def restore_best(
 ) -> EvaluationLine:
     """Give the model the weights of the best of the evaluations, at least one, if that is not the last. Collective.
 
-    Returns the evaluation of the weights that the model has then. This is the last one, with a warning, if the best
-    weights are on no disk.
+    Returns the evaluation of the weights that the model has then: the last one, with a warning, if the best are on no
+    disk.
     """
     last, best = evaluations[-1], find_best(evaluations, setup.best_metric)
     if best is None or best.step == last.step:
@@ -163,13 +137,7 @@ def restore_best(
 def train_independently(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, done: int = 0
 ) -> TrainingResult:
-    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective.
-
-    There is no one model to evaluate: the result has one list of steps (examples and tokens are sums over ranks, losses
-    and step times are means), the mean seconds of each rank's phases, and an empty checksum.
-
-    Raises CpuftError: this rank's loss is not finite.
-    """
+    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective."""
     own: list[StepLine] = []
     for line in train(setup, checkpoints, done):
         own.append(line)
@@ -187,16 +155,7 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
     later, about once per second (`ControlMessages`), but those until an evaluation, a comparison, a checkpoint or the
     end come before it. The caller evaluates and compares when it gets the line of such an update.
 
-    Parameters
-    ----------
-    checkpoints: decides when checkpoints are written and when the run stops; None: never.
-
-    Raises
-    ------
-    Interrupted
-        A rank was asked to stop, and `checkpoints` has written a checkpoint.
-    CpuftError
-        The loss is not finite.
+    Without `checkpoints`, none is written. Raises Interrupted: a rank was asked to stop, and a checkpoint was written.
     """
     config, world, exchange, objective = setup.config, setup.world, setup.exchange, setup.objective
     tokens, checkpoints = setup.prepared.train, checkpoints or Checkpoints(exchange)
@@ -283,10 +242,7 @@ def list_tokens_of_ranks(setup: TrainingSetup, examples: Indices) -> list[torch.
 
 
 def _seed_update(seed: int, update: int, rank: int) -> None:
-    """Seed torch's generator for one update of one rank.
-
-    Ranks draw different dropout masks, and a resumed run draws those that it would have drawn without the break.
-    """
+    """Seed torch's generator, so that dropout masks differ between ranks, and are the same in a resumed run."""
     torch.manual_seed(int(np.random.SeedSequence((seed, update, rank)).generate_state(1, np.uint64)[0]))
 
 
@@ -311,9 +267,8 @@ def _plan_all_updates(setup: TrainingSetup) -> Iterator[tuple[int, Indices]]:
 def _warm_up(setup: TrainingSetup, done: int) -> None:
     """Run one forward and one backward pass on the examples of the first update, and drop their gradients. Collective.
 
-    This compiles the C++ kernels (and the model with --compile) and fills caches before the first timed step.
-    Without it, the first step of a run may take seconds longer than that of the run it is compared with. The
-    gradients are multiplied by 0 and never sent, so parameters and later results do not change.
+    This compiles the C++ kernels (and the model with --compile) and fills caches, which may take seconds, before the
+    first timed step. The gradients are multiplied by 0 and never sent, so parameters and later results do not change.
     """
     world = setup.world
     for _, examples in islice(_plan_all_updates(setup), done, done + 1):

@@ -2,10 +2,10 @@
 
 Only the adapters and the head are trained, sent between ranks and saved. Their learning rate is ten times that of
 training the whole model, which is best for LoRA whatever the rank (Schulman and others, LoRA Without Regret, 2025).
-Adapters are scaled by 2: alpha is twice the rank, as in peft's example for MRPC. All linear layers of attention are
-adapted. With those of feed-forward, too, MiniLM at rank 16 would send 6 % of the bytes of the whole model per update,
-instead of 2.6 %. Of decoders all linear layers but the head are adapted: in the report above, attention alone learns
-less than feed-forward alone.
+Adapters are scaled by 2: alpha is twice the rank, as in peft's example for MRPC. Of encoders, the linear layers of
+attention are adapted: with those of feed-forward, too, MiniLM at rank 16 would send 6 % of the bytes of the whole model
+per update, instead of 2.6 %. Of decoders all but the head are: in the report above, attention alone learns less than
+feed-forward alone.
 """
 
 from __future__ import annotations
@@ -30,40 +30,22 @@ _TASK_TYPES = {
 
 
 def check_lora(config: TrainConfig, package: str = "peft") -> None:
-    """Raise CpuftError if --lora-rank is given and peft is not installed; without --lora-rank, do nothing.
-
-    Parameters
-    ----------
-    package: name of the package to look for.
-    """
+    """Raise CpuftError if --lora-rank is given and peft is not installed."""
     if config.lora_rank > 0:
         _check_peft("--lora-rank", package)
 
 
 def _check_peft(wanted_by: str, package: str = "peft") -> None:
-    """Raise CpuftError if peft is not installed; `wanted_by`, the begin of the message, says what needs it.
-
-    Parameters
-    ----------
-    package: name of the package to look for.
-    """
+    """Raise CpuftError if peft is not installed; the message begins with `wanted_by`."""
     if importlib.util.find_spec(package) is None:
         raise CpuftError(f"{wanted_by} needs peft, which is not installed: {install_command('train')}")
 
 
 def add_adapters(model: Any, rank: int, source: str, new: Collection[str]) -> Any:
-    """Add adapters of `rank` to a model in place, freeze the rest, and return peft's model around it.
+    """Add adapters to the linear layers of `find_target_layers` in place, freeze the rest, and return peft's model.
 
-    They are added to the linear layers that `find_target_layers` returns.
-
-    The head, and modules whose weights are new, are trained whole.
-
-    Parameters
-    ----------
-    source: folder or hub name of the model, which is saved with the adapters.
-    new: names of the parameters that were not loaded from there.
-
-    Raises CpuftError: the model has no linear layers in its attention.
+    The head, and modules whose weights are new, are trained whole. `source` is the folder or hub name that is saved
+    with the adapters, and `new` has the names of the parameters that were not loaded from there.
     """
     from peft import LoraConfig, get_peft_model
 
@@ -90,11 +72,7 @@ def get_encoder_prefix(model: Any) -> str:
 
 
 def find_target_layers(model: Any) -> list[str]:
-    """Return the dotted names of the linear layers that get adapters; empty if there are none.
-
-    They are those in the attention of an encoder, and all in the layers of a decoder: query, key, value and output of
-    attention, and gate, up and down of feed-forward in Llama, Qwen3, SmolLM3 and Gemma 3.
-    """
+    """Return the dotted names of the linear layers that get adapters: an encoder's in attention, a decoder's all."""
     from torch import nn
 
     encoder = get_encoder_prefix(model)
@@ -105,14 +83,10 @@ def find_target_layers(model: Any) -> list[str]:
 
 
 def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
-    """Return the names of the modules that are trained whole: the head, and modules with new weights, such as a pooler.
+    """Return the names of the modules that are trained whole: the head, and modules with weights of `new` (a pooler).
 
     A head whose output layer shares the token embedding's weight is not trained: it is as large as the embedding, and
     its weight was loaded.
-
-    Parameters
-    ----------
-    new: dotted names of the model's parameters that were not loaded.
     """
     outputs = model.get_output_embeddings()
     heads = [
@@ -129,12 +103,7 @@ def find_whole_modules(model: Any, new: Collection[str]) -> list[str]:
 
 
 def merge_adapters(model: Any, folder: str) -> Any:
-    """Merge the adapters in a folder into the weights of `model`, in place, and return the model without adapters.
-
-    A head that was saved with other sizes is left as it is in `model`.
-
-    Raises CpuftError: peft is not installed, or the adapters cannot be read or do not fit the model.
-    """
+    """Merge the adapters in a folder into the weights of `model`, in place, and return the model without adapters."""
     _check_peft(f"{folder}, which holds adapters,")
     from peft import PeftModel
 
@@ -156,9 +125,6 @@ def has_adapters(model: Any) -> bool:
 
 
 def save_adapters(model: Any, folder: Path) -> None:
-    """Write adapters and head in peft's format, and the configuration of the model, with its labels, into a folder.
-
-    The folder is made if necessary; files of the same names are replaced.
-    """
+    """Write adapters and head in peft's format, and the configuration of the model, with its labels, into a folder."""
     model.save_pretrained(folder, save_embedding_layers=False)  # else peft asks the hub for the vocabulary's size
     model.config.save_pretrained(folder)

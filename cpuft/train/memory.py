@@ -1,8 +1,7 @@
 """Estimate how much memory a rank will need, and check that it fits on its host before any rank starts.
 
-The estimate is a function of the model's sizes, the options and the lengths of the examples. No layer is run for it:
-that would take longer than all other preparations, and the head host may not have the kernels of the other hosts.
-Tests compare it with what autograd keeps, and scripts/check-fit with what ranks use.
+No layer is run for it: that would take longer than all other preparations, and the head host may not have the kernels
+of the other hosts. Tests compare the estimate with what autograd keeps, and scripts/check-fit with what ranks use.
 """
 
 from __future__ import annotations
@@ -37,12 +36,10 @@ SHARED_WEIGHTS = "shared weights"
 _BUCKET_BYTES = 64_000_000
 """Gradients that are being sent: buckets, and a communication library's copies of them."""
 CHUNK_LOGITS = 1 << 26
-"""Largest number of logits that the loss of next-token prediction computes at once (`objective.chunked_loss`): 268 MB
-in fp32. The gradient of the head's weight is read and written once for each chunk, so that much smaller chunks would be
-slower."""
+"""Most logits that the loss of next-token prediction computes at once (`objective.chunked_loss`): 268 MB in fp32. Each
+chunk reads and writes the gradient of the head's weight once, so that much smaller chunks would be slower."""
 KNOWN_ERROR = 0.1
-"""How far below its estimate a peak was measured (scripts/check-fit), as a share. A run within this error is not
-refused."""
+"""How far below its estimate a peak was measured (scripts/check-fit), as a share."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +47,6 @@ class LargestBatch:
     """The largest batch of a rank."""
 
     examples: int
-    """Number of examples."""
     length: int
     """Positions of each example, with padding."""
     tokens: int
@@ -62,7 +58,7 @@ class LargestBatch:
 
     @property
     def positions(self) -> int:
-        """Number of positions of the batch, with padding: examples times length."""
+        """Number of positions of the batch, with padding."""
         return self.examples * self.length
 
 
@@ -179,10 +175,9 @@ def head_bytes(shape: ModelShape, config: TrainConfig, targets: int, trains: boo
 
 
 def find_batches(prepared: Prepared, config: TrainConfig, ranks: int) -> tuple[LargestBatch, LargestBatch]:
-    """Return the batch with the most tokens that rank 0 of `ranks` has in the first epoch, and that of evaluation.
+    """Return rank 0's batch with the most tokens in the first epoch, and the batch of evaluation with the most.
 
     Examples of an embedding model are its texts, of which only those of --micro-batch rows are in memory at a time.
-    `prepared` must have training and validation examples.
     """
     lengths, texts = prepared.train.lengths, 1
     if prepared.kind in EMBEDDING_KINDS:
@@ -215,16 +210,9 @@ def estimate_rank(
 ) -> dict[str, int]:
     """Return the bytes that a rank holds at its peak, by part, with the largest batches of these examples.
 
-    The parts are weights, shared weights (mapped ones of --base-precision), masters (fp32 master weights), moments (of
-    AdamW), gradients, activations, checkpoint's copy, buffers (of the exchange) and process (the interpreter, libraries
-    and gaps in the heap). A part that is not needed is 0; with `shape.layers` 0, activations are not estimated. The sum
-    of all parts is the peak.
-
-    Parameters
-    ----------
-    config: its precision is fp32, bf16 or int8.
-    ranks: number of ranks that train together.
-    writes_checkpoints: whether this rank holds a copy of the state while it writes checkpoints.
+    The sum of all parts is the peak; a part that is not needed is 0. `checkpoint's copy` is of the state while this
+    rank writes a checkpoint, and `process` is the interpreter, libraries and gaps in the heap. With `shape.layers` 0,
+    activations are not estimated. The precision of `config` is fp32, bf16 or int8.
     """
     size, adapts = 2 if config.precision == "bf16" else 4, config.lora_rank > 0
     weight_size = size if _is_fast(shape, config) else 4
@@ -279,32 +267,25 @@ def estimate_rank(
 
 
 Estimator = Callable[[TrainConfig, int, bool], dict[str, int]]
-"""From options, the number of ranks, and whether the rank writes checkpoints, to the rank's bytes by part, as
-`estimate_rank` returns them."""
+"""Calls `estimate_rank` with options, the number of ranks, and whether the rank writes checkpoints."""
 
 
 class Shortage(NamedTuple):
-    """What the ranks of one host, or of all simulated hosts on one machine, need: `needed_bytes` in total."""
+    """What the ranks of one host, or of all simulated hosts on one machine, need."""
 
     host: HostMemory
     """The host, or the machine of several simulated hosts, with all their ranks."""
     needed_bytes: int
-    """Bytes that all these ranks need together."""
     parts: dict[str, int]
-    """Bytes of all these ranks by part: weights, moments and so on. Their sum counts libraries that ranks share once
-    for each rank, `needed_bytes` only once. Mapped weights count once for a host in both."""
+    """Bytes of all these ranks by part. Their sum counts libraries that ranks share once for each rank, `needed_bytes`
+    only once. Mapped weights count once for a host in both."""
 
 
 def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> None:
-    """Raise CpuftError if a host has not enough memory for its ranks.
+    """Raise CpuftError if a host has not enough memory for its ranks, with what would make the run fit.
 
-    The message says what they need and what would make it fit. A host passes if 90 % of the estimate fits into its free
-    memory. Activations of models that the fast path does not know are not counted. CpuftError is also raised if the
-    model's configuration cannot be read.
-
-    Parameters
-    ----------
-    memory: the free memory of each host of the run, and the precision.
+    A host passes if 90 % of the estimate fits into its free memory. Activations of models that the fast path does not
+    know are not counted.
     """
     shape, config = find_shape(config, prepared.vocab_size), replace(config, precision=memory.precision)
 
@@ -319,14 +300,8 @@ def check_fit(config: TrainConfig, prepared: Prepared, memory: RunMemory) -> Non
 def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, factor: float = 1.0) -> Shortage | None:
     """Return the host or machine with the largest shortage of memory; None if all ranks fit.
 
-    Hosts on the same machine, such as simulated ones, must also fit together; such a machine is called `the machine of
-    HOST, HOST`.
-
-    Parameters
-    ----------
-    memory: at least one host.
-    estimate: returns the bytes of a rank by part.
-    factor: what estimates are multiplied by before they are compared; below 1, a small shortage is accepted.
+    Hosts on the same machine, such as simulated ones, must also fit together. Estimates are multiplied by `factor`
+    before they are compared; below 1, a small shortage is accepted.
     """
     found, by_machine = list[Shortage](), dict[str | int, list[Shortage]]()
     total = 1 if memory.independent else sum(host.ranks for host in memory.hosts)
@@ -348,11 +323,7 @@ def find_shortage(config: TrainConfig, memory: RunMemory, estimate: Estimator, f
 
 
 def _describe_shortage(shortage: Shortage) -> str:
-    """Return one clause on how much memory a host has and how much its ranks need, with the three largest parts.
-
-    For example: `node1 has 4.0 GB free, and its 2 ranks need 6.1 GB (activations 3.0 GB, moments 1.8 GB, process 1.1
-    GB)`.
-    """
+    """Return a clause such as `node1 has 4.0 GB free, and its rank needs 6.1 GB (activations 3.0 GB)`."""
     largest = sorted(shortage.parts.items(), key=lambda part: -part[1])[:3]
     parts = ", ".join(f"{name} {nbytes / 1e9:.1f} GB" for name, nbytes in largest)
     host, needed = shortage.host, f"{shortage.needed_bytes / 1e9:.1f} GB ({parts})"
@@ -361,13 +332,7 @@ def _describe_shortage(shortage: Shortage) -> str:
 
 
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
-    """Return advice that makes the run fit, as the end of an error message.
-
-    It is the first that is enough of: the options that cost the least time (`add --shard optimizer`); with LoRA, frozen
-    weights that ranks share (`add --base-precision bf16`, or int8); up to 64 hosts like the one with the least memory,
-    with one rank each (`take 4 hosts like node1 with one rank each: --np 4 --batch-size 8`); for decoders, LoRA (`add
-    --lora-rank 16, which trains adapters instead of all weights`); `take a smaller model, or hosts with more memory`.
-    """
+    """Return the first advice of `_list_advice` that makes the run fit, as the end of an error message."""
     for text, changes, hosts in _list_advice(config, memory):
         if not find_shortage(replace(config, **changes), replace(memory, hosts=hosts), estimate):
             return text
@@ -377,7 +342,7 @@ def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator)
 def _list_advice(
     config: TrainConfig, memory: RunMemory
 ) -> Iterator[tuple[str, dict[str, Any], tuple[HostMemory, ...]]]:
-    """List what `suggest_changes` may return: the text, new values of options, and the hosts."""
+    """Yield what `suggest_changes` tries, in its order: the text, new values of options, and the hosts."""
     smallest, ranks = min(memory.hosts, key=lambda host: host.free_bytes), sum(host.ranks for host in memory.hosts)
     found = list_changes(config, 1 if memory.independent else ranks)
     if config.lora_rank > 0 and not config.compile and config.base_precision != "int8":
@@ -400,21 +365,12 @@ def _list_advice(
 
 
 def _can_shard(config: TrainConfig, ranks: int) -> bool:
-    """Whether --shard optimizer can be added to the options."""
     exchanges = config.sync_every == 1 and config.grad_compression in ("auto", *SHARDED_COMPRESSIONS)
     return exchanges and config.engine == "torch" and config.shard == "none" and ranks > 1
 
 
 def list_changes(config: TrainConfig, ranks: int) -> list[dict[str, Any]]:
-    """Return sets of option changes that lead to the same updates with less memory, the cheapest in time first.
-
-    Each is a dict from names of TrainConfig to new values: shard, batch_size with gradient_accumulation,
-    gradient_checkpointing, checkpoint_every 0, and all combinations. Empty if none of them can be changed.
-
-    Parameters
-    ----------
-    ranks: number of ranks that train together.
-    """
+    """Return sets of option changes that lead to the same updates with less memory, the cheapest in time first."""
     rows, micro_batches = config.batch_size, config.gradient_accumulation
     # Each choice with its cost: the share by which a step takes longer; without checkpoints, what a loss may cost.
     choices: list[list[tuple[float, dict[str, Any]]]] = [

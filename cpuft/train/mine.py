@@ -1,9 +1,8 @@
 """Hard negatives: for each anchor, the documents that are most similar to it and are none of its positives.
 
-The search is exact: the anchors' embeddings are multiplied with those of all documents, block by block, so that the
-scores of a block are all that is in memory beside the embeddings. The rules are those of `mine_hard_negatives` of
-sentence-transformers, with two differences: an anchor's own text is never its negative, and without `depth` all
-documents are candidates, not only some dozens of them.
+The search is exact, and block by block, so that the scores of a block are all that is in memory beside the embeddings.
+The rules are those of `mine_hard_negatives` of sentence-transformers, with two differences: an anchor's own text is
+never its negative, and without `depth` all documents are candidates, not only some dozens of them.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _GROUP = 32
 
 @dataclass(frozen=True)
 class MiningRules:
-    """Which documents may be negatives of an anchor. Scores are cosines of embeddings."""
+    """Which documents may be negatives of an anchor. Scores are cosines of embeddings; None means no limit."""
 
     skip: int = 0
     """Number of the most similar allowed documents that are left out, because they may be positives without a label."""
@@ -37,13 +36,11 @@ class MiningRules:
     """Number of the documents most similar to an anchor that are candidates, and as many more as the anchor with the
     most positives has positives; 0: all."""
     max_score: float | None = None
-    """Highest score of a negative; None for no limit."""
     min_score: float | None = None
-    """Lowest score of a negative; None for no limit."""
     margin: float | None = None
-    """How far a negative's score must be below that of the anchor's least similar positive; None for no limit."""
+    """How far a negative's score must be below that of the anchor's least similar positive."""
     relative_margin: float | None = None
-    """The same as a share of the size of the positive's score; None for no limit."""
+    """The same as a share of the size of the positive's score."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +75,7 @@ class Negatives:
 def make_mining_task(anchors: Sequence[str], positives: Sequence[str], corpus: Sequence[str] | None) -> MiningTask:
     """Return the task for rows of an anchor and a positive; equal anchors share all their positives.
 
-    Parameters
-    ----------
-    anchors, positives: of each row, in the same order.
-    corpus: documents among which negatives are searched beside the positives; None for the positives alone.
+    Without `corpus`, negatives are searched among the positives alone.
     """
     documents = {text: number for number, text in enumerate(dict.fromkeys([*(corpus or ()), *positives]))}
     own: dict[str, dict[int, None]] = {}
@@ -99,17 +93,7 @@ def mine_negatives(
     count: int,
     rules: MiningRules = MiningRules(),
 ) -> dict[str, list[str]]:
-    """Return for each different anchor its negatives: the most similar documents that the rules allow.
-
-    Parameters
-    ----------
-    embedder: its prompts of queries and documents are put in front of anchors and documents.
-    anchors, positives: of each row, in the same order. Equal anchors share all their positives.
-    corpus: documents among which negatives are searched beside the positives; None for the positives alone.
-    count: number of negatives for each anchor, at least 1. An anchor gets fewer if the rules leave fewer.
-
-    Raises CpuftError: the rules leave fewer than `count` candidates to every anchor.
-    """
+    """Return for each different anchor of the rows its negatives, the most similar ones first, `count` or fewer."""
     task = make_mining_task(anchors, positives, corpus)
     check_rules(task, count, rules)
     queries = embedder.embed(task.anchors, embedder.form.query_prompt)
@@ -145,13 +129,9 @@ def search_negatives(
     say: Callable[[int], None] = lambda done: None,
     part: slice = slice(None),
 ) -> Negatives:
-    """Return the negatives of anchors whose embeddings are known.
+    """Return the negatives of those anchors in `part`, from embeddings of any length above 0, which may be memory maps.
 
-    Parameters
-    ----------
-    anchors, documents: embeddings of the task's texts, of any length above 0; they may be memory maps.
-    say: called after each block of anchors with the number of anchors that are done.
-    part: of the anchors, those to search negatives for; the others are left out of the result.
+    `say` is called after each block of anchors with the number of anchors that are done.
     """
     wanted = np.arange(len(task.anchors))[part]
     numbers = np.full((len(wanted), count), -1, np.int64)
@@ -172,7 +152,6 @@ def _search_block(
     count: int,
     rules: MiningRules,
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
-    """Return numbers and scores of the negatives of the anchors in `block`, as in `Negatives`."""
     queries = _load_normalized(anchors, block)
     limits = _compute_limits(queries, documents, task, block, rules)
     excluded = _list_excluded(task, block)
@@ -235,7 +214,6 @@ def find_largest(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.
 
 
 def _load_normalized(embeddings: Embeddings, rows: slice | NDArray[np.int64]) -> torch.Tensor:
-    """Return some embeddings, scaled to length 1."""
     found = torch.from_numpy(np.array(embeddings[rows], np.float32))
     return torch.nn.functional.normalize(found, dim=-1)
 
@@ -259,10 +237,7 @@ def _compute_limits(
 
 
 def _list_excluded(task: MiningTask, block: NDArray[np.int64]) -> torch.Tensor:
-    """Return for each anchor in `block` the documents that are never its negatives: its positives, and itself.
-
-    int64, shape (anchors of the block, most of such documents), filled up with -1.
-    """
+    """Return the documents that are never an anchor's negatives, its positives and own text, filled up with -1."""
     own = [(*task.positives[anchor], task.itself[anchor]) for anchor in block]
     excluded = torch.full((len(block), max(map(len, own))), -1)
     for place, numbers in enumerate(own):

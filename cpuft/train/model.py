@@ -37,16 +37,10 @@ and an encoder as large as the largest GPT-2. What is not given is as in BERT-ba
 
 
 def find_model(name: str) -> str:
-    """Return the folder of a model, or its hub name as it is.
+    """Return the folder of a model, or its hub name as it is, without checking that the hub has it.
 
-    Whether the hub has a model of that name is not checked.
-
-    Parameters
-    ----------
-    name: a folder, a hub name, or minilm, the model of an installed package. A name that begins with `.`, `/` or `~`,
-        or has more than one `/`, must be a folder.
-
-    Raises CpuftError: the folder or the package is missing, or the folder holds no model or one in another form.
+    The default model is in an installed package. A name that begins with `.`, `/` or `~`, or has more than one `/`,
+    must be a folder. Raises CpuftError: the folder or the package is missing, or the folder holds no model.
     """
     if name == DEFAULT_MODEL:
         spec = importlib.util.find_spec(_OFFLINE_PACKAGE)
@@ -86,20 +80,13 @@ def _refuse_pointers(folder: Path) -> None:
 
 
 def _find_config(source: str) -> str:
-    """Return the folder or hub name that holds the configuration of a model: for adapters of peft without one, that of
-    their base model.
-
-    Raises CpuftError: as `find_base_model`.
-    """
+    """Return the folder or hub name with a model's configuration: for adapters without one, their base model."""
     base = "" if Path(source, "config.json").exists() else find_base_model(source)
     return _find_config(base) if base and base != source else source
 
 
 def read_config(source: str, **settings: Any) -> Any:
-    """Return the configuration of the model in a folder or of a hub name, with these settings in place of its own.
-
-    Code in the folder is never run. OSError, ValueError: the configuration cannot be read.
-    """
+    """Return the configuration of a model's folder or hub name with these settings; code in the folder never runs."""
     import transformers
 
     return transformers.AutoConfig.from_pretrained(_find_config(source), trust_remote_code=False, **settings)
@@ -108,8 +95,7 @@ def read_config(source: str, **settings: Any) -> Any:
 def read_config_file(config: TrainConfig) -> dict[str, Any]:
     """Return the content of the model's config.json, or of the file that --from-config names, without transformers.
 
-    It is empty for a hub name, for a size such as bert-base, and for a file that cannot be read, which is refused
-    where the model is loaded.
+    It is empty for a hub name, a size such as bert-base, and a file that cannot be read, which loading refuses.
     """
     path = Path(config.from_config or f"{_find_config(find_model(config.model))}/config.json")
     try:
@@ -119,24 +105,17 @@ def read_config_file(config: TrainConfig) -> dict[str, Any]:
 
 
 def get_model_name(config: TrainConfig) -> str:
-    """Return the name of what is trained, as the user gave it: the value of --from-config, else that of --model."""
+    """Return the name of what is trained, as the user gave it."""
     return config.from_config or config.model
 
 
 def load_config(config: TrainConfig, head: Mapping[str, Any], vocab_size: int = 0, pad_id: int = -1) -> Any:
     """Return the configuration of the model in the form of transformers, with the settings of its head.
 
-    For a hub name, the first call waits up to 3 s for the hub; if it does not answer, only the cache of models is read.
-
-    Parameters
-    ----------
-    head: settings of the head, by their names in config.json.
-    vocab_size: of the tokenizer, for an untrained model of `SIZES`; 0: BERT's own. Other models keep theirs.
-    pad_id: id of the token that batches are padded with. Some models need it to find the last token of a text. -1
-        leaves a trained model's own, and means 0 for an untrained one.
-
-    Raises CpuftError: the model or the file of --from-config is missing, or the configuration cannot be read or is not
-    valid.
+    `head` has names of config.json. `vocab_size` is the tokenizer's, for an untrained model of `SIZES`; 0 is BERT's.
+    `pad_id` is the token of padding, by which some models find the last token of a text; -1 leaves a trained model's
+    own, and means 0 for an untrained one. For a hub name, the first call waits up to 3 s for the hub; if it does not
+    answer, only the cache of models is read. Raises CpuftError: the configuration is missing or not valid.
     """
     import transformers
 
@@ -169,10 +148,7 @@ def _read_json(name: str) -> dict[str, Any]:
 
 
 def check_untrained(config: TrainConfig) -> None:
-    """Raise CpuftError if no model can be made with the configuration that --from-config names.
-
-    Without --from-config, do nothing. No memory is taken for weights.
-    """
+    """Raise CpuftError if no model can be made with the configuration of --from-config; weights take no memory here."""
     if not config.from_config:
         return
     settings = load_config(config, {})
@@ -193,10 +169,7 @@ def _describe_bad_config(name: str, error: Exception) -> str:
 
 
 def check_trainable(config: TrainConfig) -> None:
-    """Raise CpuftError if config.json in the model's folder says that its weights are quantised.
-
-    A hub name passes; its configuration is checked where the model is loaded.
-    """
+    """Raise CpuftError if config.json in the model's folder says that its weights are quantised; a hub name passes."""
     _refuse_quantised(read_config_file(config).get("quantization_config"), get_model_name(config))
 
 
@@ -211,10 +184,7 @@ def _refuse_quantised(quantisation: Any, name: str) -> None:
 
 
 def check_positions(config: TrainConfig) -> None:
-    """Raise CpuftError if the model has fewer positions than --max-length, or its configuration cannot be loaded.
-
-    Models without a limit, such as XLNet, pass.
-    """
+    """Raise CpuftError if the model has fewer positions than --max-length, or its configuration cannot be loaded."""
     settings = load_config(config, {})
     positions = getattr(settings, "max_position_embeddings", 0) or 0  # -1 in XLNet: no limit
     if settings.model_type in POSITIONS_AFTER_PADDING:
@@ -236,21 +206,12 @@ def load_model(
 ) -> Any:
     """Load the model for a head of this kind, in fp32 on the CPU, and return it.
 
-    The head is new, unless one for some of the labels was saved with the model. With --from-config the model is
-    untrained, and torch's generator draws its weights; with --lora-rank it is wrapped by peft. Messages and progress
-    bars of transformers are switched off for the process.
-
-    Parameters
-    ----------
-    kind: name of the class of transformers that loads any model with such a head, such as
-        AutoModelForSequenceClassification.
-    head: settings of the head, by their names in config.json.
-    vocab_size, pad_id: as for `load_config`: the tokenizer's size for an untrained model, and the id of padding.
-    attention: the implementation in transformers: eager, which computes all scores, or auto, which is sdpa for models
-        that support it.
-
-    Raises CpuftError: the model cannot be found or loaded, or its architecture has no such head or no attention for
-    adapters.
+    `kind` names a class of transformers such as AutoModelForSequenceClassification. The head is new, unless one for
+    some of the labels was saved with the model. With --from-config the model is untrained, and torch's generator draws
+    its weights; with --lora-rank it is wrapped by peft. `head`, `vocab_size` and `pad_id` are those of `load_config`.
+    The `attention` eager computes all scores; auto is sdpa for models that support it. Messages and progress bars of
+    transformers are switched off for the process. Raises CpuftError: the model cannot be loaded, or it has no such head
+    or no attention for adapters.
     """
     # Imported here, because commands that only look at a model's files start faster without torch.
     import torch
@@ -300,10 +261,7 @@ def load_model(
 
 
 def _list_weight_files(source: str) -> list[Path]:
-    """Return the safetensors files of a model; of adapters, those of their base model, too.
-
-    Raises CpuftError: there are none, or the base model of adapters cannot be found.
-    """
+    """Return the safetensors files of a model; of adapters, those of their base model, too."""
     from cpuft.train.base_weights import find_weight_files
 
     base = find_base_model(source)
@@ -311,39 +269,25 @@ def _list_weight_files(source: str) -> list[Path]:
 
 
 def _train_padding_row(model: Any, own_pad_id: int | None) -> None:
-    """Let the token embedding have a gradient in all rows if the model has no padding token of its own.
-
-    Then the token that ends a text pads, and texts may contain it.
-    """
+    """Let the token embedding have a gradient in all rows if the model has no padding token of its own."""
+    # The token that ends a text pads then, and texts may contain it.
     embedding = model.get_input_embeddings()
     if own_pad_id is None and hasattr(embedding, "padding_idx"):
         embedding.padding_idx = None
 
 
 def choose_attention(settings: Any) -> str | None:
-    """Return None, with which transformers takes sdpa if a model supports it, or eager for models that need it.
-
-    Gemma 2 caps attention scores, which sdpa would leave out without a word. `settings` is the model's configuration.
-    """
+    """Return None, with which transformers takes sdpa if a model supports it, or eager for models that need it."""
+    # Gemma 2 caps attention scores, which sdpa would leave out without a word.
     return "eager" if getattr(settings.get_text_config(), "attn_logit_softcapping", None) else None
 
 
 def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
-    """Load a model from a folder or hub name; if that holds adapters, load their base model and merge them into it.
+    """Load a model, merging adapters into their base model; return it in fp32, and the names of parameters not stored.
 
     If the head there has other sizes, for other labels, the model gets a new head, and rank 0 says so on standard
-    error.
-
-    Parameters
-    ----------
-    read: `from_pretrained` of the model's class; its exceptions pass through.
-
-    Returns
-    -------
-    The model in fp32, and the names of the parameters that are new because they were not stored there.
-
-    Raises CpuftError: weights have other sizes than config.json says, none are for this model, or the base model of
-    adapters cannot be found or is the folder itself.
+    error. `read` is `from_pretrained` of the model's class, whose exceptions pass through. Raises CpuftError: the
+    weights do not fit the model, or the base model of adapters cannot be found.
     """
     chain = [source]
     while base := find_base_model(chain[-1]):
@@ -382,8 +326,7 @@ def load_weights(read: Callable[..., Any], source: str) -> tuple[Any, set[str]]:
 
 
 def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) -> str:
-    """Return what stands before the names of the stored weights, such as `module.` of DistributedDataParallel; empty if
-    they are the model's."""
+    """Return the prefix of the stored weights' names, such as `module.` of DistributedDataParallel; else nothing."""
     first = next((name for name, _ in model.named_parameters() if name.startswith(encoder)), "")
     end = first.removeprefix(encoder)
     found = (name for name in info["unexpected_keys"] if first in info["missing_keys"] and name.endswith(f".{end}"))
@@ -391,11 +334,7 @@ def _find_prefix(model: Any, encoder: str, info: Mapping[str, Collection[str]]) 
 
 
 def check_weights(source: str) -> None:
-    """Raise CpuftError if a safetensors file in a model's folder is damaged or shorter than its header says, or if any
-    file there is a pointer of Git LFS.
-
-    A folder without such files, and a hub name, pass. OSError: a file cannot be read.
-    """
+    """Raise CpuftError if a safetensors file in a folder is damaged or cut off, or any file is a Git LFS pointer."""
     for path in filter(Path.is_file, sorted(Path(source).glob("*"))):
         with path.open("rb") as file:
             if problem := describe_lfs_pointer(path, file.read(64)):
@@ -405,10 +344,7 @@ def check_weights(source: str) -> None:
 
 
 def read_stored_tensors(path: Path) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the type, such as BF16, and the shape of each tensor in a safetensors file.
-
-    Raises CpuftError: the file is cut off or damaged. OSError: it cannot be read.
-    """
+    """Return the type, such as BF16, and the shape of each tensor in a safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     opened: Any = safe_open
@@ -422,10 +358,7 @@ def read_stored_tensors(path: Path) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def find_base_model(source: str) -> str:
-    """Return the folder or hub name of the model that the adapters in a folder are for; empty if it holds none.
-
-    Raises CpuftError: the adapters name no base model, or that is a folder that is missing.
-    """
+    """Return the folder or hub name of the model that the adapters in a folder are for; empty if it holds none."""
     path = Path(source, _ADAPTERS)
     if not path.exists():
         return ""
@@ -446,14 +379,8 @@ def find_base_model(source: str) -> str:
 def describe_load_failure(name: str, error: Exception) -> str:
     """Return the message for a model or tokenizer that transformers cannot load, with what to do next.
 
-    For a hub name, this may wait up to 3 s to find out whether the hub answers.
-
-    Parameters
-    ----------
-    name: folder or hub name as the user gave it.
-    error: what transformers raised, whose first line is quoted.
-
-    Raises CpuftError: `name` is a folder that is missing or holds no model.
+    For a hub name, this may wait up to 3 s to find out whether the hub answers. Raises CpuftError: `name` is a folder
+    that is missing or holds no model.
     """
     source = _find_config(find_model(name))  # of adapters: their base model
     if not Path(source).is_dir() and (problem := find_hub_problem()):
@@ -500,10 +427,8 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
     """Return the options with a LoRA rank, and a clause on what was chosen and why; empty if there was no choice.
 
     Only the sizes of the weights are read, or the configuration. There is no clause on encoders, which are trained
-    whole, and on small decoders for tasks with labels.
-
-    Raises CpuftError: the model cannot be found, or its configuration cannot be loaded; or all weights are trained, and
-    an option is for adapters only.
+    whole, and on small decoders for tasks with labels. Raises CpuftError: the model's configuration cannot be loaded;
+    or all weights are trained, and an option is for adapters only.
     """
     if not config.may_choose_lora:
         return config.choose_lora(0), ""
@@ -543,13 +468,7 @@ def choose_lora(config: TrainConfig) -> tuple[TrainConfig, str]:
 
 
 def _may_be_large_decoder(config: TrainConfig) -> bool:
-    """Return whether a model is a decoder like Llama, and its files do not say that it is small.
-
-    Encoders with the same layers, such as EuroBERT, have a form for masked language modelling. Older decoders, such as
-    GPT-2, have no linear layers that adapters could be added to.
-
-    Raises CpuftError: the model cannot be found, or its configuration cannot be loaded.
-    """
+    """Return whether a model is a decoder like Llama, and its files do not say that it is small."""
     source = find_model(config.model)
     source = find_base_model(source) or source
     if 0 < _count_stored_numbers(source) <= LARGE_DECODER:
@@ -561,15 +480,14 @@ def _may_be_large_decoder(config: TrainConfig) -> bool:
 
     settings = load_config(replace(config, model=source), {})
     kind = settings.model_type
+    # Encoders with the same layers, such as EuroBERT, have a form for masked language modelling.
     is_decoder = kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    # Older decoders, such as GPT-2, have no linear layers that adapters could be added to.
     return is_decoder and hasattr(settings.get_text_config(), "num_key_value_heads")
 
 
 def count_stored_parameters(config: TrainConfig) -> int:
-    """Return the number of parameters of a decoder by its safetensors files, or if there are none by its configuration.
-
-    Raises CpuftError: the model cannot be found, a file is damaged, or the configuration cannot be loaded.
-    """
+    """Return the number of parameters of a decoder by its safetensors files, or without any by its configuration."""
     source = find_model(config.model)
     source = find_base_model(source) or source
     if found := _count_stored_numbers(source):
@@ -586,10 +504,7 @@ def count_stored_parameters(config: TrainConfig) -> int:
 
 
 def _count_stored_numbers(source: str) -> int:
-    """Return how many numbers the safetensors files in a folder hold, in whatever format; 0 if there are no such files.
-
-    Raises CpuftError: a file is damaged.
-    """
+    """Return how many numbers the safetensors files in a folder hold, in whatever format; 0 without such files."""
     files = sorted(Path(source).glob("*.safetensors"))
     return sum(math.prod(shape) for path in files for _, shape in read_stored_tensors(path))
 

@@ -21,9 +21,9 @@ class ModelShape:
     """The sizes of an encoder like BERT or of a decoder like Llama. Without `layers`, activations are unknown."""
 
     linear_parameters: int
-    """Number of parameters of the layers' linear modules, which the fast path computes in bf16."""
+    """Parameters of the layers' linear modules, which the fast path computes in bf16."""
     other_parameters: int
-    """Number of all other parameters: embeddings, norms, and the pooler or head."""
+    """Parameters of embeddings, norms, and the pooler or head."""
     layers: int = 0
     """Number of layers, counted as often as the encoder runs them; 0 for an architecture that is not known, of which
     all other sizes are 0, too."""
@@ -37,7 +37,6 @@ class ModelShape:
     heads: int = 0
     """Number of query heads."""
     vocab_size: int = 0
-    """Rows of the token embedding."""
     tables: int = 0
     """Number of parameters of the embeddings, and of a decoder's head that does not share the token embedding's."""
     has_dropout: bool = True
@@ -53,16 +52,10 @@ class ModelShape:
 
 
 def find_shape(config: TrainConfig, vocab_size: int) -> ModelShape:
-    """Return the shape of the model that the options name.
+    """Return the shape of the model that the options name; `vocab_size` is the tokenizer's, for an untrained model.
 
-    For an architecture that is not known, and for a model on the hub, it has no layers, and only the
-    parameters in the folder's safetensors files (0 if there are none).
-
-    Parameters
-    ----------
-    vocab_size: of the tokenizer, for an untrained model.
-
-    Raises CpuftError: the model's folder or --from-config names no model.
+    For an architecture that is not known, and for a model on the hub, it has no layers, and only the parameters in the
+    folder's safetensors files (0 if there are none).
     """
     if config.from_config:
         return _read_shape(config, load_config(config, {}, vocab_size).to_dict()) or ModelShape(0, 0)
@@ -84,10 +77,9 @@ def _read_size(settings: Mapping[str, Any], *names: str) -> int:
 
 
 def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> ModelShape | None:
-    """Return the shape of an encoder from the content of its config.json.
+    """Return the shape of an encoder by its config.json; None if the fast path does not know it or a size is missing.
 
-    The result is None if the fast path does not know the architecture, or a size is missing or no positive whole
-    number. `dropout` is the value of --dropout; below 0, the configuration's own rate counts.
+    A `dropout` below 0 stands for the configuration's own rate.
     """
     sizes = [_read_size(settings, *names) for names in SIZE_SETTINGS.values()]
     architecture = next((one for one in POST_NORM_ARCHITECTURES if one.model_type == settings.get("model_type")), None)
@@ -129,10 +121,9 @@ def read_encoder_shape(settings: Mapping[str, Any], dropout: float = -1.0) -> Mo
 
 
 def read_decoder_shape(settings: Mapping[str, Any], predicts_tokens: bool = True) -> ModelShape | None:
-    """Return the shape of a decoder from the content of its config.json; None if it is none like Llama.
+    """Return the shape of a decoder by its config.json; None if it is none like Llama or a size is missing.
 
-    The result is None also if a size is missing or no positive whole number. Without `predicts_tokens`, the decoder
-    predicts labels, and its head is small.
+    Without `predicts_tokens`, the decoder predicts labels, and its head is small.
     """
     *sizes, _ = (_read_size(settings, *names) for names in SIZE_SETTINGS.values())
     if not all(sizes) or "num_key_value_heads" not in settings:

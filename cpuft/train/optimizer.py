@@ -20,18 +20,10 @@ from cpuft.train.fast.stack import find_stacks
 
 
 def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) -> torch.optim.Optimizer:
-    """Return an AdamW for a model, and change the model in place as the options say.
+    """Return an AdamW for a model, and give the model gradient checkpointing and layers as the options say, in place.
 
-    With --gradient-checkpointing, layers recompute activations; then the layers are replaced by those of --engine,
-    compiled by --compile, or replaced by the fast path's, unless --no-fast-path is given. --compile sets the
-    environment variable TORCHINDUCTOR_CACHE_DIR unless it is set.
-
-    Parameters
-    ----------
-    precision: fp32, bf16 or int8.
-
-    Raises CpuftError: --gradient-checkpointing finds no layers in the model that support it, --layerwise-lr-decay finds
-    none at all, or the cache folder of --compile cannot be made.
+    --compile sets the environment variable TORCHINDUCTOR_CACHE_DIR unless it is set. Raises CpuftError: the model lacks
+    the layers that an option needs, or the cache folder of --compile cannot be made.
     """
     uses_fast_path = config.fast_path and config.engine == "torch" and not config.compile
     if config.gradient_checkpointing:
@@ -59,10 +51,7 @@ def make_optimizer(model: torch.nn.Module, config: TrainConfig, precision: str) 
 
 
 def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
-    """Return how many layers of a model the fast path has replaced in `make_optimizer`, or why it has replaced none.
-
-    For example `6 of 6 layers replaced`, or `not used, because of --no-fast-path`.
-    """
+    """Return how many layers of a model the fast path has replaced in `make_optimizer`, or why it has replaced none."""
     reasons = {
         "--no-fast-path": not config.fast_path,
         "--compile": config.compile,
@@ -75,17 +64,10 @@ def describe_fast_path(model: torch.nn.Module, config: TrainConfig) -> str:
 def checkpoint_gradients(model: torch.nn.Module, uses_fast_path: bool = False) -> None:
     """Let all layers of a model but the last recompute their activations in the backward pass, in place.
 
-    The last layer is left out because the backward pass begins with it: nothing would be saved. torch's generator is
-    restored for the recomputation, so dropout masks repeat and gradients are the same to the bit. The checkpoints are
-    not re-entrant, so that each parameter gets its gradient at once. Fast layers that are made of these layers later
-    recompute only what gradients need.
-
-    Parameters
-    ----------
-    uses_fast_path: whether `accelerate` is called afterwards, so that layers which it replaces need not support
-        gradient checkpointing themselves (those of MPNet and ALBERT do not).
-
-    Raises CpuftError if the model has no layers that support gradient checkpointing.
+    The backward pass begins with the last layer, where nothing would be saved. torch's generator is restored for the
+    recomputation, so dropout masks repeat and gradients are the same to the bit. The checkpoints are not re-entrant, so
+    that each parameter gets its gradient at once. With `uses_fast_path`, `accelerate` follows, and layers which it
+    replaces need not support gradient checkpointing themselves (those of MPNet and ALBERT do not).
     """
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -107,11 +89,8 @@ RATE_FACTOR = "rate_factor"
 def group_parameters(model: torch.nn.Module, weight_decay: float, layerwise_decay: float = 1.0) -> list[dict[str, Any]]:
     """Return parameter groups of the trainable parameters: for each learning rate the matrices, then all others.
 
-    Each is a dict of `params`, `weight_decay` (the given one for parameters with two dimensions or more, 0.0 for biases
-    and norms) and `rate_factor` (see `find_rate_factors`). Without layerwise decay there are two groups, of which one
-    may be empty; with it, groups come from the head down to the embeddings, and none is empty.
-
-    Raises CpuftError: `layerwise_decay` is not 1, and the model has no stack of layers.
+    Biases and norms have no weight decay. Without layerwise decay there are two groups, of which one may be empty; with
+    it, groups come from the head down to the embeddings, and none is empty.
     """
     parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     factors = dict.fromkeys(parameters, 1.0)
@@ -133,15 +112,8 @@ def find_rate_factors(model: torch.nn.Module, names: Iterable[str], decay: float
     """Return the factor of the learning rate for each parameter: `decay` to the power of its distance from the head.
 
     The head, and whatever else is outside of the encoder or follows its layers, has the distance 0, the top layer 1,
-    the layer below it 2, and the embeddings one more than the lowest layer. A head that shares its weight with the word
-    embedding, as many decoders have, learns at the rate of the embeddings. Source: BEiT (Bao et al. 2021,
-    arXiv:2106.08254), after ELECTRA.
-
-    Parameters
-    ----------
-    names: names of parameters of the model.
-
-    Raises CpuftError: the model has no stack of layers (a ModuleList).
+    and the embeddings one more than the lowest layer, also if a head shares their weight, as in many decoders. Source:
+    BEiT (Bao et al. 2021, arXiv:2106.08254), after ELECTRA.
     """
     stacks = {name: len(module) for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)}
     if not stacks:
@@ -170,10 +142,6 @@ def plan_averages(config: TrainConfig, updates: int) -> frozenset[int]:
     With `--sync-schedule quadratic`, N updates follow an average while the learning rate is highest (and during the
     warm-up), and N / f^2, rounded down, while it is f times the highest. This is QSR, the quadratic synchronization
     rule of Gu et al. 2023 (arXiv:2310.14423).
-
-    Parameters
-    ----------
-    updates: number of updates of the run.
     """
     warmup = count_warm_up_updates(updates, config.warmup_ratio, config.warmup_steps)
     found, last = list[int](), 0
@@ -188,21 +156,11 @@ def plan_averages(config: TrainConfig, updates: int) -> frozenset[int]:
 
 
 def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str = "linear") -> float:
-    """Return the share of the peak learning rate for an update, from 0 to 1.
+    """Return the share of the peak learning rate for an update, which is counted from 0.
 
-    It rises linearly from 0 during the warm-up, whose last update is followed by the peak. Afterwards it follows the
-    schedule, by the formulas of transformers (optimization.py: get_linear_schedule_with_warmup and its neighbours):
-    linear and cosine (half a wave) would be 0 for update `updates`; inverse-sqrt falls with the square root of the
-    updates, beginning at `warmup` of them, or at 10,000 without a warm-up; the constant ones stay at 1.
-
-    Parameters
-    ----------
-    update: number of the update, counted from 0.
-    updates: number of updates of the run.
-    warmup: number of updates that warm up.
-    schedule: one of LR_SCHEDULES.
-
-    Raises KeyError: an unknown schedule.
+    It rises linearly from 0 during the `warmup` updates, whose last is followed by the peak. The formulas are those of
+    transformers (optimization.py: get_linear_schedule_with_warmup and its neighbours): linear and cosine (half a wave)
+    would be 0 for update `updates`; inverse-sqrt falls with the square root of the updates.
     """
     if update < warmup:
         return update / warmup

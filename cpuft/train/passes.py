@@ -11,10 +11,9 @@ from cpuft.record import StepLine
 
 
 class Clock:
-    """Measures the seconds of one step by phase: data, forward, backward, update and communication.
+    """Measures the seconds of one step by phase, from when it is made.
 
-    It starts when it is made. `seconds` has the sum of each phase so far, `start` the time.perf_counter value of the
-    start, and `last_laps` (start, end) of each phase's last lap, likewise.
+    `last_laps` has the time.perf_counter values (start, end) of each phase's last lap.
     """
 
     def __init__(self) -> None:
@@ -23,7 +22,7 @@ class Clock:
         self.start = self.last = time.perf_counter()
 
     def lap(self, phase: str) -> None:
-        """Add the time since the last lap, or the start, to `phase`. Raises KeyError: there is no such phase."""
+        """Add the time since the last lap, or the start, to `phase`."""
         now = time.perf_counter()
         self.seconds[phase] += now - self.last
         self.last_laps[phase] = (self.last, now)
@@ -32,12 +31,8 @@ class Clock:
     def make_line(self, update: int, rate: float, loss: float, examples: int, tokens: int, waited: float) -> StepLine:
         """Return the line of an update that ends now, with the numbers of this rank alone.
 
-        Its bytes are those that the rank has sent since `take_traffic` was called last.
-
-        Parameters
-        ----------
-        loss: the sum of the losses of this rank's examples.
-        waited: seconds of the backward pass in which the rank waited for messages.
+        `loss` is the sum over this rank's examples; `waited` are the seconds of the backward pass in which the rank
+        waited for messages. Bytes are those sent since `take_traffic` was called last.
         """
         seconds = self.seconds
         return StepLine(
@@ -64,8 +59,8 @@ class Passes:
     functions: list[Callable[[float, bool, Clock], float]]
     """Functions that each run a forward and a backward pass, and return the sum of the examples' losses. They multiply
     the gradient by the first argument, and add it to the gradients that are there: the exchange averages gradients over
-    ranks, so that ranks / terms makes it the gradient of the mean over all terms of the update. The second argument is
-    whether the pass is the last one of the update, in which gradients are sent; the clock gets the laps of the pass.
-    Every rank has equally many functions."""
+    ranks, so that ranks / terms makes it the gradient of the mean over all terms of the update. The second argument
+    says whether the pass is the last one of the update, in which gradients are sent. Every rank has equally many
+    functions."""
     tokens: int
     """Number of tokens of this rank's examples, without padding."""

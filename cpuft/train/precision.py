@@ -23,10 +23,7 @@ _REPEATS = 5
 
 
 def read_cpu() -> Cpu:
-    """Return the model name and the flags of this host's CPU, from /proc/cpuinfo.
-
-    Flags that oneDNN may not use, because ONEDNN_MAX_CPU_ISA hides them, are left out.
-    """
+    """Return this host's CPU, without the flags that ONEDNN_MAX_CPU_ISA hides from oneDNN."""
     cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
     return cpu._replace(flags=effective_flags(cpu.flags, os.environ.get("ONEDNN_MAX_CPU_ISA", "")))
 
@@ -39,18 +36,11 @@ def autocast(precision: str) -> contextlib.AbstractContextManager[object]:
 
 
 def measure_products(precision: str) -> dict[str, Any]:
-    """Measure what matrix products run on here, in about 0.1 s on this process's cores.
+    """Measure what matrix products in bf16, int8 or fp32 (any other value) run on here, in about 0.1 s.
 
-    Parameters
-    ----------
-    precision: bf16, int8, or fp32 (any other value).
-
-    Returns
-    -------
-    `kernel`: the implementation that oneDNN reports for `precision`, e.g. brg_matmul:avx512_core_amx; empty if the
-        product was not oneDNN's (fp32 is MKL's on some processors), or if the user has set ONEDNN_VERBOSE. `teraflops`:
-        the rate of a product of two 1024 x 1024 matrices in `precision`, 10**12 operations per second, the best of 5;
-        `fp32_teraflops`: that in fp32. Both have three decimals.
+    `kernel` is the implementation that oneDNN reports, e.g. brg_matmul:avx512_core_amx; empty if the product was not
+    oneDNN's (fp32 is MKL's on some processors), or if the user has set ONEDNN_VERBOSE. `teraflops` and `fp32_teraflops`
+    are 10**12 operations per second of a product of two 1024 x 1024 matrices, in the precision and in fp32.
     """
     dtype = {"bf16": torch.bfloat16, "int8": torch.int8}.get(precision, torch.float32)
     fp32 = _measure_rate(torch.float32)
@@ -59,11 +49,7 @@ def measure_products(precision: str) -> dict[str, Any]:
 
 
 def format_products(products: dict[str, Any]) -> str:
-    """Return one line for people, from the result of `measure_products`.
-
-    For example `0.41 TFLOP/s measured (brg_matmul:avx512_core_bf16), fp32 0.18`. The kernel is left out if it is empty,
-    and the rate of fp32 if both rates are equal. Raises KeyError: one of the three entries is missing.
-    """
+    """Return a line such as `0.41 TFLOP/s measured (brg_matmul:avx512_core_bf16), fp32 0.18` of `measure_products`."""
     kernel = f" ({products['kernel']})" if products["kernel"] else ""
     line = f"{products['teraflops']:.2f} TFLOP/s measured{kernel}"
     is_fp32 = products["teraflops"] == products["fp32_teraflops"]
@@ -71,12 +57,9 @@ def format_products(products: dict[str, Any]) -> str:
 
 
 def parse_kernel(text: str) -> str:
-    """Return the implementation of the first matrix product on the CPU in oneDNN's verbose output; empty if there is
-    none.
+    """Return the implementation of the first matrix product in oneDNN's verbose output; empty if there is none.
 
-    A matrix product is a primitive matmul or inner_product.
-
-    A line's fields, by oneDNN's documentation: onednn_verbose,v1,primitive,exec,engine,primitive,implementation,...
+    Fields, by oneDNN's documentation: onednn_verbose,v1,primitive,exec,engine,primitive,implementation,...
     """
     found = re.search(r"primitive,exec,cpu,(?:matmul|inner_product),([^,]+),", text)
     return found[1] if found else ""
@@ -100,7 +83,6 @@ def _choose_product(dtype: torch.dtype) -> Callable[..., torch.Tensor]:
 
 
 def _find_kernel(dtype: torch.dtype) -> str:
-    """Return the kernel that oneDNN reports for a product; empty if it cannot be asked."""
     # If the user has set ONEDNN_VERBOSE, the user sees the kernel anyway, and would not see later ones after this.
     onednn: Any = torch.backends.mkldnn  # torch has no types for it
     if not onednn.is_available() or os.environ.get("ONEDNN_VERBOSE", "0") != "0":

@@ -53,15 +53,9 @@ _MAX_SCORE = 5.0
 def format_predictions(task: Task, examples: Examples, outputs: Outputs, tokens: Tokens) -> Iterator[Cells]:
     """Yield the table of the predictions for examples, or of tags for their words; first its header.
 
-    Its columns are the number of the example, counted from 0; what is predicted; and the probability of each class as
-    text with six decimals. Scores have six significant digits, and those of rerankers nine, which tell all fp32 numbers
-    apart. Several labels are those above a probability of 0.5. Words that were cut off, or that the tokenizer drops,
-    have empty cells in place of tag and probabilities.
-
-    Parameters
-    ----------
-    examples: their texts are the words of tags; else without effect.
-    tokens: for tags, the tokens of these examples with the numbers of words as labels, made from `number_words`.
+    Scores of rerankers have nine digits, which tell all fp32 numbers apart. Words that were cut off, or that the
+    tokenizer drops, have empty cells in place of tag and probabilities. `tokens` has effect for tags only: the tokens
+    of these examples with the numbers of words as labels, made from `number_words`.
     """
     labels = [guard_formula(label) for label in task.labels]
     classes = [f"p_{label}" for label in task.labels]
@@ -91,10 +85,7 @@ def format_predictions(task: Task, examples: Examples, outputs: Outputs, tokens:
 
 
 def guard_formula(text: str) -> str:
-    """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula; else unchanged.
-
-    That is a text of two characters or more that begins with =, +, -, @, a tab or a carriage return, and is no number.
-    """
+    """Return the text, with an apostrophe in front if a spreadsheet would run it as a formula; numbers stay."""
     if len(text) < 2 or not text.startswith(_FORMULA_STARTS):
         return text
     try:
@@ -105,13 +96,7 @@ def guard_formula(text: str) -> str:
 
 
 def add_input(examples: Examples, names: Sequence[str], table: Iterator[Cells]) -> Iterator[Cells]:
-    """Yield a table with the texts of each example after its index, guarded by `guard_formula`.
-
-    Parameters
-    ----------
-    names: names of the columns of the texts; a name that the table has already becomes input_NAME.
-    table: the header, then exactly one row for each example, or ValueError is raised at the end.
-    """
+    """Yield a table with the texts of each example after its index; a column name that is taken becomes input_NAME."""
     header = next(table)
     yield (header[0], *(guard_formula(f"input_{name}" if name in header else name) for name in names), *header[1:])
     for texts, cells in zip(examples.texts, table, strict=True):
@@ -119,11 +104,7 @@ def add_input(examples: Examples, names: Sequence[str], table: Iterator[Cells]) 
 
 
 def format_submission(task: Task, outputs: Outputs) -> Iterator[Cells]:
-    """Yield the table that the GLUE benchmark takes: the label of each example as in its files, or the score.
-
-    The first row is the header: index, prediction. Examples are numbered from 0. For a task without labels, the score
-    is a text with three decimals, limited to 0 to 5.
-    """
+    """Yield the table that the GLUE benchmark takes: the label of each example as in its files, or the score."""
     yield ("index", "prediction")
     for index, output in enumerate(outputs):
         score = f"{min(max(float(output[0]), 0.0), _MAX_SCORE):.3f}"
@@ -131,13 +112,7 @@ def format_submission(task: Task, outputs: Outputs) -> Iterator[Cells]:
 
 
 def name_submission(task: Task, suffix: str) -> str:
-    """Return the name of a split's file in a GLUE submission, for example MRPC.tsv, MNLI-m.tsv or MNLI-mm.tsv.
-
-    Parameters
-    ----------
-    suffix: suffix of the names of the split's metrics: "" or, for MNLI, "_mismatched"; for other tasks it has no
-        effect.
-    """
+    """Return the name of a split's file in a GLUE submission, for example MRPC.tsv, MNLI-m.tsv or MNLI-mm.tsv."""
     part = {"": "-m", "_mismatched": "-mm"}[suffix] if len(task.validation) > 1 else ""
     return f"{task.folder}{part}.tsv"
 
@@ -153,21 +128,7 @@ def _format(probabilities: NDArray[np.float64]) -> list[str]:
 
 
 def check_output(path: Path, overwrite: bool = False, has_json_lines: bool = False) -> None:
-    """Check that predictions may be written to `path`; nothing is written. A missing or empty file is fine.
-
-    A file of predictions begins with `index` and a comma or a tab; in JSON lines, `index` is the first key.
-
-    Parameters
-    ----------
-    overwrite: accept a file that holds predictions.
-    has_json_lines: whether predictions are written as JSON lines.
-
-    Raises
-    ------
-    CpuftError
-        The file holds predictions and `overwrite` is False, the file holds anything else, it cannot be read, or a
-        folder or special file is there.
-    """
+    """Raise CpuftError if predictions may not be written to `path`; with `overwrite`, predictions may be replaced."""
     refuse_special(path)
     try:
         with path.open(encoding="utf-8", errors="replace") as file:
@@ -183,13 +144,7 @@ def check_output(path: Path, overwrite: bool = False, has_json_lines: bool = Fal
 
 
 def write_table(path: Path, rows: Iterator[Cells]) -> None:
-    """Write a table completely or not at all: as CSV, or with tabs if the name ends in .tsv.
-
-    The folder is made if necessary, and a file that is there is replaced.
-
-    Raises CpuftError: a folder or special file is at `path`. OSError: the file cannot be written. Errors of `rows` pass
-    through.
-    """
+    """Write a table completely or not at all: as CSV, or with tabs if the name ends in .tsv."""
     with write_atomically(path) as beside, beside.open("w", encoding="utf-8", newline="") as file:
         csv.writer(file, "excel-tab" if path.suffix == ".tsv" else "excel", lineterminator="\n").writerows(rows)
 
@@ -207,9 +162,7 @@ class FinishedRun:
     """A run that has saved a model."""
 
     model: Path
-    """Folder of the model."""
     train: TrainConfig
-    """The options of the training."""
     precision: str
     """The precision in which the run, or its last resumption, computed: fp32, bf16 or int8."""
     ranks: int
@@ -224,14 +177,7 @@ class FinishedRun:
 
 
 def read_finished_run(run: str) -> FinishedRun:
-    """Read the record and the model's configuration from the folder of a run. Weights are not read.
-
-    Raises
-    ------
-    CpuftError
-        The folder holds no record or no trained model, or the model predicts no labels of examples, as that of --task
-        text.
-    """
+    """Read the record and the model's configuration from the folder of a run, but no weights."""
     record = read_record(run)
     header, model = record.header, Path(run, MODEL_DIR)
     last = record.resumptions[-1] if record.resumptions else header
@@ -271,19 +217,10 @@ def read_finished_run(run: str) -> FinishedRun:
 
 
 def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[str, Examples]]:
-    """Read the examples to predict: from --file if it is given, else the split of --split.
+    """Read the examples of --file, else of --split; for a run of --task files, that is its validation file.
 
-    For a run of --task files without --file, they are those of its validation file.
-
-    Returns
-    -------
-    The task with the columns of the examples, and the examples of each split, by the suffix of its metrics' names
-    (`""`, and for MNLI also `_mismatched`).
-
-    Raises
-    ------
-    CpuftError
-        The examples cannot be found or read, or are not of the task's form.
+    Returns the task with the columns of the examples, and the examples of each split, by the suffix of its metrics'
+    names (`""`, and for MNLI also `_mismatched`).
     """
     glue_examples = read_glue_file(run.task, Path(request.file)) if request.file and not request.text_columns else None
     if glue_examples:
@@ -300,14 +237,7 @@ def read_examples(request: PredictConfig, run: FinishedRun) -> tuple[Task, dict[
 
 
 def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str]) -> dict[str, Path]:
-    """Return for each suffix of a split's metrics the file for its predictions; nothing is written.
-
-    It is --output with the suffix before its ending, such as out_mismatched.csv. Without --output, it is a file in the
-    folder of the run: predictions.csv with the suffix, or the name that GLUE expects for --split test.
-
-    Raises CpuftError: a file holds predictions and --overwrite is not given, a file holds anything else, or a folder or
-    special file is there.
-    """
+    """Return for each suffix of a split's metrics the file for its predictions, after `check_output`."""
     output, paths = Path(request.output), dict[str, Path]()
     for suffix in suffixes:
         if request.output:
@@ -321,18 +251,7 @@ def _name_outputs(request: PredictConfig, run: FinishedRun, suffixes: list[str])
 
 
 def predict(request: PredictConfig) -> None:
-    """Predict all examples, write the predictions of each split to its file, and print the names of the files.
-
-    Metrics are printed on standard output if the examples have labels, the speed on standard error. No file is written
-    before all splits are predicted.
-
-    Raises
-    ------
-    CpuftError
-        The run, the examples or the output file do not allow it, or the model cannot be loaded.
-    OSError
-        A file cannot be written, for example because the disk is full.
-    """
+    """Predict all examples, then write the predictions of each split to its file, and print the names of the files."""
     run = read_finished_run(request.run)
     task, splits = read_examples(request, run)
     paths = _name_outputs(request, run, list(splits))
@@ -352,10 +271,7 @@ def predict(request: PredictConfig) -> None:
 
 
 def tokenize_splits(run: FinishedRun, task: Task, splits: dict[str, Examples]) -> Prepared:
-    """Tokenise splits of examples as the run did; return them as `Prepared.validation`, with the same suffixes.
-
-    Raises CpuftError: the tokenizer beside the model cannot be loaded.
-    """
+    """Tokenise splits of examples as the run did; return them as `Prepared.validation`, with the same suffixes."""
     tokenizer = load_tokenizer(str(run.model), task.kind == "tags")
     tokens = {suffix: tokenize(split, tokenizer, run.train.max_length, task) for suffix, split in splits.items()}
     pad_id = choose_pad_id(run.saved, tokenizer)
@@ -363,10 +279,7 @@ def tokenize_splits(run: FinishedRun, task: Task, splits: dict[str, Examples]) -
 
 
 def make_run_model(run: FinishedRun, prepared: Prepared) -> tuple[Objective, Any]:
-    """Return the objective for these examples, and the run's model in evaluation mode, in fp32 and without fast path.
-
-    Raises CpuftError: the model cannot be found or loaded.
-    """
+    """Return the objective for these examples, and the run's model in evaluation mode, fp32, without fast path."""
     from cpuft.train.objective.table import make_objective  # imports torch
 
     objective = make_objective(run.saved, prepared)
@@ -374,10 +287,7 @@ def make_run_model(run: FinishedRun, prepared: Prepared) -> tuple[Objective, Any
 
 
 def choose_run_precision(run: FinishedRun, requested: str) -> Precision:
-    """Return the precision to predict in: the requested one, or for auto the run's, with fp32 in place of int8.
-
-    bf16 is emulated on a CPU without it.
-    """
+    """Return the precision to predict in: for auto that of the run (fp32 for int8); bf16 also where it is emulated."""
     from cpuft.train.precision import read_cpu  # imports torch
 
     wanted = run.precision if requested == "auto" else requested
@@ -395,26 +305,7 @@ def use_fast_path(run: FinishedRun, model: Any, precision: str) -> None:
 def _compute_predictions(
     request: PredictConfig, run: FinishedRun, prepared: Prepared, splits: dict[str, Examples]
 ) -> tuple[dict[str, Outputs], dict[str, float]]:
-    """Load the run's model, predict all splits, and print the speed on standard error.
-
-    Garbage collection is switched on again. With --precision auto the precision is the run's; fp32 takes the place of
-    int8, which is for training only, and bf16 is emulated on a CPU without it.
-
-    Parameters
-    ----------
-    prepared: the tokenised splits, in `prepared.validation`.
-    splits: the examples of these splits, for their labels, by the same suffixes.
-
-    Returns
-    -------
-    The head's outputs for each split, by its suffix; and the metrics of the splits that have labels, with the suffix at
-    the end of their names (empty if none has).
-
-    Raises
-    ------
-    CpuftError
-        The model cannot be found or loaded.
-    """
+    """Return the outputs of each split by its suffix, and the metrics of splits with labels; print the speed."""
     # Imported here because it imports torch, for which an error about bad input should not wait.
     from cpuft.train.evaluate import compute_outputs
 
@@ -438,21 +329,12 @@ def _compute_predictions(
 
 
 def number_words(examples: Examples) -> Examples:
-    """Return the examples with the numbers of words, from 0, as labels.
-
-    After tokenising, these show which words the tokenizer has kept.
-    """
+    """Return the examples with the numbers of words as labels, which show after tokenising which words were kept."""
     return replace(examples, labels=[tuple(range(len(words))) for words in examples.texts])
 
 
 def tag_tokens(tokens: Tokens, examples: Examples) -> Tokens:
-    """Return tokens whose labels are numbers of words with the tags of these words as labels; UNTAGGED stays.
-
-    Parameters
-    ----------
-    tokens: made from the result of `number_words`.
-    examples: the examples with their tags, in the same order.
-    """
+    """Return tokens, made of `number_words`, with the tags of the numbered words as labels; UNTAGGED stays."""
     tags = np.concatenate([np.asarray(tags, np.int32) for tags in examples.labels])
     starts = np.cumsum([0, *map(len, examples.texts)])[:-1]
     places = tokens.labels + np.repeat(starts, tokens.lengths)

@@ -30,31 +30,17 @@ from cpuft.record import RecordedRank
 def join_process_group(
     world: World, backend: str, timeout_seconds: float, gradient_type: str = "float32", earlier: Choice | None = None
 ) -> Iterator[Choice]:
-    """Form a process group with the other ranks of `world` for the time of the context, as torch's default group.
+    """Form a process group with the other ranks for the time of the context, as torch's default group.
 
-    The ranks find each other at MASTER_ADDR and MASTER_PORT; a single rank needs no address. At the end the group is
-    shut down.
+    The ranks find each other at MASTER_ADDR and MASTER_PORT; a single rank needs no address. The timeout is how long a
+    collective may take, and how long ranks wait for rank 0.
 
-    Parameters
-    ----------
-    backend: gloo, mpi, ccl, or auto: the fastest of them here, measured once for these hosts and then read from rank
-        0's cache folder.
-    timeout_seconds: how long a collective may take, and how long ranks wait for rank 0.
-    gradient_type: torch's name of the type of gradients that are sent, such as bfloat16, with which `auto` measures.
-    earlier: what `auto` chose for these hosts before, the same on all ranks; it is used without measuring. None:
-        measure.
+    The `backend` is gloo, mpi, ccl, or auto: the fastest of them here, measured once with gradients of torch's
+    `gradient_type` for these hosts and then read from rank 0's cache folder. `earlier` is what auto chose for these
+    hosts before, the same on all ranks, which is used without measuring. Yields the backend, and why it was chosen.
 
-    Yields
-    ------
-    The backend, and why it was chosen.
-
-    Raises
-    ------
-    CpuftError
-        MASTER_ADDR or MASTER_PORT is not set on one of several ranks, there is no such backend, something that it needs
-        is missing, or the cache folder cannot be made.
-    RuntimeError
-        By torch: rank 0 cannot be reached within the timeout, or its port is taken.
+    Raises CpuftError: the address is not set, or the backend cannot be used. Raises RuntimeError, by torch: rank 0
+    cannot be reached, or its port is taken.
     """
     store, rank, size = _open_store(world, timeout_seconds), world.rank, world.size
     choice = Choice(backend, "as you asked")
@@ -73,7 +59,6 @@ def join_process_group(
 
 
 def _open_store(world: World, timeout_seconds: float) -> Store:
-    """Return the store in which ranks find each other, at MASTER_ADDR; a single rank needs no address."""
     if world.size == 1:
         return HashStore()
     if not {"MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys():
@@ -87,10 +72,7 @@ def _open_store(world: World, timeout_seconds: float) -> Store:
 
 
 def gather(value: Any) -> list[Any]:
-    """Return every rank's `value`, which must be picklable, in the order of ranks. Collective.
-
-    Without a process group the result is [value].
-    """
+    """Return every rank's picklable `value` in the order of ranks; [value] without a process group. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size()
@@ -99,10 +81,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def gather_to_first(value: Any) -> list[Any] | None:
-    """Return every rank's `value`, which must be picklable, on rank 0, and None on all others. Collective.
-
-    Without a process group the result is [value].
-    """
+    """Return what `gather` returns on rank 0, and None on all others. Collective."""
     if not dist.is_initialized():
         return [value]
     values = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
@@ -122,10 +101,9 @@ def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
     """Start to send this rank's numbers to all ranks; return a function that waits for those of all ranks. Collective.
 
     That function returns them as fp64, (ranks, numbers), in the order of ranks. It may be called several times.
-
-    Each rank sends its numbers directly to each other rank. In a ring, as gloo's all-reduce, 2 (ranks - 1) messages
-    would be sent one after the other, and each of them would wait behind larger messages on the same link.
     """
+    # Directly to each rank: the 2 (ranks - 1) messages of a ring, as in gloo's all-reduce, would be sent one after the
+    # other, and each of them would wait behind larger messages on the same link.
     sent = torch.tensor(list(numbers), dtype=torch.float64).repeat(dist.get_world_size())
     received = torch.empty_like(sent)
     work = dist.all_to_all_single(received, sent, async_op=True)
@@ -139,20 +117,10 @@ def gather_numbers(numbers: Sequence[float]) -> Callable[[], torch.Tensor]:
 
 
 def check_ranks(world: World) -> list[RecordedRank]:
-    """Check on all ranks alike that the ranks are where the plan put them; return where each rank is. Collective.
+    """Raise CpuftError on all ranks if one is not where the plan put it; return where each rank is. Collective.
 
     The launcher passes its plan in CPUFT_WORLD_SIZE (number of ranks), CPUFT_HOSTNAME and CPUFT_CORES (hardware
     threads, separated by commas). Without these variables, only the numbers of ranks and processes are checked.
-
-    Returns
-    -------
-    For each rank, in the order of ranks, its number, its host's name, and the hardware threads that it may run on.
-
-    Raises
-    ------
-    CpuftError
-        On all ranks: the number of ranks is wrong, a rank exists twice, a process holds several ranks, or a rank is on
-        another host or other hardware threads.
     """
     own = RecordedRank(world.rank, socket.gethostname(), sorted(os.sched_getaffinity(0)))
     planned = {
@@ -170,10 +138,8 @@ def check_ranks(world: World) -> list[RecordedRank]:
 def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], int]]) -> str:
     """Return the first thing that is wrong with the places of `size` ranks, and what to do; empty if nothing is.
 
-    Parameters
-    ----------
-    found: for each rank where it is, its plan, and its process number. The plan has `size` (number of ranks, as text),
-        `host` (name) and `cpus` (list of hardware threads).
+    `found` has for each rank where it is, its plan, and its process number. The plan has `size` (number of ranks, as
+    text), `host` (name) and `cpus` (list of hardware threads).
     """
     for number, count in Counter(rank.rank for rank, _, _ in found).items():
         if count > 1:
@@ -195,10 +161,7 @@ def find_misplaced(size: int, found: list[tuple[RecordedRank, dict[str, Any], in
 
 
 def checksum_parameters(model: torch.nn.Module) -> str:
-    """Return the SHA-256 of the values in the model's `state_dict`, in order, cut to 16 hexadecimal digits.
-
-    Names, shapes and types are not included.
-    """
+    """Return 16 hexadecimal digits of the SHA-256 of the values in `state_dict`, without names, shapes and types."""
     digest = hashlib.sha256()
     for value in model.state_dict().values():
         digest.update(_view_bytes(value))
@@ -216,10 +179,8 @@ def _list_unequal(model: torch.nn.Module) -> list[str]:
 
 
 def share_random_weights(model: torch.nn.Module) -> None:
-    """Give all ranks rank 0's new weights, as of a head, if torch uses other instructions on some ranks. Collective.
-
-    With AVX2 it draws other normal numbers from a seed than with AVX-512.
-    """
+    """Give all ranks rank 0's new weights, as of a head, if torch uses other instructions on some ranks. Collective."""
+    # With AVX2 torch draws other normal numbers from a seed than with AVX-512.
     if len(set(gather(torch.backends.cpu.get_cpu_capability()))) > 1:
         state = model.state_dict()
         for name in _list_unequal(model):
@@ -227,7 +188,7 @@ def share_random_weights(model: torch.nn.Module) -> None:
 
 
 def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
-    """Return the ranks' checksum as `compare_parameters` does. Raises CpuftError on all ranks if parameters differ."""
+    """Return the checksum of `compare_parameters`; raise CpuftError on all ranks if parameters differ. Collective."""
     checksum, difference = compare_parameters(model, when)
     if difference:
         raise CpuftError(difference)
@@ -237,12 +198,7 @@ def prove_equal_parameters(model: torch.nn.Module, when: str) -> str:
 def compare_parameters(model: torch.nn.Module, when: str) -> tuple[str, str]:
     """Return the checksum of most ranks' parameters, 16 hexadecimal digits, and how other ranks differ. Collective.
 
-    The second text is empty if no rank differs. Otherwise it names the ranks that differ from the majority, and up to
-    three parameters.
-
-    Parameters
-    ----------
-    when: the moment of the comparison: `after update 2`.
+    The second text is empty if no rank differs; else it begins with `when`, such as `after update 2`.
     """
     checksums = gather((checksum_parameters(model), socket.gethostname()))
     usual = Counter(checksum for checksum, _ in checksums).most_common(1)[0][0]

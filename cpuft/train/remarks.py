@@ -35,8 +35,7 @@ def find_remark(
     steps: Sequence[StepLine],
     evaluation: EvaluationLine | None,
 ) -> str:
-    """Return the warning with which a run ends that has not trained, has diverged, or gives one answer only; else an
-    empty text."""
+    """Return a warning if the run has not trained, has diverged, or gives one answer only; else an empty text."""
     if not steps or not config.learning_rate:
         given = f"--epochs {config.epochs:g}" if not steps else "--learning-rate 0"
         return f"warning: nothing was trained, because of {given}: the model has the weights from before the run"
@@ -59,8 +58,10 @@ def find_remark(
 
 
 def _find_constant_answer(objective: Objective, prepared: Prepared, evaluation: EvaluationLine) -> str:
-    """Return the one answer which for all examples of the first validation split has exactly the metrics of an
-    evaluation; empty if there is none, as for tasks without labels, or if all examples have one label."""
+    """Return the one answer which for all examples of the first validation split has exactly these metrics.
+
+    It is empty if there is none, as for tasks without labels, or if all examples have one label.
+    """
     tokens = prepared.validation[""]
     labels = tokens.labels[tokens.labels != UNTAGGED] if prepared.kind == "tags" else tokens.labels
     if prepared.kind not in LABEL_KINDS or (labels == labels[:1]).all():

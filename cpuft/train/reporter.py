@@ -51,12 +51,8 @@ _PACKAGES = ("cpuft", "torch", "transformers", "tokenizers", "numpy")
 class Progress:
     """Shows the progress of a run on rank 0: messages on standard error, metrics on standard output.
 
-    Other ranks show nothing.
-
-    Parameters
-    ----------
-    style: "lines" for about ten plain lines in a whole run; "bar" for events from which the launcher draws a progress
-        bar (`cpuft.rank.progress`).
+    The style "lines" is about ten plain lines in a whole run; "bar" sends events from which the launcher draws a
+    progress bar (`cpuft.rank.progress`).
     """
 
     def __init__(self, style: str, rank: int) -> None:
@@ -64,7 +60,6 @@ class Progress:
         self._event: ProgressEvent | None = None
         """The last event, until the training has ended."""
         self._event_at = 0.0
-        """When it was sent."""
         self._metric = ""
         """The main metric of the last evaluation, which the bar shows."""
         self._steps_made = 0
@@ -73,12 +68,7 @@ class Progress:
         the start of the window."""
 
     def show_start(self, header: Header, precision_reason: str, backend_reason: str) -> None:
-        """Show what is trained on which ranks, in which precision and over which backend, and why.
-
-        Parameters
-        ----------
-        precision_reason, backend_reason: why these were chosen, each a clause.
-        """
+        """Show what is trained on which ranks, in which precision and over which backend; the reasons are clauses."""
         ranks = f"{counted(header.world_size, 'rank')} on {', '.join(header.hosts)}"
         self.show(f"{header.task} with {header.model}, {ranks}, {header.precision}: {precision_reason}")
         if header.independent and header.world_size > 1:
@@ -98,10 +88,7 @@ class Progress:
         self.show(f"{resumed}{repeated}{f'; not in the checkpoint: {line.reset}' if line.reset else ''}")
 
     def show_step(self, line: StepLine, updates: int) -> None:
-        """Count a finished step, out of `updates`, and show it: in the bar, or as a line after each tenth of the run.
-
-        It shows the loss and, from the third step on, the speed of the latest 20 steps and the seconds that are left.
-        """
+        """Count a finished step, out of `updates`, and show it in the bar, or as a line after each tenth of the run."""
         if not self._is_shown:
             return
         self._steps_made += 1
@@ -135,7 +122,6 @@ class Progress:
         self.show(format_event(self._event))
 
     def _end_bar(self) -> None:
-        """Tell the launcher that the training has ended."""
         if self._event:
             self.show(format_event(replace(self._event, is_last=True)))
             self._event = None
@@ -146,11 +132,9 @@ class Progress:
         self.show(f"{FINAL_EVALUATION_MARK}{counted(examples, 'example')}")
 
     def show_evaluation(self, line: EvaluationLine, name: str) -> None:
-        """Show the metrics of an evaluation while training, on standard error; the bar goes on with the metric `name`.
-
-        The seconds of the evaluation do not count in the speed and in the time that is left.
-        """
+        """Show an evaluation while training on standard error; the bar goes on with the metric `name`."""
         self._metric = f"{name} {line.metrics[name]:.4f}"
+        # The seconds of the evaluation do not count in the speed and in the time that is left.
         times = [(at + line.seconds, samples) for at, samples in self._recent]
         self._recent = deque(times, maxlen=self._recent.maxlen)
         self.show(format_evaluation(line.step, line.metrics))
@@ -169,13 +153,12 @@ class TrainingResult:
     steps: list[StepLine]
     """All steps of the run, with those before it was resumed."""
     phases: list[dict[str, float]]
-    """For each rank, the mean seconds of a steady step by phase: data, forward, backward, communication and update."""
+    """For each rank, the mean seconds of a steady step by phase."""
     checksum: str
     """Of the parameters of most ranks; empty if ranks trained independently."""
     evaluation: EvaluationLine | None = None
     """The evaluation of the weights that the model has now; None if ranks trained independently."""
     evaluation_seconds: float = 0.0
-    """Seconds of all evaluations."""
     saved_step: int = 0
     """Update whose weights the model has now, if they are not the last ones; else 0."""
     difference: str = ""
@@ -193,22 +176,18 @@ class RunReporter:
         self.record: Writer | None = None
         self.checkpoint_writer: CheckpointWriter | None = None
         self.earlier_steps: list[StepLine] = []
-        """Steps of the run before it was resumed."""
+        """Steps of the run before it was resumed; `earlier_evaluations` likewise."""
         self.earlier_evaluations: list[EvaluationLine] = []
-        """Evaluations of the run before it was resumed."""
 
     def add(self, line: Line) -> None:
-        """Write a line to the record at once, and add it to the record in later checkpoints, where this rank has them.
-
-        Raises OSError: the record cannot be written.
-        """
+        """Write a line to the record at once, and to the record of later checkpoints, where this rank has them."""
         if self.record:
             self.record.write(line)
         if self.checkpoint_writer:
             self.checkpoint_writer.add_line(line)
 
     def add_step(self, line: StepLine, updates: int) -> None:
-        """Show and record a step, out of `updates`. Raises OSError: the record cannot be written."""
+        """Show and record a step, out of `updates`."""
         self.progress.show_step(line, updates)
         self.add(line)
 
@@ -216,15 +195,7 @@ class RunReporter:
 def make_header(
     setup: TrainingSetup, worker: WorkerConfig, ranks: list[RecordedRank], backend: str, cpu: Cpu, kernels: str
 ) -> Header:
-    """Return the header of the run's record, without `products`, with the present time as `started`.
-
-    The versions are those of Python, of cpuft's main packages and of those of --engine.
-
-    Parameters
-    ----------
-    ranks: where each rank runs.
-    kernels: `Header.kernels`: compiled, absent, or empty without the fast path.
-    """
+    """Return the header of the run's record, without `products`, with the present time as `started`."""
     config, prepared, model = setup.config, setup.prepared, setup.model
     packages = (*_PACKAGES, *name_packages(config.engine))
     return Header(
@@ -254,16 +225,7 @@ def make_header(
 
 
 def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> ResumedLine:
-    """Return the line which records that a run is resumed after `done` updates.
-
-    Its `reset` names the state that the checkpoint does not hold: with --sync-every above 1 the outer momentum and
-    others' moments, with a compression that has error feedback the unsent rest, else nothing. `lost_seconds` is 0 if it
-    is not known when the run stopped.
-
-    Parameters
-    ----------
-    header: header of this start, with its ranks, backend and options.
-    """
+    """Return the line which records that a run is resumed after `done` updates, with the header of this start."""
     reset = ""
     if header.options["sync_every"] > 1:
         reset = "the outer momentum, and the moments of all ranks but the one that wrote the checkpoint"
@@ -284,16 +246,7 @@ def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> Resume
 
 
 def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
-    """Return the steps of ranks that trained independently as those of one run.
-
-    Examples and tokens are sums over ranks, the loss and `step_seconds` are means, and `compute_seconds` has each
-    rank's `step_seconds`. Everything else is that of the first rank. There are as many steps as the shortest list has,
-    and none without ranks.
-
-    Parameters
-    ----------
-    ranks: the steps of each rank, in rank order.
-    """
+    """Return the steps of ranks that trained independently as those of one run; other fields are the first rank's."""
     return [
         replace(
             lines[0],
@@ -308,10 +261,7 @@ def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
 
 
 def average_phases(steps: list[StepLine]) -> dict[str, float]:
-    """Return the mean seconds of a steady step by phase: data, forward, backward, communication and update.
-
-    The first tenth of the steps is left out as warm-up. Without steps, all are 0.0.
-    """
+    """Return the mean seconds of a steady step by phase; 0.0 without steps."""
     steady = drop_warm_up(steps)
     return {
         name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) if steady else 0.0
@@ -320,15 +270,7 @@ def average_phases(steps: list[StepLine]) -> dict[str, float]:
 
 
 def make_footer(result: TrainingResult, peak_memory_bytes: int, total_seconds: float) -> Footer:
-    """Return the footer of the run's record, from all its steps.
-
-    Its steady speed leaves out the first tenth of the steps. Without steps, all speeds are 0.
-
-    Parameters
-    ----------
-    peak_memory_bytes: largest resident set size of any rank.
-    total_seconds: from the start of Python on rank 0 until now.
-    """
+    """Return the footer of the run's record, with the peak memory of the largest rank; without steps, speeds are 0."""
     steps = result.steps
     steady = drop_warm_up(steps)
     seconds = sum(line.step_seconds for line in steps)

@@ -19,19 +19,11 @@ def compute_retrieval_metrics(
     relevant: NDArray[np.int32],
     similarity: str,
 ) -> dict[str, float]:
-    """Return metrics of a search for each query among all documents, by name; each is the mean over the queries.
+    """Return means over queries of metrics accuracy@K, precision@K, recall@K, mrr@K, ndcg@K and map@K, by name.
 
-    Documents with equal scores are ranked by their numbers. Queries without relevant documents are left out. All
-    metrics count a document as relevant or not; how relevant it is has no effect.
-
-    Parameters
-    ----------
-    names: accuracy@K, precision@K, recall@K, mrr@K, ndcg@K or map@K, each with a number K of at least 1.
-    queries, documents: embeddings, shapes (queries, dimensions) and (documents, dimensions).
-    relevant: query number, document number and relevance of each judgement, shape (judgements, 3).
-    similarity: cosine or dot.
-
-    Raises ValueError: a name has another form, `similarity` is another one, or no query has a relevant document.
+    `queries` and `documents` are embeddings, (texts, dimensions); `relevant` has query number, document number and
+    relevance of each judgement, (judgements, 3). A document counts as relevant or not; how relevant it is has no
+    effect. Queries without relevant documents are left out; ValueError if there are no others.
     """
     depths = [(metric, int(depth)) for metric, _, depth in (name.partition("@") for name in names)]
     pairs = np.unique(relevant[relevant[:, 2] > 0, :2].astype(np.int64), axis=0)
@@ -46,10 +38,8 @@ def compute_retrieval_metrics(
 def _compute_metric(metric: str, depth: int, hits: NDArray[np.bool_], counts: NDArray[np.int64]) -> float:
     """Return the mean of a metric over queries, with the additions in the evaluator's order, so that no digit differs.
 
-    Parameters
-    ----------
-    hits: whether each of the best documents is relevant, best first, shape (queries, documents).
-    counts: number of relevant documents of each query.
+    `hits` tells whether each of the best documents is relevant, best first, (queries, documents); `counts` is the
+    number of relevant documents of each query.
     """
     hits = hits[:, :depth]
     ranks = np.arange(1, hits.shape[1] + 1)
@@ -75,17 +65,11 @@ def _compute_metric(metric: str, depth: int, hits: NDArray[np.bool_], counts: ND
 def rank_documents(
     queries: NDArray[np.float32], documents: NDArray[np.float32], count: int, similarity: str
 ) -> NDArray[np.int64]:
-    """Return the numbers of the `count` documents that score highest for each query, best first.
+    """Return the numbers of the `count` documents that score highest for each query by cosine or dot, best first.
 
     The shape is (queries, count), or (queries, documents) if there are fewer documents. Documents with equal scores are
     in the order of their numbers. Scores are computed in blocks, so that memory does not grow with the product of
     queries and documents.
-
-    Parameters
-    ----------
-    similarity: cosine or dot.
-
-    Raises ValueError: `similarity` is another one.
     """
     if similarity not in ("cosine", "dot"):
         raise ValueError(f"{similarity} is no similarity of embeddings")
@@ -113,10 +97,7 @@ def _prepare(embeddings: NDArray[np.float32], similarity: str) -> torch.Tensor:
 
 
 def _choose_best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the `count` highest scores of each row and their columns, in the order of the columns.
-
-    Of scores that equal the lowest chosen one, those of the smallest columns are chosen.
-    """
+    """Return the `count` highest scores of each row and their columns in ascending order; ties go to lower columns."""
     width = scores.shape[1]
     if count >= width:
         return scores, torch.arange(width).expand(scores.shape)

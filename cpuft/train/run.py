@@ -66,23 +66,10 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
 
     Rank 0 writes the record to `worker.run_dir`, and the model if `config.save_model` is set. With `worker.independent`
     nothing is evaluated and no model is saved. Without a run folder, nothing is saved. All ranks return when all have
-    ended; their checkpoints are then removed, unless `worker.keep_checkpoints` is set. Without `worker.prepared`, the
-    data is prepared first.
+    ended. `started` is the perf_counter value at which this process began.
 
-    Parameters
-    ----------
-    started: the perf_counter value at which this process began.
-    observers: are told about every update.
-
-    Raises
-    ------
-    CpuftError
-        The options, the data, the model or the ranks do not allow the run, the loss is not finite, the ranks'
-        parameters differ, or the disk is full while the model is saved.
-    Interrupted
-        The run was asked to stop, and a checkpoint was written.
-    OSError
-        The record cannot be written, or a new run finds one in its folder, or the model's folder cannot be written.
+    Raises CpuftError: the run is not possible, its loss is not finite, the ranks' parameters differ, or the disk is
+    full while the model is saved. Raises Interrupted: the run was asked to stop, and a checkpoint was written.
     """
     refuse_conflicts(config)
     config, lora_reason = choose_lora(config)
@@ -175,22 +162,12 @@ def begin(
 ) -> tuple[Checkpoints, int]:
     """Restore the newest checkpoint if the run is resumed; then open the record and prepare checkpoints. Collective.
 
-    The run is resumed if `worker.recorded_updates` is not negative. Rank 0 opens the record in the run's folder, if
-    there is one, and `stack` closes it. Checkpoints are written only in a run folder, with --engine torch, and by ranks
-    that train together; then SIGUSR1 asks the run to stop from here on. `reporter` gets the record, the writer of
-    checkpoints and the earlier steps.
+    Checkpoints are written only in a run folder, with --engine torch, and by ranks that train together; then SIGUSR1
+    asks the run to stop from here on. `stack` closes the record, and `reporter` gets it, the writer of checkpoints and
+    the earlier steps. Returns the checkpoints, and the number of updates that are done (0 if no checkpoint is found).
 
-    Returns
-    -------
-    The checkpoints of the run, and the number of updates that are done (0 for a new run, and if no checkpoint is
-    found).
-
-    Raises
-    ------
-    CpuftError
-        On all ranks: the checkpoint is of another job, or all checkpoints are damaged.
-    OSError
-        The record cannot be written, or a new run finds one in its folder.
+    Raises CpuftError on all ranks: the checkpoint is of another job, or all checkpoints are damaged. Raises OSError: a
+    new run finds a record in its folder, or it cannot be written.
     """
     config, world, exchange = setup.config, setup.world, setup.exchange
     is_resumed = worker.recorded_updates >= 0
@@ -228,36 +205,22 @@ def begin(
 
 
 def finish(checkpoints: Checkpoints, worker: WorkerConfig, local_rank: int) -> None:
-    """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host. Collective.
-
-    It is called when the model and the record are complete. If the launcher still has to fetch the results from this
-    host (`worker.keep_checkpoints`), the checkpoints stay until it has.
-    """
+    """Wait for the last checkpoint and for all ranks; then remove the checkpoints of this host. Collective."""
     with wait_for_disks():
         if checkpoints.writer:
             checkpoints.writer.finish()
+    # Where the launcher still has to fetch the results, the checkpoints stay until it has.
     if worker.run_dir and local_rank == 0 and not worker.keep_checkpoints:
         remove_all(Path(worker.run_dir, FOLDER))
 
 
 def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bool) -> tuple[str, str]:
-    """Compile or load the C++ kernels on every rank, before anything is timed. Collective.
+    """Compile or load the C++ kernels on every rank, before anything is timed; return `describe_kernels`. Collective.
 
     Ranks that train together must round alike in an update, or their parameters drift apart. So if a rank has no
-    kernels, the caller lets no rank use them, and all ranks' torch must use the same instructions.
-
-    Parameters
-    ----------
-    ranks: where each rank runs.
-
-    Returns
-    -------
-    tuple[str, str]
-        What the header records: `compiled` if all ranks have the kernels, `absent` if a rank has none; and a warning
-        that names the hosts without kernels and why, empty if all hosts have them. Both are empty, and nothing is
-        compiled, with --no-fast-path, --compile or an --engine other than torch, unless gradients may be encoded.
-
-    Raises CpuftError: on all ranks, torch updates the parameters with other instructions on another host.
+    kernels, the caller lets no rank use them, and all ranks' torch must use the same instructions, or CpuftError is
+    raised on all ranks. Both texts are empty, and nothing is compiled, if neither layers nor gradients may need
+    kernels.
     """
     uses_fast_path = config.fast_path and not config.compile and config.engine == "torch"
     may_encode = len(ranks) > 1 and config.grad_compression in ("auto", *COMPRESSIONS_WITH_FEEDBACK)
@@ -273,13 +236,7 @@ def find_kernels(config: TrainConfig, ranks: list[RecordedRank], independent: bo
 
 
 def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> None:
-    """Raise CpuftError if torch uses other vector instructions on some hosts: its AdamW would round differently.
-
-    Parameters
-    ----------
-    capabilities: torch's name of each rank's instructions: DEFAULT, AVX2 or AVX512.
-    hosts: the host's name of each rank, in the same order.
-    """
+    """Raise CpuftError if torch uses other vector instructions on some hosts: its AdamW would round differently."""
     hosts_of = {one: sorted({h for c, h in zip(capabilities, hosts) if c == one}) for one in sorted(set(capabilities))}
     if len(hosts_of) > 1:
         found = ", ".join(f"{one} on {' and '.join(names)}" for one, names in hosts_of.items())
@@ -291,16 +248,9 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
-    """Return what the header records about the C++ kernels, and a warning for the user.
+    """Return what the header records about the kernels, and a warning that names hosts without them, if any.
 
-    It is ("compiled", "") if all statuses are `on`, as without any; else ("absent", a warning that names each host with
-    another status once, and the reasons).
-
-    Parameters
-    ----------
-    statuses: for each rank, `on`, or `off: ` and the reason.
-    hosts: the host's name of each rank, in the same order.
-    independent: whether hosts that have the kernels use them nevertheless.
+    Each rank's status is `on`, or `off: ` and the reason. With `independent`, hosts that have the kernels use them.
     """
     missing = {host: status for host, status in zip(hosts, statuses) if status != "on"}
     if not missing:
@@ -313,20 +263,12 @@ def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent:
 
 
 def read_earlier_measurements(text: str, ranks: int) -> EarlierMeasurements:
-    """Return what was measured when the run began, from the launcher's JSON.
-
-    If `text` is empty, nothing was measured: the result has the number of `ranks`, and is empty otherwise.
-
-    Raises ValueError: the text is not JSON, or not of an EarlierMeasurements.
-    """
+    """Return what was measured when the run began, from the launcher's JSON; if that is empty, only `ranks`."""
     return load(EarlierMeasurements, parse_json(text), "--measurements") if text else EarlierMeasurements(ranks)
 
 
 def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice | None:
-    """Return the backend that `auto` chose when the run began, with the reason; None if it chose none.
-
-    The reason tells the number of ranks then if that differs from today's `ranks`.
-    """
+    """Return the backend that `auto` chose when the run began, with the reason; None if it chose none."""
     if not earlier.backend:
         return None
     others = f", on {counted(earlier.ranks, 'rank')}" if earlier.ranks != ranks else ""
@@ -334,11 +276,7 @@ def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice |
 
 
 def find_products(header: Header, earlier: EarlierMeasurements) -> dict[str, Any]:
-    """Return kernel and speed of matrix products for the header: `kernel`, `teraflops` and `fp32_teraflops`.
-
-    They are as measured when the run began if CPU, precision and version of torch are the same; else they are measured
-    now (`measure_products`), in about 0.1 s.
-    """
+    """Return what matrix products run on, as measured when the run began if CPU, precision and torch are the same."""
     if earlier.products and earlier.products_of == describe_products(header):
         return earlier.products
     return measure_products(header.precision)

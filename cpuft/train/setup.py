@@ -35,12 +35,9 @@ class UpdateObserver(Protocol):
         """Prepare for the update that follows."""
 
     def end_update(self, clock: Clock, waited: float) -> None:
-        """Take note of an update.
+        """Take note of an update, whose phases the clock has measured.
 
-        Parameters
-        ----------
-        clock: has measured the phases of the update.
-        waited: seconds of its last backward pass in which this rank waited for messages.
+        `waited` are the seconds of its last backward pass in which this rank waited for messages.
         """
 
 
@@ -50,19 +47,9 @@ class TrainingSetup:
     The model is tried on two examples, and gets the layers of the fast path or of --engine in place. The exchange may
     wrap model and optimizer: `exchange.forward_model` and `optimizer` are those to use.
 
-    Parameters
-    ----------
-    precision: fp32, bf16 or int8.
-    independent: whether each rank trains its own model, and nothing is exchanged.
-    global_batch: examples of an update on all ranks; 0: what batch size, accumulation and number of ranks make.
-    earlier_compression: the gradient compression that was chosen when the run began, if it is being resumed; else
-        empty.
-
-    Raises
-    ------
-    CpuftError
-        The model cannot compute a batch, --gradient-checkpointing finds no layers in it, or a batch of contrastive
-        training has one text only.
+    With `independent`, each rank trains its own model, and nothing is exchanged. `global_batch` is the number of
+    examples of an update on all ranks; 0: by batch size, accumulation and number of ranks. `earlier_compression` is
+    what a resumed run chose when it began. Raises CpuftError: the model cannot be trained with these options.
     """
 
     def __init__(
@@ -107,12 +94,7 @@ class TrainingSetup:
 
 
 def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None:
-    """Raise CpuftError if a batch of contrastive training has one example without negatives: its loss is always 0.
-
-    Parameters
-    ----------
-    ranks: number of ranks that train together.
-    """
+    """Raise CpuftError if a batch of contrastive training has one example without negatives: its loss is always 0."""
     compared = config.batch_size * (ranks if config.gather_negatives and config.sync_every == 1 else 1)
     if prepared.kind == "pairs" and compared == 1 and len(prepared.texts) == 2:
         raise CpuftError(
@@ -122,12 +104,7 @@ def check_negatives(config: TrainConfig, prepared: Prepared, ranks: int) -> None
 
 
 def _find_evaluation_interval(config: TrainConfig, examples: int, global_batch: int) -> int:
-    """Return the number of updates between two evaluations while training, by --eval-every; 0 for none.
-
-    An epoch has examples / global_batch updates, rounded up.
-
-    Raises ValueError: --eval-every is neither epoch, nor none, nor a number.
-    """
+    """Return the number of updates between two evaluations while training; 0 for none."""
     if config.eval_every == "none":
         return 0
     return math.ceil(examples / global_batch) if config.eval_every == "epoch" else int(config.eval_every)
@@ -139,14 +116,8 @@ def try_model(
     """Run a first forward pass on two examples of different length, and note in the model what the exchange needs.
 
     Noted are whether the word embedding is looked up by more than input ids, and which parameters are unused. Weights,
-    random numbers and the model's mode stay as they are.
-
-    Raises
-    ------
-    CpuftError
-        The model cannot compute a padded batch, or not in this precision; the message says whether it can in fp32.
-    MemoryError, RuntimeError
-        There is not enough memory for the pass.
+    random numbers and the model's mode stay as they are. Raises CpuftError: the model cannot compute a padded batch in
+    this precision. Raises MemoryError or RuntimeError: there is not enough memory.
     """
     lengths = prepared.train.lengths[:1000]
     batch = objective.make_batch(prepared.train, np.unique([lengths.argmax(), lengths.argmin()]))
@@ -183,11 +154,7 @@ def _keep_nothing(tensor: torch.Tensor) -> Any:
 
 
 def find_unused_parameters(model: torch.nn.Module, losses: torch.Tensor) -> tuple[str, ...]:
-    """Return the names of a model's trainable parameters that are not in the autograd graph of its losses.
-
-    The names are those of `named_parameters`, in its order; empty if all are used. `losses` must have been computed
-    with gradients, or all are unused.
-    """
+    """Return the names of the trainable parameters that are not in the autograd graph of the losses, in model order."""
     used, seen, waiting = set[int](), set[Any](), [losses.grad_fn]
     while waiting:
         node = waiting.pop()

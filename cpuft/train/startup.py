@@ -1,5 +1,4 @@
-"""What keeps the start of a process short (no garbage collection during imports, no long wait for an absent hub), and
-how a process that a verb has started ends."""
+"""What keeps the start of a process short, and how a process that a verb has started ends."""
 
 from __future__ import annotations
 
@@ -31,10 +30,7 @@ def pause_garbage_collection() -> None:
 
 
 def resume_garbage_collection() -> None:
-    """Let garbage be collected again when training begins, but not among the objects that exist now.
-
-    If collection is not paused, do nothing.
-    """
+    """Let garbage be collected again, if it is paused, but not among the objects that exist now."""
     if not gc.isenabled():
         gc.freeze()
         gc.enable()
@@ -75,11 +71,9 @@ def describe_exit(error: Exception) -> tuple[str, int]:
 def find_hub_problem() -> str:
     """Return why the Hugging Face hub cannot be used, as a clause for the middle of an error; empty if it can.
 
-    For example `the Hugging Face hub does not answer within 3 s`. The first call tries to connect, to the hub or its
-    proxy, for up to 3 s; later calls return the same without trying. With HF_HUB_OFFLINE there is no attempt.
-
-    If the hub does not answer, its client is set to read its cache only. Otherwise it would try again five times for
-    each file, with pauses that add up to 25 s.
+    The first call tries to connect, to the hub or its proxy, for up to 3 s; later calls return the same without trying.
+    If the hub does not answer, its client is set to read its cache only: it would try again five times for each file,
+    with pauses that add up to 25 s.
     """
     from huggingface_hub import constants
 
@@ -107,10 +101,6 @@ def advise_on_hub(problem: str) -> str:
 
 
 def _accepts_connection(host: str, port: int) -> bool:
-    """Return whether a TCP connection is accepted within HUB_SECONDS.
-
-    It is tried on a thread, because looking up a name has no timeout.
-    """
     accepted, ended = threading.Event(), threading.Event()
 
     def connect() -> None:
@@ -118,6 +108,7 @@ def _accepts_connection(host: str, port: int) -> bool:
             accepted.set()
         ended.set()
 
+    # On a thread, because looking up a name has no timeout.
     threading.Thread(target=connect, daemon=True).start()
     ended.wait(HUB_SECONDS)
     return accepted.is_set()

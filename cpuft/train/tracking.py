@@ -19,14 +19,8 @@ class TrackerProcess:
     """Runs `cpuft.trackers` beside the training, on the first rank. It is a context manager.
 
     At the end of the context, this waits less than a second until the trackers have the whole record, and shows a
-    warning if they do not. It never raises an error because of a tracker.
-
-    Parameters
-    ----------
-    names: value of --report-to; empty: no process is started.
-    run_dir: folder of the run, in which the record exists already.
-    users_run_dir: absolute path of this folder on the machine of `cpuft launch`; empty if the rank does not know it.
-    warn: shows a line to the user.
+    warning if they do not. It never raises an error because of a tracker. `users_run_dir` is the absolute path of the
+    run's folder on the machine of `cpuft launch`; empty if the rank does not know it.
     """
 
     def __init__(self, names: str, run_dir: str, users_run_dir: str, warn: Callable[[str], None]) -> None:

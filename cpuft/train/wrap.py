@@ -1,7 +1,4 @@
-"""Run a user's script unchanged, with the fast path in its Hugging Face Trainer, for `cpuft launch --wrap`.
-
-python -m cpuft.train.wrap SCRIPT.py ARGS...
-"""
+"""Run a user's script unchanged, with the fast path in its Hugging Face Trainer, for `cpuft launch --wrap`."""
 
 from __future__ import annotations
 
@@ -16,14 +13,10 @@ from cpuft.rank.script import end_process, prepare_torch, run_script
 
 
 def _wrap_trainer(accelerated: list[str]) -> None:
-    """Make every Trainer of this process accelerate its model and its optimizer, made by it or given to it.
+    """Make every Trainer accelerate its model and its optimizer, and append the model's class name to `accelerated`.
 
     The Trainer makes its optimizer after it has loaded the model and before DistributedDataParallel wraps it, which is
-    when `accelerate` must be called. Rank 0 prints on standard error which layers of the first model were replaced.
-
-    Parameters
-    ----------
-    accelerated: the name of the class of each accelerated model is appended to it.
+    when `accelerate` must be called.
     """
     from transformers import Trainer
 
@@ -49,8 +42,6 @@ def main() -> int:
     """Run the script of the command line as Python would, with accelerated Trainers; return its exit code.
 
     The code is 2, after one line on standard error, if its model cannot be accelerated or its ranks were not connected.
-    If the script ends with 0 and no Trainer has made an optimizer, a line on standard error says that nothing was
-    changed.
     """
     accelerated: list[str] = []
     check = prepare_torch()

@@ -1,8 +1,8 @@
 """Embeddings of the texts of a file: `python -m cpuft.train.write_embeddings --file=...`, started by `cpuft predict`.
 
-Texts are read, tokenised, embedded and written in windows of some thousands, so that neither the texts nor the
-embeddings have to fit into memory. Importing this module imports no torch: with --np, the processes that compute are
-pinned to their cores before they import it.
+Windows of some thousands of texts are embedded and written at a time, so that neither texts nor embeddings have to fit
+into memory. Importing this module imports no torch: with --np, the processes that compute are pinned to their cores
+before they import it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Window:
 
     texts: list[str]
     ids: list[str]
-    """Their ids; empty without --id-column."""
+    """Empty without --id-column."""
 
 
 Write = Callable[[NDArray[np.float32], Sequence[str]], None]
@@ -61,7 +61,7 @@ Write = Callable[[NDArray[np.float32], Sequence[str]], None]
 
 @contextmanager
 def open_npy(path: Path, dimensions: int) -> Iterator[Write]:
-    """Write an array of NumPy, fp32, shape (texts, dimensions). It has no ids: rows are in the order of the texts."""
+    """Write an array of NumPy, fp32, shape (texts, dimensions), in the order of the texts; it has no ids."""
     rows = 0
 
     def write(embeddings: NDArray[np.float32], ids: Sequence[str]) -> None:
@@ -83,10 +83,7 @@ def open_npy(path: Path, dimensions: int) -> Iterator[Write]:
 
 @contextmanager
 def _open_parquet(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
-    """Write a Parquet file with the columns id and embedding (a list of fp32 numbers).
-
-    The ids are texts, or without --id-column the numbers of the rows, from 0.
-    """
+    """Write a Parquet file with the columns id (texts, or row numbers from 0) and embedding (lists of fp32 numbers)."""
     import pyarrow
     from pyarrow import parquet
 
@@ -115,10 +112,7 @@ def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
 
 
 def name_output(request: PredictConfig) -> Path:
-    """Return the file to write, as `name_embeddings` does.
-
-    Raises CpuftError: what `name_embeddings` raises, or the file is a Parquet file and pyarrow is not installed.
-    """
+    """Return the file to write; raise CpuftError if it cannot be written."""
     path = name_embeddings(request)
     check_pyarrow(path)
     return path
@@ -131,12 +125,7 @@ def check_pyarrow(path: Path) -> None:
 
 
 def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> str:
-    """Return the column of the texts: `wanted`, a usual name, or the only column.
-
-    `option`: the option that names the column, for messages.
-
-    Raises CpuftError: `wanted` is not there or more than one name, or nothing says which column it is.
-    """
+    """Return the column of the texts: `wanted`, a usual name, or the only column; `option` names it in messages."""
     if "," in wanted and wanted not in table.columns:
         raise CpuftError(f"{option} {wanted!r:.80}: name one column, as each text has an embedding of its own")
     if wanted:
@@ -151,10 +140,7 @@ def choose_column(table: Table, wanted: str, option: str = "--text-columns") -> 
 
 
 def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
-    """Return the text of a prompt: that of a name, or `wanted` itself if it is no name (letters, digits and _).
-
-    Raises CpuftError: the model has no prompt of that name.
-    """
+    """Return the text of a prompt: that of a name, or `wanted` itself if it is no name (letters, digits and _)."""
     known = {"query": form.query_prompt, "document": form.document_prompt, **form.prompts}
     if not wanted or not _PROMPT_NAME.fullmatch(wanted):
         return wanted
@@ -170,14 +156,7 @@ def choose_prompt(form: EmbeddingForm, wanted: str, model: str) -> str:
 def read_windows(
     table: Table, column: str, id_column: str = "", prompt: str = "", window_texts: int = 0
 ) -> Iterator[Window]:
-    """Yield the texts of a table, with a prompt in front, and their ids, in windows of limited size.
-
-    Parameters
-    ----------
-    window_texts: most texts of a window; 0 for 8192.
-
-    Raises CpuftError: a row cannot be read or has no text in one of the columns, or there are no rows.
-    """
+    """Yield the texts of a table after a prompt, and their ids, in windows of at most `window_texts` (0: 8192)."""
     limit = window_texts or _WINDOW_TEXTS
     texts, ids, size, is_empty = list[str](), list[str](), 0, True
     for where, cells in table.rows:
@@ -201,7 +180,7 @@ def read_windows(
 
 
 def make_embedder(request: PredictConfig) -> Embedder:
-    """Load the model of a request. Raises CpuftError: it cannot be found or read, or has fewer dimensions."""
+    """Load the model of a request; raise CpuftError if it cannot be read, or has fewer dimensions."""
     from cpuft.train.embedding import Embedder  # imports torch
 
     name = request.model or request.run
@@ -219,17 +198,13 @@ def make_embedder(request: PredictConfig) -> Embedder:
 
 
 Computed = tuple[Window, NDArray[np.float32]]
-"""A window and the embeddings of its texts."""
 Computer = Callable[[Iterator[Window]], Iterator[Computed]]
 """Yields windows with their embeddings, in the order of the windows."""
 
 
 @contextmanager
 def start_computing(request: PredictConfig) -> Iterator[tuple[int, Computer]]:
-    """Load the model, in this process or in --np ones, and yield the number of dimensions and a function that computes.
-
-    Raises CpuftError: the model cannot be used (see `make_embedder`), or there are fewer cores than processes.
-    """
+    """Load the model, in this process or in --np ones, and yield the number of dimensions and what computes."""
     processes = request.np
     if processes == 1:
         embedder = make_embedder(request)
@@ -257,10 +232,8 @@ def compute_in_turn(
 ) -> Iterator[Computed]:
     """Yield windows with their embeddings, in their order, which several processes compute in turn.
 
-    Parameters
-    ----------
-    starts: of each process, a function that sends it the texts of a window, and returns one that waits for the result.
-    ahead: most windows that a process has at a time.
+    Each of `starts` sends texts to a process, and returns a function that waits for their embeddings; a process has at
+    most `ahead` windows at a time.
     """
     waiting = deque[tuple[Window, Callable[[], "Embeddings"]]]()
     for window, start in zip(windows, itertools.cycle(starts)):
@@ -288,19 +261,14 @@ def compute_here(
 
 
 def list_cores() -> list[int]:
-    """Return the CPU numbers that this process may use; with OMP_NUM_THREADS only as many, the first ones.
-
-    The launcher sets OMP_NUM_THREADS to the number of cores. The second hardware threads of cores have the last
-    numbers.
-    """
+    """Return the CPU numbers that this process may use; with OMP_NUM_THREADS only as many, the first ones."""
+    # The launcher sets OMP_NUM_THREADS to the number of cores, whose second hardware threads have the last numbers.
     cpus = sorted(os.sched_getaffinity(0))
     threads = os.environ.get("OMP_NUM_THREADS", "")
     return cpus[: int(threads)] if threads.isdecimal() and int(threads) else cpus
 
 
 class _Worker:
-    """A process that computes, as its parent sees it."""
-
     def __init__(self, process: Any, connection: Connection) -> None:
         self.process, self.connection = process, connection
 
@@ -361,15 +329,7 @@ def _work(connection: Connection, request: PredictConfig, cores: list[int]) -> N
 
 
 def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Window]:
-    """Return the windows of the file of a request; the first one has been read.
-
-    Parameters
-    ----------
-    window_texts: most texts of a window; 0 for 8192.
-
-    Raises CpuftError: the file cannot be read or is empty, its columns or the options do not fit, or the files beside
-    the model are damaged. Iterating raises what `read_windows` raises.
-    """
+    """Return the windows of the file of a request; the first one has been read, so that an empty file is found here."""
     table = read_tables(request.file, "--file", request)
     column = choose_column(table, request.text_columns)
     if request.id_column:
@@ -381,15 +341,7 @@ def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Wind
 
 
 def write_embeddings(request: PredictConfig) -> None:
-    """Write the embeddings of all texts of a file, and print the name of the file that was written.
-
-    Raises
-    ------
-    CpuftError
-        The file, the model or the options do not allow it. Nothing is written.
-    OSError
-        The file cannot be written, for example because the disk is full.
-    """
+    """Write the embeddings of all texts of a file, and print the name of the file that was written."""
     path = name_output(request)
     windows = open_windows(request)  # an empty file is found before the model is loaded
     with (
@@ -401,8 +353,7 @@ def write_embeddings(request: PredictConfig) -> None:
 
 
 def write_all(write: Write, computed: Iterator[Computed]) -> int:
-    """Write embeddings as they come, and return their number; tell the speed on standard error every 10 s and at the
-    end."""
+    """Write embeddings as they come, and return their number; tell the speed every 10 s and at the end."""
     start = said = time.perf_counter()
     rows, told = 0, -1
     for window, embeddings in computed:

@@ -1,7 +1,7 @@
 """Hard negatives of the rows of a file: `python -m cpuft.train.write_negatives --file=...`, started by `cpuft mine`.
 
-The texts are in memory, because equal texts have to be found. Their embeddings are in files, which are mapped into
-memory. Importing this module imports no torch (see `cpuft.train.write_embeddings`).
+The texts are in memory, because equal texts have to be found; their embeddings are in files, which are mapped.
+Importing this module imports no torch (see `cpuft.train.write_embeddings`).
 """
 
 from __future__ import annotations
@@ -46,11 +46,7 @@ _PROGRESS_SECONDS = 10.0
 
 
 def name_output(request: MineConfig) -> Path:
-    """Return the file to write.
-
-    Raises CpuftError: --output is missing or has an ending that cannot be written, something is there that may not be
-    replaced, or pyarrow is not installed.
-    """
+    """Return the file to write; raise CpuftError if it may not or cannot be written."""
     path = Path(request.output)
     if path.suffix not in MINED_ENDINGS:
         raise CpuftError(
@@ -65,10 +61,7 @@ def name_output(request: MineConfig) -> Path:
 
 
 def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
-    """Return the anchors and the positives of the rows of --file.
-
-    Raises CpuftError: the file cannot be read, has no such columns or no rows, or a text is empty.
-    """
+    """Return the anchors and the positives of the rows of --file."""
     table = read_tables(request.file, "--file", request)
     columns = choose_pair_columns(table, request.text_columns, True)[:2]
     for name in columns:
@@ -86,7 +79,7 @@ def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
 
 
 def read_corpus(request: MineConfig) -> list[str] | None:
-    """Return the documents of --corpus; None without it. Raises CpuftError: the file cannot be read or is empty."""
+    """Return the documents of --corpus; None without it."""
     if not request.corpus:
         return None
     table = read_tables(request.corpus, "--corpus", request)
@@ -148,15 +141,7 @@ def write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[str, ...
 
 
 def write_negatives(request: MineConfig) -> None:
-    """Write the rows of a file with their negatives, and print the name of the file that was written.
-
-    Raises
-    ------
-    CpuftError
-        The files, the model or the options do not allow it, or no anchor has enough negatives. Nothing is written.
-    OSError
-        A file cannot be written, for example because the disk is full.
-    """
+    """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file."""
     path = name_output(request)
     anchors, positives = read_anchors(request)
     corpus = read_corpus(request)

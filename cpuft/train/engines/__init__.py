@@ -1,7 +1,7 @@
 """`--engine`: training systems of others in the place of cpuft's fast path: IPEX, DeepSpeed and ONNX Runtime.
 
-Each has a module in this folder, and here an entry of the table with the versions that it needs. Nothing of an engine
-is imported before its versions were checked: IPEX fails with an AttributeError on any version of torch but its own.
+Nothing of an engine is imported before its versions were checked: IPEX fails with an AttributeError on any version of
+torch but its own.
 """
 
 from __future__ import annotations
@@ -21,9 +21,7 @@ if TYPE_CHECKING:
     import torch
 
 IPEX = "intel_extension_for_pytorch"
-"""Package of Intel's extension for PyTorch."""
 ORT = "onnxruntime-training-cpu"
-"""Package of ONNX Runtime's training."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,7 @@ class Engine:
     machine: str = ""
     """The machine type that it runs on, as `uname -m` prints it; empty for any."""
     settings: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables by name, with the value to set unless the user has set them. The engine reads them when it
-    is imported, perhaps by transformers."""
+    """Environment variables that the engine reads at its import, perhaps by transformers; the user's values win."""
     compiled_files: str = ""
     """Pattern of files beside its package, of which one exists if the engine was compiled for the installed torch;
     empty if it needs none."""
@@ -67,11 +64,7 @@ ENGINES = {
 
 
 def check_engine(config: TrainConfig) -> None:
-    """Check that --engine can run here, and set the environment variables that it needs, unless they are set.
-
-    Nothing happens for `torch`, cpuft's own. Raises CpuftError: a package is missing or of another version, the machine
-    is of another type, or the engine was not compiled for the installed torch.
-    """
+    """Raise CpuftError if --engine cannot run here, and set environment variables that it needs unless they are set."""
     engine = ENGINES.get(config.engine)
     if engine is None:
         return
@@ -83,24 +76,12 @@ def check_engine(config: TrainConfig) -> None:
 
 
 def name_packages(engine: str) -> tuple[str, ...]:
-    """Return the names of the packages whose versions matter for an engine, its own first.
-
-    () for `torch`, cpuft's own, and for an unknown name.
-    """
+    """Return the packages whose versions matter for an engine, its own first; none for `torch`."""
     return tuple(ENGINES[engine].versions) if engine in ENGINES else ()
 
 
 def optimize_with_engine(engine: str, model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
-    """Let ipex or ort change a model, and ipex also its optimizer, in place.
-
-    For all other engines nothing happens; DeepSpeed does its part as an exchange (`DeepSpeedExchange`).
-
-    Parameters
-    ----------
-    precision: fp32 or bf16; only ipex reads it.
-
-    Raises ImportError: the engine is not installed; `check_engine` finds that earlier.
-    """
+    """Let ipex or ort change a model, and ipex also its optimizer; DeepSpeed does its part in `DeepSpeedExchange`."""
     if engine == "ipex":
         from cpuft.train.engines.ipex import optimize_by_ipex
 
@@ -131,12 +112,8 @@ def _is_compiled(engine: Engine) -> bool:
 def find_problem(engine: str, versions: Mapping[str, str], machine: str, compiled: bool = True) -> str:
     """Return why an engine cannot train here and what to do, as one line; empty if it can, or if its name is unknown.
 
-    Parameters
-    ----------
-    versions: installed version of each package in `Engine.versions`; "" for a missing one. A package that is not in the
-        mapping raises KeyError.
-    machine: the machine type, as `uname -m` prints it.
-    compiled: whether the files exist that the engine compiles for the installed torch.
+    `versions` has the installed version of each package in `Engine.versions`, "" for a missing one. `compiled` says
+    whether the files exist that the engine compiles for the installed torch.
     """
     if engine not in ENGINES:
         return ""

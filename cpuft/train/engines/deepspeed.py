@@ -16,10 +16,7 @@ from cpuft.train.fast.acceleration import keep_freed_memory
 class DeepSpeedExchange(Exchange):
     """DeepSpeed's engine around the model, and its optimizer, which also clips, around the given one.
 
-    It reduces gradients during the backward pass, over the existing process group. `forward_model` and `optimizer` are
-    DeepSpeed's.
-
-    Raises ImportError: DeepSpeed is not installed; `check_engine` finds that earlier.
+    It reduces gradients during the backward pass, over the existing process group.
     """
 
     allows_warm_up = False  # DeepSpeed counts every backward pass as a part of an update
@@ -47,7 +44,7 @@ class DeepSpeedExchange(Exchange):
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether --engine is deepspeed, on any number of ranks."""
+        """Return whether --engine is deepspeed."""
         return config.engine == "deepspeed"
 
     def begin_pass(self, is_last: bool) -> None:

@@ -11,16 +11,10 @@ from cpuft.train.fast.acceleration import keep_freed_memory
 
 
 def optimize_by_ipex(model: torch.nn.Module, optimizer: torch.optim.Optimizer, precision: str) -> None:
-    """Put IPEX's layers into a model, and its fp32 master weights into the optimizer, in place.
+    """Put IPEX's layers, in bf16 or fp32, into a model, and its fp32 master weights into the optimizer, in place.
 
-    It must run before the exchange is made. `state_dict` stays fp32, with the same names. The
-    model is in training mode afterwards, and glibc keeps freed memory.
-
-    Parameters
-    ----------
-    precision: bf16 gives layers in bf16; with any other value they stay fp32.
-
-    Raises ImportError: IPEX is not installed. `check_engine` finds that, and a wrong version of torch, earlier.
+    It must run before the exchange is made. `state_dict` stays fp32, with the same names. The model is in training mode
+    afterwards, and glibc keeps freed memory.
     """
     import intel_extension_for_pytorch as ipex
 

@@ -12,10 +12,7 @@ def optimize_by_ort(model: Any) -> None:
     """Let ONNX Runtime compute a model's passes, in place; graphs are exported in the first pass of each kind.
 
     The parameters and everything that is saved stay the model's own, which is in training mode afterwards. It must run
-    before the exchange is made. All later sessions of ONNX Runtime in this process have as many
-    threads as torch.
-
-    Raises ImportError: ONNX Runtime's training is not installed.
+    before the exchange is made. All later sessions of ONNX Runtime in this process have as many threads as torch.
     """
     import onnxruntime
     from onnxruntime.training.ortmodule import DebugOptions, LogLevel, ORTModule
