@@ -92,7 +92,7 @@ class ServerFacts:
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
-    """Parse the output of servers_survey.sh, which has one "key value" per line; only `os` and `free_kb` are required."""
+    """Parse the output of servers_survey.sh, one "key value" per line; only `os` and `free_kb` are required."""
     lines = [(key, value.strip()) for key, _, value in (line.partition(" ") for line in text.split("\n"))]
     found = dict(lines)
     if "os" not in found or not is_count(found.get("free_kb", ""), least=0):
@@ -340,7 +340,6 @@ def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
         True: "remove the key; the environment stays, because another cluster uses it",
     }
     steps = tuple(
-        # The environment stays if the key of another cluster may log in there.
         Step(why[any(one != comment for one in _list_keys(own).values())], command, host=member.address)
         for member, own in facts.servers
         if own.marked or own.stamp or own.key or comment in _list_keys(own).values()
@@ -386,9 +385,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines if " " in line}
 
     def check(self) -> None:
-        """Check that the record of the cluster has no host that --hosts leaves out and the same prefix, then as any
-        kind.
-        """
+        """Check what every kind does, and that --hosts has all recorded hosts and --prefix is the recorded one."""
         super().check()
         before = entry.options if (entry := self.find_record()) else {}
         # The new record would replace the one by which `down` finds what is installed there.
@@ -480,7 +477,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return {address: message for address, message in said if message}
 
     def gather_remains(self) -> ClusterFacts:
-        """Examine the servers with the ssh configuration in the cluster's directory; without that directory, no server."""
+        """Examine the servers with the ssh configuration in the cluster's directory; without it, no server."""
         if self.directory.exists():
             return self._examine(self._make_transport())
         return ClusterFacts((), {}, self._make_entry())
@@ -529,9 +526,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return parse_pins(text, self.config.pins)
 
     def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan what is missing on the servers and here, or only up to the download of the wheels while they are
-        missing.
-        """
+        """Plan what is missing on the servers and here; while wheels are missing, only up to their download."""
         return plan_servers(self.config, facts)
 
     def plan_down(self, facts: ClusterFacts) -> Plan:
