@@ -214,7 +214,7 @@ def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
 
 
 def parse_instances(response: Mapping[str, Any]) -> tuple[Instance, ...]:
-    """Return the instances in a response to DescribeInstances, sorted by launch time, then by their number in the call."""
+    """Return the instances in a response to DescribeInstances, by launch time and their number in the call."""
     found = [_parse_instance(one) for place in response.get("Reservations", ()) for one in place["Instances"]]
     return tuple(sorted(found, key=lambda one: (one.launched, one.index, one.id)))
 

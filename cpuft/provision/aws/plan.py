@@ -333,8 +333,8 @@ def _plan_launch(
     """Plan one call that starts all missing instances or none.
 
     The call's ClientToken is made from the security group, the generation and the zone, so that repeating the call,
-    after a response was lost, starts nothing again. A new generation begins when the present one has instances or is older than
-    STALE_SECONDS.
+    after a response was lost, starts nothing again. A new generation begins when the present one has instances or is
+    stale.
     """
     resources, region = facts.resources, facts.region
     missing, stages = config.nodes - len(resources.live), list[list[Step]]()
@@ -419,8 +419,7 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
 
 
 def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
-    """Return the steps that let the lease end at `until` (seconds since the epoch): in tags, on instances, in the
-    record.
+    """Return the steps that let the lease end at `until` (seconds since the epoch), on AWS, instances and here.
 
     The limit becomes `until` as well if that is later. Raises CpuftError when the cluster has no instances any more or
     somebody else made it.

@@ -313,8 +313,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             self._offer = replace(self._offer, has_spot_role=True)
 
     def _wait_until_listed(self, started: set[str]) -> None:
-        """Wait, 30 s at most, until AWS lists all instances of a call; the next plan would start others for the rest.
-        """
+        """Wait, 30 s at most, until AWS lists all instances of a call; otherwise `make` would start more."""
         end = self.services.now() + self.services.appear_seconds
         while started and self.services.now() < end:
             started -= {one.id for one in self._gather_resources().resources.instances}
@@ -420,8 +419,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return f"cluster {self.name}: {self._describe_end()}"
 
     def describe_hosts(self) -> list[str]:
-        """Return a line about the lease and the cost, and one for each instance that AWS lists. None is logged in to.
-        """
+        """Return a line about the lease and the cost, and one for each instance as AWS lists it."""
         resources = self._gather_resources().resources
         price = find_price_of(self.client, resources.instances)
         return describe_instances(resources.group, resources.instances, resources.now, price)
