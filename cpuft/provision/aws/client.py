@@ -78,8 +78,7 @@ def read_tags(resource: Mapping[str, Any]) -> dict[str, str]:
 _ATTEMPTS = 6
 """Of a call that changes nothing."""
 _REPEAT_SECONDS = 180.0
-"""How long to repeat a call that changes something: a security group is in use until its last instance's network is
-gone."""
+"""How long a call that changes something is repeated; a security group is in use until its last interface is gone."""
 CAPACITY_CODES = (
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
@@ -88,7 +87,7 @@ CAPACITY_CODES = (
     "SpotMaxPriceTooLow",
     "Unsupported",
 )
-"""How long a call that changes something is repeated; a security group is in use until its last interface is gone."""
+"""Error codes that say that a zone has no capacity. Only these lead to an attempt in another zone."""
 _ALREADY_DONE = {
     "create": (".Duplicate", "EntityAlreadyExists", "InvalidInput"),
     "authorize": ("InvalidPermission.Duplicate",),
@@ -110,8 +109,7 @@ _TRANSIENT_CODES = (
     "DependencyViolation",
     "InvalidPlacementGroup.InUse",
 )
-"""Codes beside HTTP 5xx after which a call is repeated: AWS is faulty or busy, or a resource is not visible yet or in
-use."""
+"""Codes beside HTTP 5xx after which a call is repeated: AWS is busy, or a resource is not visible yet or in use."""
 _QUOTA_CODES = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded")
 _FORBIDDEN_CODES = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 _CREDENTIAL_CODES = (
@@ -130,8 +128,10 @@ _GIVE_CREDENTIALS = (
 
 
 class CallError(CpuftError):
-    """Codes beside HTTP 5xx after which a call is repeated: AWS is busy, or a resource is not visible yet or still in
-    use.
+    """A call to AWS did not succeed.
+
+    `code` and `message` are those of AWS; `is_transient` says whether repeating the call may help. `permission` is what
+    the call needs, as an IAM policy names it, and `status` that of HTTP; 0 for no answer.
     """
 
     def __init__(self, permission: str, code: str, message: str, status: int = 400) -> None:

@@ -63,8 +63,7 @@ echo "until $(cat {UNTIL_FILE} 2>/dev/null)"
 sed -n 's/^USEC=/usec /p; s/^MODE=/mode /p' /run/systemd/shutdown/scheduled 2>/dev/null
 [ ! -e /etc/systemd/system/multi-user.target.wants/cpuft-lease.service ] || echo "enabled yes"
 """
-"""Prints what `parse_timer` reads. systemd writes the file `scheduled` when a shutdown is scheduled, and removes it
-when the shutdown is cancelled."""
+"""Prints what `parse_timer` reads. systemd's file `scheduled` exists only while a shutdown is scheduled."""
 _INSTALL = """set -eu
 put() {
     mkdir -p "${1%/*}"

@@ -69,8 +69,7 @@ class Nodes(Servers):
         return dict(zip([member.address for member in self.members], map_hosts(read, self.members)))
 
     def secure_lease(self, say: Callable[[str], None]) -> None:
-        """Verify over ssh that all instances terminate themselves when their lease ends, and schedule missing
-        shutdowns.
+        """Verify over ssh that all instances terminate themselves when their lease ends, or make them do so.
 
         Raises LeaseError when instances still would not terminate themselves afterwards, or cannot be asked.
         """

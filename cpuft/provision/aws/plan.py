@@ -54,8 +54,7 @@ from cpuft.provision.cluster_files import is_ours, plan_files, plan_key, plan_re
 _NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
 """EC2's metadata service has this URL on a spot instance when AWS is about to reclaim it."""
 STALE_SECONDS = 1800
-"""Age after which a request for instances is not repeated but made anew: nobody waits for the response any more, and
-AWS still lists the instances that the old request started, even if they have terminated."""
+"""Age at which a request is made anew: nobody waits for its response, and AWS still lists what it started."""
 _SHORTEST_PREFIX = 16
 
 
