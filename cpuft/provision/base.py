@@ -87,10 +87,7 @@ class Provider(ABC, Generic[C, F]):
 
     @classmethod
     def from_entry(cls, entry: Entry, environ: Mapping[str, str]) -> Provider[C, F]:
-        """Return the provider of a recorded cluster, with the options that it was made with.
-
-        Raises CpuftError when the recorded options are unknown or not valid.
-        """
+        """Return the provider of a recorded cluster; CpuftError if its recorded options are unknown or not valid."""
         # Records of simulated clusters of earlier versions have the option without_root.
         given = [(key, value) for key, value in entry.options.items() if key != "without_root"]
         argv = [f"--{key.replace('_', '-')}={value}" for key, value in given]
@@ -107,10 +104,7 @@ class Provider(ABC, Generic[C, F]):
 
     @classmethod
     def describe_region(cls, region: str) -> list[str]:
-        """Return lines that describe all clusters of this kind in a region of a cloud; [] for kinds without regions.
-
-        Raises CpuftError when the cloud cannot be asked.
-        """
+        """Return lines on all clusters of this kind in a region of a cloud; [] for kinds without regions."""
         return []
 
     @abstractmethod
@@ -164,19 +158,13 @@ class Provider(ABC, Generic[C, F]):
         check_places(str(self.directory), self.hostfile)
 
     def find_record(self) -> Entry | None:
-        """Return the record of this name on this machine, which may be of a cluster of another kind or region.
-
-        None without a record, and for one that cannot be read, which `make` writes again.
-        """
+        """Return the record of this name, perhaps of another kind or region; None without a readable one."""
         with suppress(CpuftError):
             return registry.read_entry_if_exists(self.root, self.name)
         return None
 
     def confirm(self, ask: Ask) -> None:
-        """Ask the user what only the user can decide, such as a price; by default nothing.
-
-        Raises CpuftError when the answer is no.
-        """
+        """Ask the user what only the user can decide, such as a price (default: nothing); CpuftError after a no."""
 
     def make(self, say: Say, ask: Ask) -> str:
         """Make or repair the cluster, and return a sentence for the user with its hostfile and the next command.
@@ -193,10 +181,7 @@ class Provider(ABC, Generic[C, F]):
         return f"cluster {self.name}: {self.summary}, hostfile {hostfile}; next: cpuft doctor --cluster {self.name}"
 
     def show(self) -> Plan:
-        """Return the first plan that `make` would execute if the user answered yes. Changes nothing anywhere.
-
-        Raises CpuftError when `check`, `confirm`, `gather` or `plan` does.
-        """
+        """Return the first plan that `make` would execute after a yes to all questions. Changes nothing anywhere."""
         self.check()
         self.confirm(lambda question: True)
         return self.plan(self.gather())
@@ -366,9 +351,6 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
 
 
 def describe_region(region: str) -> str:
-    """Return the lines of `cpuft provision status --region`: all clusters in a region, whoever made them.
-
-    An empty `region` is the one of the AWS configuration.
-    """
+    """Return the lines of `cpuft provision status --region`; an empty `region` is that of the AWS configuration."""
     lines = [line for kind in PROVIDERS for line in load_provider(kind).describe_region(region)]
     return "".join(f"{line}\n" for line in lines or [f"there is no cluster in region {region}"])

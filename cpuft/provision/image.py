@@ -120,11 +120,7 @@ def _refuse_control_characters(recipe: Recipe) -> None:
 
 
 def format_install(recipe: Recipe) -> str:
-    """Format a shell script that applies the recipe to a Debian host, container or image; it can be run repeatedly.
-
-    Without arguments, it installs the packages and writes the files; with PREFIX, STAMP and pins it installs the
-    training environment, too.
-    """
+    """Format a shell script that applies the recipe to a Debian host, container or image; it can be run repeatedly."""
     parts = [
         "#!/bin/sh",
         "# Generated from recipe.yaml by `cpuft provision recipe`: edit recipe.yaml instead. Run this script as root.",
@@ -236,7 +232,6 @@ def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
 
 
 def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str, object]) -> tuple[Step, ...]:
-    """Plan all steps of a build; `values` go into the stamp."""
     root, prefix, python = f"{target}.new", recipe.environment.prefix, environment_python(recipe)
     include = ",".join(package.name for package in recipe.packages)
     mirror = (recipe.base.mirror,) if recipe.base.mirror else ()

@@ -141,10 +141,7 @@ def describe_server(facts: ServerFacts) -> str:
 
 
 def find_python(pythons: dict[str, str]) -> str:
-    """Return the minor version of Python that all servers have, such as "3.11"; "" if none of them has Python.
-
-    `pythons` has the version by name of the server. Raises CpuftError when the minor versions differ.
-    """
+    """Return the minor version of Python that all servers (name -> version) have: "3.11"; "" if none has Python."""
     versions = {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}
     if len(set(versions.values())) > 1:
         found = ", ".join(f"{name} has {version or 'none'}" for name, version in versions.items())
@@ -263,7 +260,6 @@ def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
 
 
 def _cluster_dir(config: HostsConfig) -> str:
-    """Return the directory on a head host that holds the cluster's key and ssh files."""
     return f"{config.prefix}/clusters/{config.name}"
 
 
@@ -500,7 +496,6 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         )
 
     def _make_entry(self) -> Entry:
-        """Return the record that the cluster should have on this machine."""
         # --accept-host-keys applies to one run only.
         options = {key: str(value) for key, value in asdict(replace(self.config, accept_host_keys=False)).items()}
         here, there = str(self.directory / "ssh_config"), f"{_cluster_dir(self.config)}/ssh_config"

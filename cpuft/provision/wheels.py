@@ -204,10 +204,7 @@ def _refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence
 
 
 def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder of downloaded wheels for hosts with a version of Python, which need not exist.
-
-    Its name contains a hash of everything that decides which wheels belong into it.
-    """
+    """Return the folder of downloaded wheels for a version of Python, which is named by a hash of all that matters."""
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
     pins, hashes = PINS.read_text(encoding="utf-8"), HASHES.read_text(encoding="utf-8")
@@ -293,7 +290,6 @@ def _pip(*argv: str) -> str:
 
 
 def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
-    """Write the wheel of compiled kernels, or print on standard error why the hosts get none."""
     compiler = find_compiler(environ)
     try:
         if compiler is None:
@@ -305,10 +301,7 @@ def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] = TARGETS) -> Path:
-    """Compile the kernels for several kinds of CPU at once (300 s at most), and write them as one wheel.
-
-    A target that the compiler cannot compile is left out; CpuftError is raised if none is left.
-    """
+    """Compile the kernels for those `targets` that the compiler knows (300 s at most), and write one wheel."""
     if platform.machine() != "x86_64":
         raise CpuftError(f"kernels are compiled in advance for x86-64 only, and this machine is {platform.machine()}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -321,10 +314,7 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
 
 @cache
 def make_own_wheel() -> tuple[str, bytes]:
-    """Return (file name, contents) of a wheel with the files and requirements of this cpuft, for hosts.
-
-    The contents do not depend on when or where the wheel is made.
-    """
+    """Return (file name, contents) of a wheel of this cpuft, which do not depend on when or where it is made."""
     root = Path(cpuft.__file__).parent
     paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
@@ -365,10 +355,7 @@ def _read_requirements() -> str:
 def _make_wheel(
     package: str, tag: str, files: dict[str, bytes], metadata: str = "", more_info: Mapping[str, str] = {}
 ) -> tuple[str, bytes]:
-    """Return the name and contents of a wheel (PEP 427) in the version of this cpuft.
-
-    `metadata` has the lines of METADATA besides name and version; `more_info` has texts of further files beside it.
-    """
+    """Return the name and contents of a wheel (PEP 427) in the version of this cpuft."""
     info = f"{package}-{cpuft.__version__}.dist-info"
     is_pure = "true" if tag.endswith("-any") else "false"
     texts = {

@@ -440,13 +440,11 @@ class SweepQueue:
         self._say(f"run {run} of {total} {verb} on {place.name}{reason}: {describe_values(values)}")
 
     def _write_end(self, end: AttemptEnd) -> None:
-        """Note the end of an attempt in the journal, and tell the search."""
         self._journal.write(end)
         if self._search and (trial := self.sweep.find_trial(end.run)):
             self._search.finish(self.sweep, trial, self._failed_before)
 
     def _prune(self) -> None:
-        """Note the new evaluations of active runs, and end runs that the pruner does not want to train any longer."""
         for active in self._active:
             if active.pruned_because:
                 if time.monotonic() - active.pruned_at > _STOP_SECONDS:
@@ -500,7 +498,6 @@ class SweepQueue:
             return False
 
     def _read_metrics(self, folder: str) -> dict[str, float]:
-        """Return the metrics of a run that has finished; empty if it has not."""
         try:
             record = read_record(str(Path(self.sweep.folder, folder)))
         except CpuftError:
@@ -621,10 +618,7 @@ def name_folder(run: int, runs: int, attempt: int) -> str:
 
 
 def name_in_trackers(header: SweepHeader, folder: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables by which trackers group the runs of a sweep under the name of its folder.
-
-    What the user has set stays. Empty if the runs have no --report-to.
-    """
+    """Return environment variables that group the runs of a sweep in trackers, except those that the user has set."""
     is_tracked = any(option.startswith("--report-to=") for option in header.options)
     is_tracked |= any("report_to" in values for values in header.runs)
     variables = ("WANDB_RUN_GROUP", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT")

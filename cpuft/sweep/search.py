@@ -56,10 +56,7 @@ def list_variable_options() -> tuple[str, ...]:
 
 
 def parse_values(name: str, text: str) -> Values:
-    """Return the possible values of an option, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3".
-
-    A range of whole numbers has all numbers from its beginning to its end.
-    """
+    """Return the possible values of an option, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3"."""
     flag = format_flag(name)
     field = next(field for field in dataclasses.fields(TrainConfig) if field.name == name)
     kind = get_type_hints(TrainConfig)[name]
@@ -283,10 +280,7 @@ def format_assignment(assignment: Mapping[str, str]) -> list[str]:
 
 
 def estimate_length(config: TrainConfig) -> float:
-    """Return the number of examples that a run trains on, by which the lengths of runs with the same data are compared.
-
-    All examples of the data count as a million.
-    """
+    """Return the relative length of a run in examples, where all examples of the data count as a million."""
     if config.max_steps:
         return float(config.max_steps * config.batch_size * config.gradient_accumulation)
     return config.epochs * (config.max_train_samples or 10**6)

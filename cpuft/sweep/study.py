@@ -152,7 +152,6 @@ class OptunaSearch:
         return trial
 
     def _read_params(self, params: Mapping[str, str]) -> dict[str, Any]:
-        """Return the parameters of a configuration with the types that Optuna has for them."""
         try:
             number = int(params.get(_ALTERNATIVE, "1"))
             space, names = self._spaces[number - 1], self._names[number - 1]
@@ -256,10 +255,7 @@ class OptunaSearch:
         self._reported[number] = max(begin, len(curve))
 
     def finish(self, sweep: Sweep, number: int, retried: Collection[int] = ()) -> None:
-        """Tell the study the result of a configuration, if all its runs have ended and the study does not know it yet.
-
-        `retried` has the numbers of runs that have failed and are tried again.
-        """
+        """Tell the study the result of a configuration once all runs have ended; runs in `retried` have not."""
         status, value = judge_trial(sweep, number, retried)
         if number not in self._open or not status:
             return

@@ -42,10 +42,7 @@ def name_image(recipe: str, environment: str) -> str:
 
 
 def is_ready(image: Ami | None, name: str) -> bool:
-    """Whether the AMI that was found under `name` can be used: False for None, and while AWS makes it.
-
-    Raises CpuftError when somebody else made the AMI, or when it could not be made.
-    """
+    """Whether the AMI found under `name` can be used now. CpuftError if it never can, as when it is not cpuft's."""
     if image and not image.recipe:
         raise CpuftError(
             f"AMI {image.id} has the name {name}, but cpuft did not make it: deregister it, or give it another name"

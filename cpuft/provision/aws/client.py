@@ -201,7 +201,6 @@ class AwsClient:
         return self._clients[key]
 
     def _request(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Make one request and return the response, with all of its pages."""
         import botocore.exceptions as faults
 
         client = self._get_client(method)

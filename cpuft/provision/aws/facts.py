@@ -39,7 +39,6 @@ READY, PENDING = "available", "pending"
 QUOTA_CODES = {False: "L-1216C47A", True: "L-34B43A08"}
 """Service quotas of EC2 for the vCPUs of running standard instances, by whether they are spot instances."""
 _DEBIAN_PARAMETER = "/aws/service/debian/release/12/latest/amd64"
-"""Public parameter of AWS whose value is the newest AMI of Debian 12."""
 _ADDRESS_SERVICE = "https://checkip.amazonaws.com"
 _HOST_KEY = re.compile(
     r"-----BEGIN SSH HOST KEY KEYS-----.*?(ssh-ed25519 [A-Za-z0-9+/]{68})\s.*?-----END SSH HOST KEY KEYS-----",
@@ -97,7 +96,6 @@ class SecurityGroup:
     owner: str
     """ARN of the user or role that made the cluster."""
     until: int
-    """When the lease ends."""
     generation: int
     """When missing instances were last requested."""
     ingress: tuple[Rule, ...]
@@ -163,7 +161,6 @@ class Offer:
     """What AWS offers of an instance type, and how much of it this account may rent."""
 
     vcpus: int
-    """Hardware threads of an instance."""
     architectures: tuple[str, ...]
     in_placement_groups: bool
     markets: tuple[str, ...]
@@ -339,10 +336,7 @@ def find_host_key(client: AwsClient, instance: str) -> str:
 
 
 def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tuple[Instance, ...]]]:
-    """Return all clusters of the account in this region, whoever made them, by name: security group and instances.
-
-    The group is None if it was deleted.
-    """
+    """Return by name all clusters of the account in this region: security group (None if deleted), instances."""
     filters = [{"Name": "tag-key", "Values": [TAG]}]
     groups = [_parse_group(one) for one in client.query("describe_security_groups", Filters=filters)["SecurityGroups"]]
     instances = parse_instances(client.query("describe_instances", Filters=filters))

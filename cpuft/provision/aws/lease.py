@@ -110,10 +110,7 @@ def parse_timer(text: str) -> Timer:
 
 
 def make_schedule_command(until: int, limit: int) -> tuple[str, ...]:
-    """Return a command that installs on an instance what user data should have, and schedules the shutdown at `until`.
-
-    Running jobs may extend the lease to `limit`; both times are in seconds since the epoch.
-    """
+    """Return a command that installs both times (seconds since the epoch) on an instance and plans its shutdown."""
     files = (UNTIL_FILE, str(until), _LIMIT_FILE, str(limit), _ARM, ARM_SCRIPT, _UNIT_FILE, _UNIT)
     return ("sh", "-c", _INSTALL, "arm", *files)
 

@@ -140,7 +140,6 @@ def _check_quota(config: AwsConfig, offer: Offer, missing: int) -> None:
 
 
 def _check_owner(name: str, resources: Resources) -> None:
-    """Raise CpuftError when the owner in the cluster's tags is not who asked."""
     group = resources.group
     if group and group.owner != resources.caller:
         raise CpuftError(f"cluster {name} belongs to {group.owner}, and you are {resources.caller}: use another --name")
@@ -199,7 +198,6 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
 
 
 def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
-    """Plan the cluster's record, then the key to log in with."""
     base, until = facts.directory, facts.resources.group.until if facts.resources.group else 0
     record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until))}
     steps = plan_files(record, facts.files, "register the cluster")
@@ -211,16 +209,14 @@ def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
 
 
 def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int) -> Entry:
-    """Return the record of a cluster on this machine. Its options `yes` and `recipe`, of one run only, are empty.
-
-    `until` is the end of the lease in seconds since the epoch; 0 if it is not fixed yet.
-    """
+    """Return the record of a cluster; `until` is the end of its lease in epoch seconds, 0 if not fixed yet."""
     return Entry(
         config.name,
         "aws",
         hostfile,
         f"{directory}/ssh_config",
         f"{config.prefix}/env/bin/python",
+        # The options `yes` and `recipe` are of one run only.
         options={key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()},
         ssh_config_there=f"{config.prefix}/clusters/{config.name}/ssh_config",
         # On-demand instances are never reclaimed.
@@ -246,7 +242,6 @@ def check_ssh_config(name: str, facts: RentalFacts) -> str:
 
 
 def _resource_name(name: str) -> str:
-    """Return the name of a cluster's security group and placement group."""
     return f"cpuft-{name}"
 
 

@@ -120,10 +120,7 @@ def _format_amount(amount: float) -> str:
 def describe_instances(
     group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price
 ) -> list[str]:
-    """Return a line about the lease and cost of a cluster, and a line for each instance that AWS lists.
-
-    `group` is None if it was deleted.
-    """
+    """Return a line about a cluster's lease and cost, and one for each instance; `group` is None if deleted."""
     lines = [_describe_lease(group, instances, now, price)]
     for one in instances:
         market = "spot" if one.spot else "on demand"

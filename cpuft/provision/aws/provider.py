@@ -158,10 +158,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """Return what exists in AWS; when nothing is missing there, also what the instances say.
 
         `make` waits here until the instances run and accept ssh connections, 5 minutes for each, and schedules
-        shutdowns that are missing. Other commands do not wait and change nothing.
-
-        Raises NoCapacityError when every zone has refused, and LeaseError when instances would not terminate
-        themselves.
+        shutdowns that are missing; other commands do not. Raises NoCapacityError when every zone has refused, and
+        LeaseError when instances would not terminate themselves.
         """
         facts = self._gather_rental()
         if self.services.uses_ssh and not plan_rental(self.config, facts).stages:
@@ -171,7 +169,6 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return AwsFacts(facts)
 
     def _gather_rental(self) -> RentalFacts:
-        """Return the facts for `plan_rental`; ask AWS what it offers if something has to be rented."""
         facts = self._gather_resources()
         resources, ssh_from = facts.resources, self.config.ssh_from or self.services.find_address()
         self._refuse_ended(resources)
@@ -230,7 +227,6 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return Nodes(self.config, resources.live, self.environ, self.hostfile, resources.group)
 
     def _wait_until_running(self, facts: RentalFacts) -> RentalFacts:
-        """Wait until all instances run and have addresses."""
         end = self.services.now() + _BOOT_SECONDS
         while any(one.state != "running" or not one.public for one in facts.resources.live):
             if self.services.now() > end:
@@ -400,10 +396,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return plan_rental_down(self.name, facts.rental)
 
     def plan_extension(self, lease: str) -> Plan:
-        """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before.
-
-        The steps change the tags, the instances and the cluster's record.
-        """
+        """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before."""
         facts = self._gather_resources()
         until = int(facts.resources.now) + parse_lease(lease)
         plan = plan_lease_extension(self.name, facts, until)
