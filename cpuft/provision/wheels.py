@@ -204,7 +204,7 @@ def _refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence
 
 
 def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder of downloaded wheels for a version of Python, which is named by a hash of all that matters."""
+    """Return the folder of downloaded wheels for a version of Python; its name has a hash of what decides on them."""
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
     pins, hashes = PINS.read_text(encoding="utf-8"), HASHES.read_text(encoding="utf-8")

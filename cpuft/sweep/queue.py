@@ -251,8 +251,8 @@ class SweepQueue:
     """Carries out the runs of a sweep: each is a `cpuft launch` in a process of its own.
 
     Runs that failed in an earlier session of the sweep are tried again. `options` of all launches say how they reach
-    their hosts. After `stop_after` failed runs, no further run is started (0: any number may fail). `search` chooses
-    further runs, and prunes them.
+    their hosts. After `stop_after` failed runs, the sweep ends (0: any number may fail). `search` chooses further
+    runs, and prunes them.
     """
 
     def __init__(
