@@ -1,7 +1,7 @@
 """What every kind of cluster can do (`Provider`), and the table of all kinds (`PROVIDERS`).
 
-To add a kind of cluster, write a module with a subclass of `Provider`, a module with its options, and a line of the
-table. The options module is imported whenever `cpuft provision` lists its verbs, so it must not import anything heavy.
+A new kind of cluster needs a subclass of `Provider`, a line of the table, and a module with its options, which must not
+import anything heavy because every help of `cpuft provision` imports it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Options(Protocol):
 C = TypeVar("C", bound=Options)
 F = TypeVar("F")
 _STAGE_SECONDS = 3600.0
-"""Time limit of a stage: copying a gigabyte of wheels over a slow link takes long."""
+"""Time limit of a stage; copying a gigabyte of wheels over a slow link takes long."""
 
 
 class Provider(ABC, Generic[C, F]):
     """One cluster of one kind: makes it, describes it and removes it.
 
     A subclass says what exists (`gather`), what is missing (`plan`) and what has to be removed (`plan_down`). The
-    methods that commands call (`make`, `show`, `describe`, `drift`, `down`, `show_down`) are built from these and are
-    the same for all kinds. They keep two promises:
+    methods that commands call (`make`, `show`, `describe`, `drift`, `down`, `show_down`) are built from these. They
+    keep two promises:
 
     - Calling `make` or `down` again is always safe: it continues where the last call stopped, and does nothing when
       nothing is left to do.
@@ -62,21 +62,18 @@ class Provider(ABC, Generic[C, F]):
 
     Parameters
     ----------
-    config
-        The options that the user gave.
     environ
         Environment variables. CPUFT_STATE, or else XDG_STATE_HOME or HOME, says where clusters are recorded.
     entry
         The cluster's record in the registry; None for a cluster that has no record yet.
 
-    Raises CpuftError: the name is not a valid cluster name, or the registry's folder has white space in its path or can
-    be written by other users.
+    Raises CpuftError when the name is not valid, or the registry's folder has white space in its path or can be written
+    by other users.
     """
 
     kind: str
-    """Name of the kind: its key in `PROVIDERS`, and what the cluster's record says."""
+    """The key in `PROVIDERS`, which the cluster's record repeats."""
     options: type[C]
-    """Class of the options of this kind."""
     summary: str
     """What the cluster consists of, for messages: "4 x m7i.8xlarge"."""
 
@@ -90,10 +87,7 @@ class Provider(ABC, Generic[C, F]):
 
     @classmethod
     def from_entry(cls, entry: Entry, environ: Mapping[str, str]) -> Provider[C, F]:
-        """Return the provider of a recorded cluster, with the options that it was made with.
-
-        Raises CpuftError when the recorded options are unknown or not valid.
-        """
+        """Return the provider of a recorded cluster; CpuftError if its recorded options are unknown or not valid."""
         # Records of simulated clusters of earlier versions have the option without_root.
         given = [(key, value) for key, value in entry.options.items() if key != "without_root"]
         argv = [f"--{key.replace('_', '-')}={value}" for key, value in given]
@@ -101,26 +95,16 @@ class Provider(ABC, Generic[C, F]):
 
     @classmethod
     def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Provider[C, F] | None:
-        """Return a cluster of this kind that may exist although this machine has no record of it; None without one.
+        """Return a cluster of this kind that may exist although this machine has no record of it; None by default.
 
-        By default, and so for kinds that do not override it, None.
-
-        Parameters
-        ----------
-        region
-            Region of the cloud to search, as the user gave it; empty when the user gave none. Kinds without regions
-            return None when it is given.
-
-        Raises CpuftError when the name is not valid, or the machine or the cloud cannot be examined.
+        `region` is the region of the cloud to search, empty when the user gave none; kinds without regions return None
+        when it is given. Raises CpuftError when the name is not valid, or the machine or the cloud cannot be examined.
         """
         return None
 
     @classmethod
     def describe_region(cls, region: str) -> list[str]:
-        """Return lines that describe all clusters of this kind in a region of a cloud; [] for kinds without regions.
-
-        Raises CpuftError when the cloud cannot be asked.
-        """
+        """Return lines on all clusters of this kind in a region of a cloud; [] for kinds without regions."""
         return []
 
     @abstractmethod
@@ -132,11 +116,10 @@ class Provider(ABC, Generic[C, F]):
 
     @abstractmethod
     def plan(self, facts: F) -> Plan:
-        """Return the steps that make or repair the cluster; an empty plan when nothing is missing.
+        """Return the steps that make or repair the cluster; an empty plan when nothing is missing. Pure.
 
-        `make` gathers and plans again after each plan was executed, so a plan may hold the first steps only. Pure.
-
-        Raises CpuftError when the missing parts cannot be made.
+        A plan may hold the first steps only, because `make` gathers and plans again after each plan. Raises CpuftError
+        when the missing parts cannot be made.
         """
 
     @abstractmethod
@@ -148,20 +131,14 @@ class Provider(ABC, Generic[C, F]):
 
     @abstractmethod
     def describe_hosts(self) -> list[str]:
-        """Return one line for each host: what it is doing now, or why it cannot be asked.
-
-        Clouds add a line on the lease.
-        """
+        """Return a line for each host (what it is doing, or why it cannot be asked); clouds add one on the lease."""
 
     def gather_remains(self) -> F:
         """Return the facts from which `plan_down` decides what to remove: by default the same as for `plan`."""
         return self.gather()
 
     def run(self, plan: Plan, say: Say) -> None:
-        """Execute a plan to its end, and report its steps with `say`; each stage has an hour at most.
-
-        Raises CpuftError that names every step that failed. Later stages are not started then.
-        """
+        """Execute a plan with `run_stages`; a kind whose plans have steps of other types overrides this method."""
         run_stages(plan, say)
 
     def check(self) -> None:
@@ -181,37 +158,19 @@ class Provider(ABC, Generic[C, F]):
         check_places(str(self.directory), self.hostfile)
 
     def find_record(self) -> Entry | None:
-        """Return the record of this name on this machine, which may be of another cluster: of another kind or region.
-
-        None without a record, and for one that cannot be read: `make` writes it again.
-        """
+        """Return the record of this name, perhaps of another kind or region; None without a readable one."""
         with suppress(CpuftError):
             return registry.read_entry_if_exists(self.root, self.name)
         return None
 
     def confirm(self, ask: Ask) -> None:
-        """Ask the user what only the user can decide, such as a price; by default nothing.
-
-        Raises CpuftError when the answer is no.
-        """
+        """Ask the user what only the user can decide, such as a price (default: nothing); CpuftError after a no."""
 
     def make(self, say: Say, ask: Ask) -> str:
-        """Make or repair the cluster: check, lock, ask, then gather, plan and execute until nothing is missing.
+        """Make or repair the cluster, and return a sentence for the user with its hostfile and the next command.
 
-        Parameters
-        ----------
-        say
-            Called with a line of text for each step.
-        ask
-            Called with a question when the user has to decide something.
-
-        Returns
-        -------
-        A sentence for the user: `cluster NAME: SUMMARY, hostfile PATH; next: cpuft doctor --cluster NAME`. The same
-        when nothing was missing.
-
-        Raises CpuftError when a check of `check` or `gather` fails, the user refuses, a step fails, or another process
-        has been changing the same cluster for 30 s.
+        Raises CpuftError when a check fails, the user refuses, a step fails, or another process has been changing the
+        same cluster for 30 s.
         """
         self.check()
         registry.make_state_root(self.root)
@@ -222,20 +181,16 @@ class Provider(ABC, Generic[C, F]):
         return f"cluster {self.name}: {self.summary}, hostfile {hostfile}; next: cpuft doctor --cluster {self.name}"
 
     def show(self) -> Plan:
-        """Return the first plan that `make` would execute if the user answered yes; empty if nothing is missing.
-
-        Changes nothing anywhere. Raises CpuftError when a check of `check`, `confirm`, `gather` or `plan` fails.
-        """
+        """Return the first plan that `make` would execute after a yes to all questions. Changes nothing anywhere."""
         self.check()
         self.confirm(lambda question: True)
         return self.plan(self.gather())
 
     def describe(self) -> str:
-        """Return the lines of `cpuft provision status`, each with a newline at its end.
+        """Return the lines of `cpuft provision status`, each with a newline at its end: the cluster, then its hosts.
 
-        The first is `cluster NAME (KIND), hostfile PATH`; then come the indented lines of `describe_hosts`. Raises
-        CpuftError when the cloud or this machine cannot be asked; a host that does not answer only has a line that says
-        so.
+        Raises CpuftError when the cloud or this machine cannot be asked; a host that does not answer only has a line
+        that says so.
         """
         head = f"cluster {self.name} ({self.kind}), hostfile {self._display_hostfile()}\n"
         return head + "".join(f"  {line}\n" for line in self.describe_hosts())
@@ -252,7 +207,7 @@ class Provider(ABC, Generic[C, F]):
         return [f"{name}: {step.why}" for name, step in zip(names, steps)]
 
     def down(self, say: Say) -> str:
-        """Remove the cluster and its record. Returns "cluster NAME was removed", also if nothing was there.
+        """Remove the cluster and its record, and return a sentence for the user, also if nothing was there.
 
         Raises CpuftError when the cluster cannot be examined or must not be removed from here, a step fails, or another
         process has been changing the same cluster for 30 s.
@@ -262,24 +217,20 @@ class Provider(ABC, Generic[C, F]):
         return f"cluster {self.name} was removed"
 
     def show_down(self) -> Plan:
-        """Return the first plan that `down` would execute; empty if nothing is left. Changes nothing anywhere."""
+        """Return the first plan that `down` would execute. Changes nothing anywhere."""
         return self.plan_down(self.gather_remains())
 
     def plan_extension(self, lease: str) -> Plan:
         """Return the steps that let the lease end `lease` (90m, 4h, 2d) from now. Nothing is executed.
 
-        Raises CpuftError: clusters of this kind have no lease (the default), this one cannot be extended, or `lease` is
-        not valid.
+        Raises CpuftError when the cluster has no lease (the default) or cannot be extended, or `lease` is not valid.
         """
         raise CpuftError(
             f"cluster {self.name} has no lease, because it is of kind {self.kind}: only rented clusters have one"
         )
 
     def extend(self, lease: str, say: Say) -> str:
-        """Execute `plan_extension`. Returns a sentence for the user; that of a cloud says when the lease ends.
-
-        Raises CpuftError: the cluster has no lease, `lease` is not valid, or a step failed.
-        """
+        """Execute `plan_extension`, and return a sentence for the user; that of a cloud says when the lease ends."""
         self.run(self.plan_extension(lease), say)
         return f"the lease of cluster {self.name} was extended"
 
@@ -291,19 +242,10 @@ class Provider(ABC, Generic[C, F]):
 def reconcile(
     gather: Callable[[], F], plan: Callable[[F], Plan], say: Say, run: Callable[[Plan, Say], None] | None = None
 ) -> F:
-    """Gather facts, plan and execute in a loop until a plan is empty. If the first plan is empty, nothing is executed.
+    """Gather facts, plan and execute in a loop until a plan is empty, and return the facts of that plan.
 
-    Parameters
-    ----------
-    run
-        Executes a plan; `run_stages` by default, on this machine and over ssh.
-
-    Returns
-    -------
-    The facts for which the plan was empty.
-
-    Raises CpuftError when steps fail (the message names all of them), or when the same plan comes twice in a row.
-    Errors of `gather` and `plan` pass through.
+    `run` executes a plan: by default `run_stages`. Raises CpuftError when steps fail, or when the same plan comes twice
+    in a row, which means that its steps changed nothing.
     """
     before: Plan | None = None
     while True:
@@ -323,8 +265,8 @@ def reconcile(
 def run_stages(plan: Plan, say: Say) -> None:
     """Execute a plan to its end, and report its steps with `say`; each stage has an hour at most.
 
-    Raises CpuftError that names every step of a stage that failed, with its last lines of output; later stages are not
-    started. Raises Interrupted after SIGINT, SIGTERM, SIGHUP or SIGUSR1, when the steps have ended.
+    Raises CpuftError that names every failed step of a stage, and starts no later stage. Raises Interrupted after
+    SIGINT, SIGTERM, SIGHUP or SIGUSR1, when the running steps have ended.
     """
     execute.run_stages(plan, os.environ, _STAGE_SECONDS, say, "correct the cause and run the same command again")
 
@@ -334,9 +276,7 @@ def lock(path: Path, seconds: float = 30.0) -> Iterator[None]:
     """Hold the lock of the cluster at `path`, so that only one `cpuft provision` at a time changes it.
 
     The lock is the name of a Unix socket, which Linux releases when the process ends in any way. Nothing is written,
-    and `path` need not exist. If another process holds the lock, this waits up to `seconds`.
-
-    Raises CpuftError when another process holds the lock for more than `seconds`.
+    and `path` need not exist. Raises CpuftError when another process holds the lock for more than `seconds`.
     """
     end = time.monotonic() + seconds
     with socket.socket(socket.AF_UNIX) as holder:
@@ -358,7 +298,7 @@ class Kind:
     """A kind of cluster."""
 
     provider: str
-    """Where its subclass of `Provider` is, "module:class". It is imported when it is needed."""
+    """Its subclass of `Provider` as "module:class", imported when it is needed."""
     options: type[Any]
     """The dataclass of its options, which `cpuft provision KIND` has; its docstring is the help."""
 
@@ -368,21 +308,19 @@ PROVIDERS = {
     "hosts": Kind("cpuft.provision.servers:Servers", HostsConfig),
     "aws": Kind("cpuft.provision.aws.provider:Aws", AwsConfig),
 }
-"""All kinds of clusters, by the names that their records have."""
 
 
 def load_provider(kind: str) -> type[Provider[Any, Any]]:
-    """Import and return the provider class of a kind. Raises KeyError for a kind that is not in `PROVIDERS`."""
+    """Import and return the provider class of a kind. Raises KeyError for an unknown kind."""
     module, _, name = PROVIDERS[kind].provider.partition(":")
     return cast("type[Provider[Any, Any]]", getattr(importlib.import_module(module), name))
 
 
 def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
-    """Return the recorded cluster `name`. Its hosts are not asked.
+    """Return the recorded cluster `name`, without asking its hosts.
 
-    Raises CpuftError: the name is not valid, no such cluster is recorded, it was made on another machine and this host
-    is one of its hosts, its kind is unknown, its record is damaged or can be written by other users, or its options are
-    not valid.
+    Raises CpuftError when there is no usable record: none at all, one of a cluster that was made on another machine, of
+    an unknown kind, damaged, or writable by other users.
     """
     entry = registry.read_entry(registry.state_root(environ), name)
     if entry.kind == registry.INSIDE:
@@ -400,12 +338,9 @@ def load_cluster(name: str, environ: Mapping[str, str]) -> Provider[Any, Any]:
 def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Provider[Any, Any]:
     """Return the recorded cluster `name`, or one without a record that may exist.
 
-    A record counts only if no `region` is given or the cluster was made in that region. Without such a record, a
-    simulated cluster of which something is left on this machine is returned, or, with a `region`, the cluster on AWS of
-    this name, even if nothing carries its tag.
-
-    Raises CpuftError: nothing is found, the name is not valid, the record cannot be used (damaged, untrusted, or of a
-    cluster that was made on another machine), or AWS or this machine cannot be examined.
+    A record counts only if no `region` is given or the cluster was made there. Without such a record, a simulated
+    cluster of which something is left on this machine is returned, or, with a `region`, the cluster on AWS of this
+    name, even if nothing carries its tag.
     """
     entry = registry.read_entry_if_exists(registry.state_root(environ), name)
     if not entry or (region and entry.options.get("region") != region):
@@ -416,12 +351,6 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
 
 
 def describe_region(region: str) -> str:
-    """Return the lines of `cpuft provision status --region`: all clusters in a region, whoever made them.
-
-    One line says so if there is no cluster. An empty `region` is the one of the AWS configuration.
-
-    Raises CpuftError: boto3 is not installed, the region is unknown or not given, or AWS refuses a call or does not
-    answer.
-    """
+    """Return the lines of `cpuft provision status --region`; an empty `region` is that of the AWS configuration."""
     lines = [line for kind in PROVIDERS for line in load_provider(kind).describe_region(region)]
     return "".join(f"{line}\n" for line in lines or [f"there is no cluster in region {region}"])

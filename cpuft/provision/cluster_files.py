@@ -15,7 +15,6 @@ from cpuft.plan import Step
 KEY_MARK = "cpuft"
 """Comment of the keys that cpuft makes: the last word of their .pub files."""
 _PRIVATE = ("host_key", "id_ed25519")
-"""Names of private keys, whose texts are not read."""
 _REMOVAL = REMOVE + Path(__file__).with_name("cluster_removal.sh").read_text(encoding="utf-8")
 """Removes the directory last, because the record in it is how a second attempt finds the rest."""
 _KEYGEN = """set -eu
@@ -29,10 +28,9 @@ _PREFIX = re.compile(r"(/[\w.+-]+)+")
 
 
 def read_files(directory: Path, hostfile: Path) -> dict[str, str]:
-    """Return the texts of the cluster's files on this machine, by path; {} if there are none.
+    """Return the texts of the cluster's files on this machine, by path.
 
-    These are the files in `directory`, in its folder `there` and in its folders `nodes/*`, and the hostfile if it
-    exists. The text is "private" for a private key (host_key, id_ed25519), and "" for a file that cannot be read.
+    The text is "private" for a private key (host_key, id_ed25519), and "" for a file that cannot be read.
     """
     paths = [path for pattern in ("*", "there/*", "nodes/*/*") for path in directory.glob(pattern) if path.is_file()]
     texts = {str(path): "private" if path.name in _PRIVATE else read_raw(path) for path in paths}
@@ -48,11 +46,7 @@ def read_raw(path: Path) -> str:
 
 
 def check_prefix(prefix: str) -> None:
-    """Raise CpuftError unless `prefix` can be a folder on a host that only cpuft uses.
-
-    It must be an absolute path of letters, digits and `_ . + -`, without `.`, `..` or a slash at its end; not `/`
-    itself. Nothing on a disk is looked at.
-    """
+    """Raise CpuftError unless `prefix` is a plain absolute path, other than `/`. Nothing on a disk is looked at."""
     if not _PREFIX.fullmatch(prefix) or {".", ".."} & set(prefix.split("/")):
         raise CpuftError(
             f"prefix {prefix!r} is not a plain absolute path: give a folder that only cpuft uses, such as /opt/cpuft"
@@ -60,11 +54,7 @@ def check_prefix(prefix: str) -> None:
 
 
 def is_ours(files: Mapping[str, str], directory: str) -> bool:
-    """Whether cpuft made a cluster's directory: its files (`read_files`) have a record, or what is made before the
-    record.
-
-    That is a public key with cpuft's comment, or an ssh_config whose first line says that `cpuft provision` made it.
-    """
+    """Whether cpuft made a cluster's directory: `files` has a record in it, or a public key or ssh_config of cpuft."""
 
     def shows_cpuft(name: str, text: str) -> bool:
         is_key = name.endswith(".pub") and text.rstrip().endswith(f" {KEY_MARK}")
@@ -78,10 +68,7 @@ def is_ours(files: Mapping[str, str], directory: str) -> bool:
 
 
 def check_places(directory: str, hostfile: str) -> None:
-    """Raise CpuftError when a cluster's directory or hostfile exists but was not made by `cpuft provision`.
-
-    A directory that is missing or empty, and a hostfile that is missing or empty, are accepted.
-    """
+    """Raise CpuftError when a cluster's directory or hostfile is not empty and was not made by `cpuft provision`."""
     files = read_files(Path(directory), Path(hostfile))
     if os.path.isdir(directory) and os.listdir(directory) and not is_ours(files, directory):
         raise CpuftError(f"{directory} was not made by cpuft provision: move it away, or choose another --name")
@@ -89,10 +76,7 @@ def check_places(directory: str, hostfile: str) -> None:
 
 
 def check_hostfile(path: str, text: str) -> None:
-    """Raise CpuftError when the text of a hostfile is not empty and was not written by `cpuft provision`.
-
-    The first line of a hostfile of cpuft says that. `path` is for the error message only.
-    """
+    """Raise CpuftError when the text of a hostfile is not empty and its first line does not say that cpuft wrote it."""
     if text and not carries_mark(text):
         raise CpuftError(f"{path} was not made by cpuft provision: move it away, or choose another --name")
 
@@ -100,8 +84,7 @@ def check_hostfile(path: str, text: str) -> None:
 def plan_removal(files: Mapping[str, str], directory: str, hostfile: str, *others: str) -> tuple[Step, ...]:
     """Return one step that removes a cluster's directory, and its hostfile and `others` if cpuft wrote the hostfile.
 
-    Whether the directory is cpuft's is not checked here: ask `is_ours` first. Folders that become empty are removed,
-    too.
+    Whether the directory is cpuft's is not checked here: ask `is_ours` first.
     """
     mine = (hostfile, *others) if carries_mark(files.get(hostfile, "")) else ()
     return (Step("remove its keys, files and hostfile", ("sh", "-c", _REMOVAL, "remove", directory, *mine)),)
@@ -113,18 +96,13 @@ def plan_key(path: str, why: str, comment: str = KEY_MARK, host: str = "") -> St
 
 
 def plan_file(path: str, text: str, why: str, mode: str = "644", host: str = "") -> Step:
-    """Return the step that writes a file atomically, and makes its folder. It never writes through a symbolic link.
-
-    A new folder is writable by its owner only, because cpuft trusts no record in a folder that others can write to.
-    """
+    """Return the step that writes a file atomically, and makes its folder; it never writes through a symbolic link."""
+    # A new folder is writable by its owner only, because cpuft trusts no record in a folder that others can write to.
     script = 'set -eC; umask go-w; mkdir -p "${1%/*}"; rm -f "$1.new"; cat >"$1.new"; chmod "$2" "$1.new"; '
     script += 'mv -f "$1.new" "$1"'
     return Step(why, ("sh", "-c", script, "write", path, mode), host=host, stdin=text)
 
 
 def plan_files(texts: Mapping[str, str], found: Mapping[str, str], why: str) -> list[Step]:
-    """Return a step that writes a file on this machine for each of `texts` (by path) that differs from `found`.
-
-    A file that `found` (texts by path) does not have is written, too. [] when all texts are the same.
-    """
+    """Return a step that writes a file on this machine for each of `texts` (by path) that differs from `found`."""
     return [plan_file(path, text, why) for path, text in texts.items() if found.get(path) != text]

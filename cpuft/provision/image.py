@@ -33,10 +33,10 @@ CHECK = "check the environment in the image: imports, mpirun, two ranks over eve
 """Reason of the step that runs `PROVE`."""
 _HERE = Path(__file__)
 PROVE = _HERE.with_name("image_prove.sh").read_text(encoding="utf-8")
-"""Shell script that checks an environment by training with it. Its argument is the path of the environment's Python."""
+"""Shell script that checks an environment by training with it; its argument is the path of the environment's Python."""
 _CLEAN = f"set -eu\n{REMOVE}" + _HERE.with_name("image_clean.sh").read_text(encoding="utf-8")
 _OWN_RECIPE = _HERE.with_name("recipe.yaml")
-"""The recipe of the golden image. It lies in the package so that wheels contain it; `ami/recipe.yaml` links to it."""
+"""It lies in the package so that wheels contain it; `ami/recipe.yaml` links to it."""
 _HOSTS = "127.0.0.1 localhost\n::1 localhost\n"
 
 
@@ -45,7 +45,6 @@ class Package:
     """A Debian package, and why the image has it."""
 
     name: str
-    """Name of the package, as apt knows it."""
     reason: str
 
 
@@ -54,7 +53,7 @@ class File:
     """A configuration file, and why the image has it."""
 
     path: str
-    """Absolute path in the image."""
+    """Absolute, in the image."""
     text: str
     reason: str
 
@@ -64,9 +63,9 @@ class Environment:
     """Where the Python environment for training is installed, and for which Python."""
 
     prefix: str
-    """Folder of the environment in the image, such as "/opt/cpuft"."""
+    """Such as "/opt/cpuft"."""
     python: str
-    """Version of the Python in the Debian suite, such as "3.11"."""
+    """Version in the Debian suite, such as "3.11"."""
     reason: str
 
 
@@ -75,9 +74,9 @@ class Base:
     """What debootstrap unpacks."""
 
     suite: str
-    """Name of the Debian release, such as "bookworm"."""
+    """Name of the Debian release: "bookworm"."""
     mirror: str = ""
-    """Address from which debootstrap fetches packages. Empty for debootstrap's default, deb.debian.org."""
+    """Address of a package mirror; empty for debootstrap's default, deb.debian.org."""
 
 
 @dataclass(frozen=True)
@@ -91,20 +90,13 @@ class Recipe:
 
     @property
     def digest(self) -> str:
-        """Hash of everything that decides what the image contains: 16 hexadecimal digits.
-
-        These are packages, files, installer, Debian suite, prefix and version of Python, and all reasons. The mirror
-        does not count.
-        """
+        """Hash of everything that decides what the image contains, and of all reasons; the mirror does not count."""
         text = "\n".join([format_install(self), self.base.suite, self.environment.prefix, self.environment.python])
         return hash_text(text, 16)
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a recipe from a YAML file; the one in the package if `path` is the default and does not exist.
-
-    Raises CpuftError: the file cannot be read, or is not a recipe.
-    """
+    """Read a recipe from a YAML file; the one in the package if `path` is the default and does not exist."""
     use_own = path == RECIPE and not Path(path).exists()
     try:
         text = (_OWN_RECIPE if use_own else Path(path)).read_text(encoding="utf-8")
@@ -119,10 +111,7 @@ def read_recipe(path: str) -> Recipe:
 
 
 def _refuse_control_characters(recipe: Recipe) -> None:
-    """Raise ValueError if a value has a control character, which would break a line of the generated scripts.
-
-    Only the text of a file may have tabs and several lines.
-    """
+    """Raise ValueError if a value has a control character, which would break a line of the generated scripts."""
     parts = (recipe.base, recipe.environment, *recipe.packages, *recipe.files)
     for part in parts:
         for name, value in vars(part).items():
@@ -131,11 +120,7 @@ def _refuse_control_characters(recipe: Recipe) -> None:
 
 
 def format_install(recipe: Recipe) -> str:
-    """Format a shell script that applies the recipe to a Debian host, container or image; it can be run repeatedly.
-
-    The script needs root. Without arguments it installs the packages and writes the files; with the arguments PREFIX,
-    STAMP and pins it installs the training environment, too.
-    """
+    """Format a shell script that applies the recipe to a Debian host, container or image; it can be run repeatedly."""
     parts = [
         "#!/bin/sh",
         "# Generated from recipe.yaml by `cpuft provision recipe`: edit recipe.yaml instead. Run this script as root.",
@@ -158,12 +143,12 @@ def format_install(recipe: Recipe) -> str:
 
 
 def environment_python(recipe: Recipe) -> str:
-    """Return the path of the environment's Python in the image, such as "/opt/cpuft/env/bin/python"."""
+    """Return the path of the environment's Python in the image."""
     return f"{recipe.environment.prefix}/env/bin/python"
 
 
 def check_image(image: str) -> None:
-    """Raise CpuftError if `image` is not empty and has no `usr/sbin/sshd` in it, so is no root filesystem for hosts."""
+    """Raise CpuftError if `image` is given and has no `usr/sbin/sshd`, so that it is no root filesystem for hosts."""
     if image and not os.path.exists(f"{image}/usr/sbin/sshd"):
         raise CpuftError(
             f"--image {image} is not a root filesystem with an sshd: name the directory that cpuft provision image made"
@@ -171,7 +156,7 @@ def check_image(image: str) -> None:
 
 
 def read_stamp(root: Path) -> dict[str, Any]:
-    """Return the stamp of an image; {} if `root` is not a finished image, or its stamp is damaged. Raises nothing.
+    """Return the stamp of an image; {} if `root` is not a finished image, or its stamp is damaged.
 
     Its keys are `format` (1), `recipe` (digest), `environment` (stamp of the environment), `python` (path of the
     environment's Python), `wheels` (list of name==version), `packages` (list of name=version) and `contents` (hash of
@@ -183,12 +168,7 @@ def read_stamp(root: Path) -> dict[str, Any]:
 
 
 def write_stamp(path: Path, values: dict[str, object]) -> None:
-    """Write the stamp of the image that was built as PATH.new, and rename that to `path`.
-
-    The stamp has `values`, the Debian packages with their versions (`packages`), and a hash of both (`contents`).
-
-    Raises CpuftError if the packages cannot be listed, and OSError if PATH.new is missing or `path` is not empty.
-    """
+    """Write the stamp of the image that was built as PATH.new, and rename that to `path`."""
     built = Path(f"{path}.new")
     values = values | {"packages": list_packages(built)}
     values |= {"contents": hash_text(json.dumps(values), 16)}
@@ -197,10 +177,7 @@ def write_stamp(path: Path, values: dict[str, object]) -> None:
 
 
 def list_packages(root: Path) -> list[str]:
-    """Return "name=version" of every Debian package in the image at `root`, sorted.
-
-    Raises CpuftError: dpkg-query is missing, fails, or takes longer than 60 s.
-    """
+    """Return "name=version" of every Debian package in the image at `root`, sorted."""
     command = ("dpkg-query", f"--admindir={root}/var/lib/dpkg", "-W", "-f=${Package}=${Version}\\n")
     answer = execute.run_command(command, seconds=60)
     if answer.exit_code:
@@ -217,16 +194,12 @@ class ImageFacts:
     debootstrap: str
     """Path of the program, or its name if it is not installed."""
     supply: Supply
-    """The wheels for the image's environment."""
     stamp: dict[str, object] | None = None
-    """Stamp of the image at the target path; {} if something there is no finished image. None if nothing is there."""
+    """None if nothing is at the target path; {} if something there is no finished image."""
 
 
 def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str]) -> ImageFacts:
-    """Look at what exists of the image at `target` and of its wheels (`gather_supply`). Changes nothing.
-
-    Raises CpuftError: TARGET.new is not an unfinished image, or the wheels cannot be used.
-    """
+    """Look at what exists of the image at `target` and of its wheels (`gather_supply`). Changes nothing."""
     built = Path(f"{target}.new")
     if built.exists() and not (built / STAMP).is_file():
         raise CpuftError(f"{built} is not cpuft's: move it away, or give another --output")
@@ -239,10 +212,8 @@ def gather_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str,
 def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
     """Plan what is missing of the image at `target`; empty if it is complete.
 
-    The image is built and checked as TARGET.new, and renamed at the end; each of these steps is a stage of its own.
-    While wheels are not downloaded yet, the plan has only the step that downloads them, and a note.
-
-    Raises CpuftError: at `target` is an image of another recipe or version, or something else.
+    The image is built and checked as TARGET.new, and renamed at the end. While wheels are not downloaded yet, the plan
+    has only the step that downloads them, and a note.
     """
     pins = list_pins(facts.supply.wheels)
     values: dict[str, object] = {"format": 1, "recipe": recipe.digest}
@@ -261,7 +232,6 @@ def plan_image(recipe: Recipe, target: str, facts: ImageFacts) -> Plan:
 
 
 def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str, object]) -> tuple[Step, ...]:
-    """Plan all steps of a build; `values` go into the stamp."""
     root, prefix, python = f"{target}.new", recipe.environment.prefix, environment_python(recipe)
     include = ",".join(package.name for package in recipe.packages)
     mirror = (recipe.base.mirror,) if recipe.base.mirror else ()
@@ -291,11 +261,7 @@ def _plan_build(recipe: Recipe, target: str, facts: ImageFacts, values: dict[str
 
 
 def make_image(recipe: Recipe, target: str, wheels: str, environ: Mapping[str, str], as_root: bool, say: Say) -> str:
-    """Build the image at `target` unless it is there, and download its wheels; return a sentence for the user.
-
-    Raises CpuftError: the user is not root, debootstrap is missing, the wheels cannot be used, a step failed, or at
-    `target` is an image of another recipe or version, or something else.
-    """
+    """Build the image at `target` unless it is there, and download its wheels; return a sentence for the user."""
     if not as_root or not execute.find_program("debootstrap"):
         raise CpuftError("building an image needs root and debootstrap: install debootstrap with apt-get, and use sudo")
     before = read_stamp(Path(target))

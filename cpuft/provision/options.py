@@ -9,12 +9,10 @@ from cpuft.config import LAST_PORT, option
 RECIPE = "ami/recipe.yaml"
 """Default of --recipe: path of the recipe in a checkout of cpuft."""
 REGION = "AWS region, such as us-east-1 (default: the region of your AWS configuration)"
-"""Help of --region."""
 SSH_FROM = (
     "IPv4 address or range, such as 203.0.113.7, from which ssh may reach the instances (default: this machine's "
     "public address)"
 )
-"""Help of --ssh-from."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,4 @@
-"""Clusters of existing servers over ssh: examine them, plan what is missing, and the provider that makes them.
-
-The shell scripts beside this file whose names begin with `servers_` run on the servers.
-"""
+"""Clusters of existing servers over ssh, on which the shell scripts `servers_*.sh` beside this file run."""
 
 from __future__ import annotations
 
@@ -60,8 +57,7 @@ _KEYS = _HERE.with_name("servers_keys.sh").read_text(encoding="utf-8")
 _DOWN = f"set -eu\n{REMOVE}{_KEYS}" + _HERE.with_name("servers_down.sh").read_text(encoding="utf-8")
 _AUTHORIZE = f"set -eu\n{_KEYS}authorize"
 _KEY_LINE = re.compile(r"(?!.* AAAA.* AAAA)(?:[^#].*\s)?(ssh-ed25519 [^ ]* (cpuft-[a-z0-9]+))")
-"""Line of a cluster's key in authorized_keys, perhaps with options of the user's. Its groups are the key and its
-comment."""
+"""A cluster's key in authorized_keys, perhaps after options of the user's; its groups are the key and its comment."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +65,18 @@ class ServerFacts:
     """What servers_survey.sh found on one server."""
 
     os: str = ""
-    """Name and version of the distribution, such as "debian 12"."""
+    """Name and version of the distribution: "debian 12"."""
     kernel: str = ""
-    """Version of the kernel, as `uname -r` prints it."""
     python: str = ""
-    """Version of python3, such as "3.11.2"; empty if it is missing."""
+    """Such as "3.11.2"; empty if python3 is missing."""
     stamp: str = ""
-    """Stamp of the installed environment. Empty if there is none, or if it is incomplete."""
+    """Stamp of the installed environment; empty if there is none, or an incomplete one."""
     foreign: str = ""
-    """Why the prefix cannot be used, such as a folder that cpuft did not make. Empty if it can."""
+    """Why the prefix cannot be used, such as a folder that cpuft did not make; empty if it can."""
     key: str = ""
-    """The cluster's public key as in a .pub file, on a head host. Empty if there is none."""
+    """The cluster's public key as in a .pub file, on a head host; empty if there is none."""
     free_kb: int = 0
-    """Free disk space at the prefix, in KiB."""
+    """At the prefix, in KiB."""
     ensurepip: bool = False
     """Whether python3 can make an environment with pip."""
     writable: bool = False
@@ -91,18 +86,13 @@ class ServerFacts:
     wheels: dict[str, str] = field(default_factory=dict)
     """SHA-256 of each wheel in the prefix's folder `wheels`, by file name."""
     sums: dict[str, str] = field(default_factory=dict)
-    """SHA-256 of each of the cluster's ssh files on the server, by file name; "" for a file that is missing."""
+    """SHA-256 of each of the cluster's ssh files on the server, by file name; "" for a missing file."""
     authorized: tuple[str, ...] = ()
     """Lines of the user's authorized_keys."""
 
 
 def parse_survey(text: str, host: str) -> ServerFacts:
-    """Parse the output of servers_survey.sh, which has one "key value" per line.
-
-    Keys that are missing leave the defaults of `ServerFacts`.
-
-    Raises CpuftError that names `host`, if the text has no line `os` or no number in its line `free_kb`.
-    """
+    """Parse the output of servers_survey.sh, one "key value" per line; only `os` and `free_kb` are required."""
     lines = [(key, value.strip()) for key, _, value in (line.partition(" ") for line in text.split("\n"))]
     found = dict(lines)
     if "os" not in found or not is_count(found.get("free_kb", ""), least=0):
@@ -125,7 +115,7 @@ def parse_survey(text: str, host: str) -> ServerFacts:
 def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bool, need_kb: int) -> str:
     """Return the first reason why this server cannot be provisioned and what to do; "" if it can.
 
-    `has_pip` says whether the wheels that will be sent include pip, and `need_kb` how much space the environment needs.
+    `has_pip` says whether the wheels that will be sent include pip.
     """
     version = tuple(int(part) for part in re.findall(r"\d+", facts.python)[:2])
     if version < _MIN_PYTHON:
@@ -144,21 +134,14 @@ def check_server(host: str, facts: ServerFacts, config: HostsConfig, has_pip: bo
 
 
 def describe_server(facts: ServerFacts) -> str:
-    """Return one line on a server: `up, debian 12, kernel 6.1.0, Python 3.11.2, environment 0123abcd, 40 GB free`.
-
-    Without an environment it says `no environment`, and without Python `Python missing`.
-    """
+    """Return one line on a server: `up, debian 12, kernel 6.1.0, Python 3.11.2, environment 0123abcd, 40 GB free`."""
     environment = f"environment {facts.stamp[:8]}" if facts.stamp else "no environment"
     python, free = facts.python or "missing", f"{facts.free_kb >> 20} GB free"
     return ", ".join(["up", facts.os, f"kernel {facts.kernel}", f"Python {python}", environment, free])
 
 
 def find_python(pythons: dict[str, str]) -> str:
-    """Return the minor version of Python that all servers have, such as "3.11"; "" if none of them has Python.
-
-    `pythons` has the version by name of the server. Raises CpuftError: the minor versions differ, and one environment
-    for all servers needs the same.
-    """
+    """Return the minor version of Python that all servers (name -> version) have: "3.11"; "" if none has Python."""
     versions = {name: ".".join(python.split(".")[:2]) for name, python in pythons.items()}
     if len(set(versions.values())) > 1:
         found = ", ".join(f"{name} has {version or 'none'}" for name, version in versions.items())
@@ -171,7 +154,7 @@ class ClusterFacts:
     """What planning a cluster of servers needs to know."""
 
     servers: tuple[tuple[Member, ServerFacts], ...]
-    """(ssh data, survey) of each server; the head host comes first."""
+    """The head host comes first."""
     files: Mapping[str, str]
     """Texts of the cluster's files on this machine, by path."""
     entry: Entry
@@ -179,9 +162,8 @@ class ClusterFacts:
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """The ssh command for each server, by address: argv to which a shell line is appended."""
     bastions: Bastions = ()
-    """Bastions between this machine and the servers, the first one first."""
+    """Those between this machine and the servers, the first one first."""
     supply: Supply = Supply(())
-    """The wheels that the servers install."""
     pins: tuple[str, ...] = ()
     """name==version of each package that the servers install, perhaps with `--hash=` options."""
     can_lose_head: bool = False
@@ -191,7 +173,7 @@ class ClusterFacts:
 
     @property
     def directory(self) -> str:
-        """Directory of the cluster's files on this machine. Only the hostfile is elsewhere."""
+        """Directory of the cluster's files on this machine; only the hostfile is elsewhere."""
         return str(Path(self.entry.ssh_config).parent)
 
     @property
@@ -206,12 +188,11 @@ class ClusterFacts:
 
     @property
     def stamp(self) -> str:
-        """Stamp of the environment that the servers should have: a hash of `pins` and of the wheels."""
+        """Stamp of the environment that the servers should have."""
         return make_stamp(self.pins, self.supply.wheels)
 
 
 def _check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
-    """Raise CpuftError if any server cannot be provisioned. The message has the first reason for each such server."""
     wheels = facts.supply.wheels
     # Each wheel takes its own size and about three times that when unpacked; 100 MB are for work files.
     need_kb = sum(wheel.size for wheel in wheels) * 4 // 1024 + (100 << 10)
@@ -223,7 +204,6 @@ def _check_servers(config: HostsConfig, facts: ClusterFacts) -> None:
 
 
 def _check_logins(config: HostsConfig, facts: ClusterFacts) -> None:
-    """Raise CpuftError if the head host cannot log in to others, so that mpirun could not start ranks there."""
     if not facts.refused:
         return
     head, folder, message = facts.members[0].address, _cluster_dir(config), next(iter(facts.refused.values()))
@@ -241,15 +221,10 @@ def _check_logins(config: HostsConfig, facts: ClusterFacts) -> None:
 
 
 def plan_servers(config: HostsConfig, facts: ClusterFacts) -> Plan:
-    """Plan what is missing on the servers and on this machine. Pure; an empty plan when nothing is missing.
+    """Plan what is missing on the servers and on this machine; pure.
 
-    The stages are, as far as they are needed: the registry entry, the ssh configuration and the host keys on this
-    machine; the missing wheels on this machine; then on the servers the head host's key, the wheels, the environment,
-    the key's authorization and the head host's ssh files; last the hostfile here. While wheels are not downloaded yet,
-    the plan ends with their download.
-
-    Raises CpuftError: a server cannot be provisioned, the head host cannot log in to others although nothing is missing
-    there, or a value cannot stand in ssh's configuration.
+    While wheels are not downloaded yet, the plan ends with their download. Raises CpuftError when a server cannot be
+    provisioned, or the head host cannot log in to others although nothing is missing there.
     """
     _check_servers(config, facts)
     _check_logins(config, facts)
@@ -285,21 +260,19 @@ def _plan_hostfile(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
 
 
 def _cluster_dir(config: HostsConfig) -> str:
-    """Return the directory on a head host that holds the cluster's key and ssh files: `PREFIX/clusters/NAME`."""
     return f"{config.prefix}/clusters/{config.name}"
 
 
 def _key_comment(config: HostsConfig) -> str:
-    """Return the comment of the cluster's keys. `down` finds the lines of all of them by it, also of lost keys."""
+    """Return the comment of the cluster's keys, by which `down` finds the lines of all of them, also of lost keys."""
     return f"cpuft-{config.name}"
 
 
 def _plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
     """Return the stages that do what is missing on the servers; empty inner lists for what is not.
 
-    In this order: make the key of each head host that has none (it never leaves that host), push wheels, four per
-    stage, install the environment, let the head hosts' keys log in, and write the head hosts' ssh files. A key that
-    this plan makes can log in only after the next plan, because its public half is not known yet.
+    A head host's key never leaves that host. A key that this plan makes can log in only after the next plan, because
+    its public half is not known yet.
     """
     keys = [own.key for _, own in facts.head_hosts if own.key]
     command = ("sh", "-c", f"set -eu\n{INSTALL}", "install", config.prefix, facts.stamp, *facts.pins)
@@ -320,7 +293,6 @@ def _plan_hosts(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
 
 
 def _plan_wheels(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
-    """Plan sending wheels to the servers that will install an environment, a few at a time."""
     missing = {
         wheel: [
             member.address
@@ -345,7 +317,6 @@ def _plan_wheels(config: HostsConfig, facts: ClusterFacts) -> list[list[Step]]:
 
 
 def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
-    """Plan the files by which the head host reaches all hosts."""
     folder = _cluster_dir(config)
     texts = format_inside(facts.members, folder, facts.entry.python, facts.entry.notice, facts.entry.renewal)
     return [
@@ -357,12 +328,7 @@ def _plan_ssh_files(config: HostsConfig, facts: ClusterFacts) -> list[Step]:
 
 
 def plan_servers_down(config: HostsConfig, facts: ClusterFacts) -> Plan:
-    """Plan removing environment, wheels, key and its authorization from the servers, then the files on this machine.
-
-    Servers that have none of these get no step. The environment and the wheels of a server stay if the key of another
-    cluster may log in there, or if another cluster has a folder below the prefix. The files here are removed only if
-    cpuft made the cluster's directory. The plan is empty when nothing is left.
-    """
+    """Plan removing environment, wheels, key and its authorization from the servers, then the files on this machine."""
     comment = _key_comment(config)
     command = ("sh", "-c", _DOWN, "remove", config.prefix, config.name, comment, WORK_ROOT)
     why = {
@@ -387,11 +353,7 @@ def _list_keys(server: ServerFacts) -> dict[str, str]:
 
 
 class Servers(Provider[HostsConfig, ClusterFacts]):
-    """A cluster of existing servers that are reached over ssh.
-
-    Raises CpuftError: --hosts is empty, has a server twice, an invalid name or an IPv6 address; --prefix is not a plain
-    absolute path; or the name of the cluster or the registry's folder cannot be used.
-    """
+    """A cluster of existing servers that are reached over ssh."""
 
     kind = "hosts"
     options = HostsConfig
@@ -413,19 +375,13 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         self.members = tuple(Member(name, name, config.user, config.port) for name in names)
         self.summary = f"{len(names)} hosts"
         self.keys = self._read_keys()
-        """Accepted host keys of the servers, by the names under which ssh looks them up."""
 
     def _read_keys(self) -> dict[str, str]:
         lines = read_raw(self.directory / "known_hosts").splitlines()
         return {line.split(" ", 1)[0]: line.split(" ", 1)[1] for line in lines if " " in line}
 
     def check(self) -> None:
-        """Check what can be checked before anything is gathered.
-
-        Raises CpuftError when the record of the cluster has hosts that are not in --hosts, or another prefix; when the
-        name belongs to a cluster of another kind; or when the cluster's folder or hostfile was not written by cpuft or
-        can be written by other users.
-        """
+        """Check what every kind does, and that --hosts has all recorded hosts and --prefix is the recorded one."""
         super().check()
         before = entry.options if (entry := self.find_record()) else {}
         # The new record would replace the one by which `down` finds what is installed there.
@@ -446,11 +402,7 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
     def confirm(self, ask: Ask) -> None:
         """Fetch the host keys of servers whose key this cluster does not know, and ask whether each is right.
 
-        Accepted keys are kept in memory; a plan writes them. Known keys are never replaced. With --accept-host-keys,
-        nothing is asked.
-
-        Raises CpuftError: a server cannot be reached, a key was not accepted, or a bastion of --jump is not valid or
-        also in --hosts.
+        Accepted keys are kept in memory; a plan writes them. Known keys are never replaced.
         """
         unknown, refused = [member for member in self.members if member.known_name not in self.keys], list[str]()
         with self._temporary_transport(self._find_bastions()) as transport:
@@ -488,20 +440,13 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
             yield SshTransport(f"{folder}/{config.fileno()}", here=self.here)
 
     def _make_transport(self) -> SshTransport:
-        """Return a transport to the servers that uses the ssh configuration in the cluster's directory."""
         return SshTransport(str(self.directory / "ssh_config"), here=self.here)
 
     def _list_members(self) -> tuple[Member, ...]:
-        """Return the servers with those of their host keys that are accepted."""
         return tuple(replace(member, key=self.keys.get(member.known_name, "")) for member in self.members)
 
     def gather(self) -> ClusterFacts:
-        """Examine the servers over ssh and the files and wheels on this machine. Changes nothing.
-
-        Raises CpuftError: a server cannot be examined (within 120 s) or provisioned, which the message says of each
-        such server; the servers have different minor versions of Python; the wheels or the --pins file cannot be used;
-        or a bastion is not valid.
-        """
+        """Examine the servers over ssh and the files and wheels on this machine. Changes nothing."""
         bastions = self._find_bastions()
         with self._temporary_transport(bastions) as transport:
             facts = replace(self._examine(transport), bastions=bastions)
@@ -528,16 +473,12 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return {address: message for address, message in said if message}
 
     def gather_remains(self) -> ClusterFacts:
-        """Examine the servers with the ssh configuration in the cluster's directory; without that directory, no server.
-
-        Raises CpuftError that names every server that cannot be examined.
-        """
+        """Examine the servers with the ssh configuration in the cluster's directory; without it, no server."""
         if self.directory.exists():
             return self._examine(self._make_transport())
         return ClusterFacts((), {}, self._make_entry())
 
     def _examine(self, transport: Transport) -> ClusterFacts:
-        """Examine the servers, and read the cluster's files on this machine."""
         surveys = map_hosts(partial(self._survey, transport), self.members)
         files = read_files(self.directory, Path(self.hostfile))
         # The plan must use the configuration that will be in the cluster's directory, not one in memory.
@@ -555,7 +496,6 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         )
 
     def _make_entry(self) -> Entry:
-        """Return the record that the cluster should have on this machine."""
         # --accept-host-keys applies to one run only.
         options = {key: str(value) for key, value in asdict(replace(self.config, accept_host_keys=False)).items()}
         here, there = str(self.directory / "ssh_config"), f"{_cluster_dir(self.config)}/ssh_config"
@@ -563,7 +503,6 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return Entry(self.name, self.kind, self.hostfile, here, python, {}, options, there)
 
     def _survey(self, transport: Transport, member: Member) -> ServerFacts:
-        """Run servers_survey.sh on a server. Raise CpuftError if that fails."""
         argv = ("sh", "-s", self.config.prefix, self.config.name)
         answer = transport.run(Host(member.address), argv, _SURVEY, _SURVEY_SECONDS)
         return parse_survey(answer.output or answer.errors, member.address)
@@ -582,31 +521,21 @@ class Servers(Provider[HostsConfig, ClusterFacts]):
         return parse_pins(text, self.config.pins)
 
     def plan(self, facts: ClusterFacts) -> Plan:
-        """Plan what is missing on the servers and on this machine; an empty plan when nothing is.
-
-        While wheels are not downloaded yet, the plan ends with their download, and a note says so.
-
-        Raises CpuftError if a server cannot be provisioned (the message says why).
-        """
+        """Plan what is missing on the servers and here; while wheels are missing, only up to their download."""
         return plan_servers(self.config, facts)
 
     def plan_down(self, facts: ClusterFacts) -> Plan:
-        """Plan the removal of everything that is left on the servers and here; an empty plan if nothing is."""
+        """Plan the removal of everything that is left on the servers and here."""
         return plan_servers_down(self.config, facts)
 
     def describe_hosts(self) -> list[str]:
-        """Return `ADDRESS  STATE` for each server, in order; STATE begins with `up` or `down`.
-
-        A server that is up is described by its system, Python and environment, another one by why it cannot be
-        examined.
-        """
+        """Return `ADDRESS  STATE` for each server, in order; STATE begins with `up` or `down`."""
         found = try_hosts(partial(self._survey, self._make_transport()), self.members)
         states = [f"down: {own}" if isinstance(own, CpuftError) else describe_server(own) for own in found]
         return [f"{member.address}  {text}" for member, text in zip(self.members, states)]
 
 
 def _split_hosts(text: str) -> list[str]:
-    """Return the names of --hosts, such as "a, b" -> ["a", "b"]; empty ones are left out."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

@@ -1,7 +1,4 @@
-"""Simulated clusters, whose hosts are network namespaces of this machine.
-
-simulated_node.sh beside this file starts, limits, disturbs and removes one simulated host.
-"""
+"""Simulated clusters, whose hosts are network namespaces of this machine that simulated_node.sh starts and removes."""
 
 from __future__ import annotations
 
@@ -51,9 +48,8 @@ from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
 
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
-"""Programs that a simulated cluster needs, and the Debian package of each."""
+"""The Debian package of each program."""
 SCRIPT = str(Path(__file__).with_name("simulated_node.sh"))
-"""Path of the shell script that starts, limits, disturbs and removes one simulated host."""
 FAULTS = {"kill": "crash", "pause": "pause", "resume": "resume", "cut": "cut", "join": "join"}
 """Action of simulated_node.sh for each fault of `cpuft provision local FAULT NODE`."""
 _MAX_NODES = 99
@@ -71,13 +67,12 @@ class NodeFacts:
     answers: bool = False
     """Whether its sshd answers, or cannot answer because the host is paused or disconnected."""
     paused: bool = False
-    """Whether its processes are frozen."""
     cut: bool = False
     """Whether its network link is down."""
     booted: str = ""
     """Hash of the settings with which it was started."""
     processes: int = 0
-    """Number of its processes, or 0 if it has no control group."""
+    """0 also if the host has no control group."""
 
 
 @dataclass(frozen=True)
@@ -87,14 +82,12 @@ class MachineFacts:
     groups: tuple[str, ...]
     """Directories of the control group controllers that limit and freeze a host."""
     network: str
-    """Network of the cluster's bridge if that has an address, else the first private network that nothing here uses:
-    "10.77.0.0/24"."""
+    """Network of the cluster's bridge if that has an address, else the first private network that nothing here uses."""
     bridge: bool
-    """Whether the cluster's bridge exists."""
     nodes: dict[int, NodeFacts]
     """By the numbers of the hosts, from 1."""
     files: dict[str, str]
-    """Texts of the cluster's files by path. The text of a private key is "private"."""
+    """Texts by path, as `read_files` returns them."""
     cpus: tuple[int, ...] = (0,)
     """Hardware threads that the hosts share; those of one core are neighbours."""
     cores: tuple[int, ...] = ()
@@ -102,11 +95,7 @@ class MachineFacts:
 
 
 def _find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str, ...]) -> list[int]:
-    """Return the numbers of all hosts of a cluster of which anything is left, in ascending order.
-
-    A host N is found by its file `DIRECTORY/nodes/N/booted`, its network link `BRIDGE-N` or its control group, a folder
-    `GROUP/BRIDGE/N`.
-    """
+    """Return the numbers of all hosts of which a file, a network link or a control group is left, sorted."""
     names = [path.parent.name for path in directory.glob("nodes/*/booted")]
     names += [link.removeprefix(f"{bridge}-") for link in links if link.startswith(f"{bridge}-")]
     names += [path.name for group in groups for path in Path(group, bridge).glob("*") if path.is_dir()]
@@ -114,7 +103,6 @@ def _find_nodes(directory: Path, bridge: str, links: set[str], groups: tuple[str
 
 
 def _run_ip(*argv: str) -> str:
-    """Return the JSON output of `ip`. Raise CpuftError if it fails."""
     answer = execute.run_command((execute.find_program("ip"), "-json", "-4", *argv), seconds=10)
     if answer.exit_code:
         raise CpuftError(f"ip {' '.join(argv)} failed ({answer.text.strip()[:200]}): check that iproute2 works here")
@@ -138,10 +126,7 @@ def parse_routes(text: str) -> list[str]:
 
 
 def choose_network(used: list[str]) -> str:
-    """Return the first of 10.77.0.0/24 to 10.254.0.0/24 that overlaps none of the `used` IPv4 networks.
-
-    Raises CpuftError if there is none, and ValueError if one of the `used` texts is not a network or address.
-    """
+    """Return the first of 10.77.0.0/24 to 10.254.0.0/24 that overlaps none of the `used` IPv4 networks."""
     networks = [IPv4Network(network, strict=False) for network in used]
     for number in range(77, 255):
         candidate = IPv4Network(f"10.{number}.0.0/24")
@@ -153,8 +138,8 @@ def choose_network(used: list[str]) -> str:
 def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
     """Return the control group directories in which hosts can be limited and frozen.
 
-    That is the root of cgroup v2 if that has the cpu controller, else those of `ROOT/cpu` and `ROOT/freezer` (cgroup
-    v1) that exist and can be written. On a hybrid machine, v2 is mounted too, but v1 has the cpu controller.
+    That is the root of cgroup v2 if that has the cpu controller, else those of cgroup v1 that can be written: on a
+    hybrid machine, v2 is mounted too, but v1 has the cpu controller.
     """
     if "cpu" in _read(Path(root, "cgroup.controllers")).split():
         return (root,)
@@ -165,7 +150,6 @@ def find_groups(root: str = "/sys/fs/cgroup") -> tuple[str, ...]:
 def _gather_node(
     path: Path, name: str, network: str, links: dict[str, dict[str, Any]], groups: tuple[str, ...]
 ) -> NodeFacts:
-    """Return the state of the host whose files are at `path`."""
     index = int(path.name)
     link = f"cpuft-{name}-{index}"
     own = [f"{group}/cpuft-{name}/{index}" for group in groups]
@@ -189,16 +173,13 @@ def _read(path: Path) -> str:
 
 
 def _is_first_process(pid: str) -> bool:
-    """Return whether the process of this number is the first of a simulated host: numbers are reused after a reboot."""
+    """Return whether the process is the first of a simulated host: numbers are reused after a reboot."""
     argv = _read(Path("/proc") / (pid or "none") / "cmdline").split("\0")
     return argv[0] == "unshare" and "boot" in argv
 
 
 def _wait_for_ssh(address: str, seconds: float) -> bool:
-    """Wait until an ssh server answers on port 22 of `address`, and return True; False if none does within `seconds`.
-
-    At least one attempt is made, which may take a second longer. Nobody logs in.
-    """
+    """Return whether an ssh server answers on port 22 of `address` within `seconds`; at least one attempt is made."""
     end = time.monotonic() + seconds
     while True:
         try:
@@ -217,15 +198,12 @@ class Layout:
     """Where a simulated cluster keeps its files, and which Python its hosts run."""
 
     directory: str
-    """Directory of the cluster's files on this machine."""
     hostfile: str
     python: str
-    """Path of the hosts' Python."""
     settings: dict[str, str]
     """Environment variables of cpuft's own commands on the hosts."""
     there: str = ""
-    """Folder of the cluster's files on the hosts' own disks, such as /opt/cpuft/clusters/NAME. Empty if they have no
-    disks or no environment."""
+    """Folder of the cluster's files on the hosts' own disks; empty if they have no disks or no environment."""
     image: str = ""
     """Hash of the image's contents; empty without an image."""
 
@@ -264,12 +242,8 @@ def _plan_members(config: LocalConfig, network: str) -> tuple[Member, ...]:
 def plan_cluster(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
     """Plan what is missing of the cluster; an empty plan when nothing is.
 
-    The stages are, as far as they are needed: the cluster's files, its keys, the bridge and control groups, the removal
-    of hosts beyond --nodes, and the start or repair of hosts. If keys are missing, only the registry entry of the files
-    is planned, and no host: the rest is made from the keys and needs another plan.
-
-    Raises CpuftError: CPU time cannot be limited here although --cores-per-node is given, or the hostfile is not
-    cpuft's.
+    While keys are missing, the plan has no host, and of the files only the registry entry: the others are made from
+    the keys.
     """
     if config.cores_per_node and not facts.groups:
         raise CpuftError("control groups cannot be written here, so CPU time cannot be limited: omit --cores-per-node")
@@ -338,7 +312,6 @@ def _format_own_entry(config: LocalConfig, layout: Layout) -> dict[str, str]:
 
 
 def _plan_bridge(config: LocalConfig, facts: MachineFacts) -> list[Step]:
-    """Plan the bridge that connects the hosts, and the control groups that hold those of the hosts."""
     if facts.bridge:
         return []
     bridge, gateway = f"cpuft-{config.name}", f"{IPv4Network(facts.network)[254]}/24"
@@ -365,10 +338,7 @@ def _plan_nodes(config: LocalConfig, facts: MachineFacts, layout: Layout) -> lis
 
 
 def _choose_action(node: NodeFacts, boot_hash: str) -> tuple[str, str]:
-    """Return the action of simulated_node.sh that repairs a host, and its reason; both empty if the host is right.
-
-    `boot_hash` is the hash of the settings with which the host should have been started.
-    """
+    """Return the action of simulated_node.sh that repairs a host, and its reason; both empty if the host is right."""
     if node.paused:
         return "resume", "resume paused hosts"
     if node.running and node.cut:
@@ -379,12 +349,9 @@ def _choose_action(node: NodeFacts, boot_hash: str) -> tuple[str, str]:
 
 
 def _format_quota(config: LocalConfig) -> str:
-    """Return the CPU time limit of a host in the form of cpu.max; empty for no limit.
-
-    A host that has used its quota waits until the period ends, and the others wait for it. The kernel's default period
-    of 100 ms is longer than a training step and would add a cost that real hosts do not have. The kernel accepts no
-    quota below 1 ms.
-    """
+    """Return the CPU time limit of a host in the form of cpu.max; empty for no limit."""
+    # A host that has used its quota waits until the period ends, and the others wait for it. The default of 100 ms is
+    # longer than a training step, a cost that real hosts do not have. The kernel accepts no quota below 1 ms.
     period = 10_000 if config.cores_per_node >= 0.1 else 100_000
     return f"{int(config.cores_per_node * period)} {period}" if config.cores_per_node else ""
 
@@ -392,9 +359,9 @@ def _format_quota(config: LocalConfig) -> str:
 def plan_cpus(config: LocalConfig, facts: MachineFacts, index: int) -> tuple[int, ...]:
     """Return the hardware threads of host `index` (from 1), in ascending order.
 
-    A host gets as many as --cores-per-node, rounded up, or without that option its share of `facts.cpus`; at least one.
-    The hosts are spread over the machine, and over its cores as long as there is one for each of these threads. Hosts
-    that share a core slow each other down by far more than half, because waiting OpenMP threads and MPI spin.
+    A host gets --cores-per-node of them, rounded up, or without that option its share of `facts.cpus`. The hosts are
+    spread over the cores as long as there is one for each of these threads: hosts that share a core slow each other
+    down by far more than half, because waiting OpenMP threads and MPI spin.
     """
     size = max(1, math.ceil(config.cores_per_node or len(facts.cpus) / config.nodes))
     cpus = facts.cores if config.cores_per_node and config.nodes * size <= len(facts.cores) else facts.cpus
@@ -414,10 +381,7 @@ def _hash_boot_settings(config: LocalConfig, facts: MachineFacts, layout: Layout
 
 
 def _format_mac(network: str, index: int) -> str:
-    """Return a locally administered MAC address that contains the IPv4 address of host `index` in `network`.
-
-    Host 1 of 10.77.0.0/24 has 02:00:0a:4d:00:01.
-    """
+    """Return a locally administered MAC address that ends with the IPv4 address of host `index` in `network`."""
     return ":".join(["02", "00", *(f"{byte:02x}" for byte in IPv4Network(network)[index].packed)])
 
 
@@ -426,7 +390,7 @@ def _plan_node_step(
 ) -> Step:
     """Return the step on this machine that runs an action of simulated_node.sh for one host.
 
-    Its settings, the environment variables NODE_*, describe the host; the first one is the host's name.
+    The first of its settings must be the host's name: `Provider.drift` shows it.
     """
     groups = " ".join(f"{group}/cpuft-{config.name}/{index}" for group in facts.groups)
     booted = _hash_boot_settings(config, facts, layout, index) if action == "up" else ""
@@ -455,10 +419,7 @@ def _plan_node_step(
 
 
 def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: str, node: str) -> Plan:
-    """Plan a fault of a host, a key of `FAULTS`: one step. `node` is its number (from 1), name or address.
-
-    Raises CpuftError: there is no such host.
-    """
+    """Plan a fault (a key of `FAULTS`) of one host; `node` is its number (from 1), name or address."""
     members = _plan_members(config, facts.network)
     for index, member in enumerate(members, start=1):
         if node in (str(index), member.name, member.address):
@@ -468,11 +429,7 @@ def plan_fault(config: LocalConfig, facts: MachineFacts, layout: Layout, fault: 
 
 
 def plan_cluster_down(config: LocalConfig, facts: MachineFacts, layout: Layout) -> Plan:
-    """Plan the removal of all that the cluster has here; an empty plan if nothing is left.
-
-    The stages are the hosts, then the bridge and control groups, then the files. The files go last, so that a second
-    try can continue; they stay if cpuft did not make the cluster's directory.
-    """
+    """Plan the removal of all that the cluster has here; an empty plan if nothing is left."""
     downs = [
         _plan_node_step(config, facts, layout, index, "down", "end the hosts' processes, links and control groups")
         for index in sorted(facts.nodes)
@@ -483,17 +440,14 @@ def plan_cluster_down(config: LocalConfig, facts: MachineFacts, layout: Layout) 
         path = f"{group}/cpuft-{config.name}"
         rest.append(Step("remove the control groups", ("sh", "-c", '[ ! -d "$1" ] || rmdir "$1"', "rmdir", path)))
     ours = is_ours(facts.files, layout.directory)
+    # The files go last, so that a second try can continue.
     removal = plan_removal(facts.files, layout.directory, layout.hostfile) if ours else ()
     stages = (tuple(downs), tuple(rest), removal) if ours or facts.bridge or downs else ()
     return Plan(tuple(stage for stage in stages if stage))
 
 
 class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
-    """A cluster whose hosts are network namespaces of this machine.
-
-    Raises CpuftError: the name is not a valid cluster name; the registry's folder has white space in its path or can be
-    written by other users; or, without an image, XDG_CACHE_HOME is relative.
-    """
+    """A cluster whose hosts are network namespaces of this machine."""
 
     kind = "local"
     options = LocalConfig
@@ -524,20 +478,12 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
 
     @classmethod
     def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> SimulatedCluster | None:
-        """Return a cluster of which something is left here; None when nothing is, or with a `region`.
-
-        Raises CpuftError: the name is not a valid cluster name, or `ip` is missing or fails.
-        """
+        """Return a cluster of which something is left here; None when nothing is, or with a `region`."""
         found = None if region else cls(LocalConfig(name=name), environ)
         return found if found and found.show_down().stages else None
 
     def check(self) -> None:
-        """Check the options, the image, this machine, and what the cluster's name and files are. Changes nothing.
-
-        Raises CpuftError: an option is not possible; --image has no sshd; the user is not root or a program is missing;
-        the name belongs to a cluster of another kind; or the cluster's folder or hostfile was not written by cpuft or
-        can be written by other users.
-        """
+        """Check the options, the image, this machine, and what the cluster's name and files are. Changes nothing."""
         check_config(self.config)
         check_image(self.config.image)
         if os.geteuid() != 0:
@@ -548,10 +494,7 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         super().check()
 
     def gather(self) -> MachineFacts:
-        """Return what the cluster has on this machine, after up to 10 s for each running host that does not answer.
-
-        Raises CpuftError: `ip` is missing or fails, or no private network is free.
-        """
+        """Return what the cluster has on this machine, after up to 10 s for each running host that does not answer."""
         bridge = f"cpuft-{self.name}"
         addresses = parse_networks(_run_ip("address"))
         used = [*addresses.values(), *parse_routes(_run_ip("route", "show", "table", "all"))]
@@ -569,29 +512,19 @@ class SimulatedCluster(Provider[LocalConfig, MachineFacts]):
         return MachineFacts(groups, network, bridge in links, nodes, files, cpus, cores)
 
     def plan(self, facts: MachineFacts) -> Plan:
-        """Plan what is missing; an empty plan when nothing is. If keys are missing, the hosts come with the next plan.
-
-        Raises CpuftError: CPU time cannot be limited here although --cores-per-node is given, or the hostfile is not
-        cpuft's.
-        """
+        """Plan what is missing. If keys are missing, the hosts come with the next plan."""
         return plan_cluster(self.config, facts, self.layout)
 
     def plan_down(self, facts: MachineFacts) -> Plan:
-        """Plan the removal of everything that is left; an empty plan if nothing is."""
+        """Plan the removal of everything that is left."""
         return plan_cluster_down(self.config, facts, self.layout)
 
     def plan_fault(self, fault: str, node: str) -> Plan:
-        """Plan a fault of a host, a key of `FAULTS`: one step. `node` is its number (from 1), name or address.
-
-        Raises CpuftError: there is no such host.
-        """
+        """Plan a fault (a key of `FAULTS`) of one host; `node` is its number (from 1), name or address."""
         return plan_fault(self.config, self.gather(), self.layout, fault, node)
 
     def describe_hosts(self) -> list[str]:
-        """Return `NAME  ADDRESS  STATE` for each host.
-
-        STATE is `down`, or one of `up`, `paused`, `cut off` and `sshd does not answer` with the number of processes.
-        """
+        """Return `NAME  ADDRESS  STATE` for each host; STATE is `down`, or a state and a number of processes."""
         facts = self.gather()
         members = _plan_members(self.config, facts.network)
         return [

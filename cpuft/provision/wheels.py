@@ -46,13 +46,13 @@ from cpuft.plan import Step
 EXTRAS = ("train", "mpi", "ccl", "demo")
 """Extras of cpuft that every host gets, because a run may need each of them."""
 INSTALL = REMOVE + Path(__file__).with_name("environment.sh").read_text(encoding="utf-8")
-"""Shell script that installs the environment on a host, in an image or in a container. `set -eu` must precede it."""
+"""Installs the environment on a host, in an image or in a container. `set -eu` must precede it."""
 PINS = Path(cpuft.__file__).with_name("constraints.txt")
 """Requirements file with the exact version (name==version) of every package, torch included."""
 HASHES = Path(cpuft.__file__).with_name("constraints-hashes.txt")
 """Requirements file with the same versions and the SHA-256 of their files, apart from torch."""
 BUILT_HERE = ("seqeval",)
-"""Packages that the index has only as source. Their wheels are built on this machine, so they have no recorded hash."""
+"""Packages that the index has only as source: their wheels are built here, so they have no recorded hash."""
 _DOWNLOAD_SECONDS = 3600.0
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 """A fixed time, so that wheels with the same contents have the same hash."""
@@ -69,7 +69,7 @@ class Wheel:
     sha256: str
     """64 hexadecimal digits."""
     size: int = 0
-    """Bytes."""
+    """In bytes."""
 
     @property
     def pin(self) -> str:
@@ -84,9 +84,9 @@ class HashedPin:
     pin: str
     """name==version."""
     marker: str
-    """The environments to which it applies (PEP 508), such as `python_version < "3.11"`. Empty for all."""
+    """The environments to which it applies (PEP 508), such as `python_version < "3.11"`; empty for all."""
     hashes: tuple[str, ...]
-    """SHA-256 of each file that an index may have for it, as hexadecimal digits."""
+    """SHA-256 of each file that an index may have for it."""
 
 
 @dataclass(frozen=True)
@@ -94,12 +94,11 @@ class Supply:
     """The wheels from which an environment is installed, as far as they are known."""
 
     wheels: tuple[Wheel, ...]
-    """This cpuft's own wheel comes first, even when `missing` has the step that writes its file. The others are on this
-    machine."""
+    """This cpuft's own wheel comes first, even when `missing` has the step that writes its file."""
     missing: tuple[Step, ...] = ()
     """Steps on this machine that make or download what is missing."""
     complete: bool = True
-    """Whether `wheels` has all wheels. False while wheels must be downloaded: until then they are not known."""
+    """False while wheels must be downloaded: until then they are not known."""
 
 
 def parse_hashes(text: str) -> tuple[HashedPin, ...]:
@@ -114,10 +113,7 @@ def parse_hashes(text: str) -> tuple[HashedPin, ...]:
 
 
 def parse_pins(text: str, path: str) -> tuple[str, ...]:
-    """Return the requirements in the --pins file, each with its `--hash=` options.
-
-    `path` is for messages. Raises CpuftError: a version is not exact, or some requirements have hashes and others none.
-    """
+    """Return the requirements in the --pins file, each with its `--hash=` options. `path` is for messages."""
     lines = re.sub(r"\\\n", " ", text).split("\n")
     pins = tuple(" ".join(line.split("#")[0].split()) for line in lines if line.split("#")[0].strip())
     for pin in pins:
@@ -154,8 +150,8 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
     without it those that are downloaded for hosts with this version of Python ("3.11"); without both there are no
     others.
 
-    Raises CpuftError: there are no wheels in `folder`, others could have written them or cpuft's cache folder, or a
-    wheel has a version of `HASHES` but another hash; or this cpuft is not installed.
+    Raises CpuftError when others could have written the wheels or cpuft's cache folder, or a wheel has a version of
+    `HASHES` but another hash.
     """
     name, content = make_own_wheel()
     digest = hashlib.sha256(content).hexdigest()
@@ -184,15 +180,12 @@ def gather_supply(own: Path, folder: str, python: str, environ: Mapping[str, str
 
 @cache
 def _read_wheel(path: Path, modified: int) -> Wheel:
-    """Read and hash a wheel. `modified` is its time of change: the cached result of an older file is not used."""
+    """Read and hash a wheel. `modified` keeps the cached result of an older file from being used."""
     return Wheel(str(path), path.name, hash_file(path), path.stat().st_size)
 
 
 def _refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence[HashedPin]) -> None:
-    """Raise CpuftError if a wheel has a name and version of `hashed`, but is none of the files recorded there.
-
-    Wheels of other names or versions, and those in `BUILT_HERE`, are accepted. Names are compared as in PEP 503.
-    """
+    """Raise CpuftError if a wheel has a name and version of `hashed`, but is none of the files recorded there."""
 
     def normalise(pin: str) -> str:
         name, _, version = pin.partition("==")
@@ -211,11 +204,7 @@ def _refuse_unknown_files(folder: str, wheels: Sequence[Wheel], hashed: Sequence
 
 
 def downloads_folder(python: str, environ: Mapping[str, str]) -> Path:
-    """Return the folder of downloaded wheels for hosts with a version of Python:
-    `CACHE/cpuft/wheels/3.11-0123456789ab`.
-
-    Its name contains a hash of everything that decides which wheels belong into it. The folder need not exist.
-    """
+    """Return the folder of downloaded wheels for a version of Python; its name has a hash of what decides on them."""
     # Of cpuft itself only the requirements and the kernels count here, because its other code changes often.
     requirements = "\n".join(sorted(importlib.metadata.requires("cpuft") or []))
     pins, hashes = PINS.read_text(encoding="utf-8"), HASHES.read_text(encoding="utf-8")
@@ -228,7 +217,7 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
     """Download all wheels for hosts with this version of Python into `downloads_folder`, unless it exists.
 
     The folder is always complete: another one is filled beside it and renamed. Another process that downloads the same
-    wheels is waited for. Raises CpuftError: pip failed, or others can write to cpuft's cache folder.
+    wheels is waited for.
     """
     cache_folder(environ)
     folder = downloads_folder(python, environ)
@@ -245,7 +234,6 @@ def download_wheels(python: str, environ: Mapping[str, str]) -> None:
 
 
 def _fill_folder(folder: Path, python: str, environ: Mapping[str, str]) -> None:
-    """Download or build all wheels into an empty folder."""
     target = () if python == ".".join(platform.python_version_tuple()[:2]) else ("--python-version", python)
     hashed = select_hashed(parse_hashes(HASHES.read_text(encoding="utf-8")), python)
     sources = [one for one in hashed if one.pin.partition("==")[0] in BUILT_HERE]
@@ -263,12 +251,7 @@ def _fill_folder(folder: Path, python: str, environ: Mapping[str, str]) -> None:
 
 
 def select_hashed(hashed: Sequence[HashedPin], python: str) -> list[HashedPin]:
-    """Return the versions that a Linux host with Python `python` ("3.11") and this machine's architecture installs.
-
-    These are, in the same order, the ones without a marker and the ones whose marker is true on such a host.
-
-    Raises packaging's InvalidMarker for a marker that is not valid.
-    """
+    """Return the pins that apply to a Linux host with Python `python` ("3.11") and this machine's architecture."""
     try:
         markers: Any = importlib.import_module("packaging.markers")
     except ImportError:
@@ -278,10 +261,7 @@ def select_hashed(hashed: Sequence[HashedPin], python: str) -> list[HashedPin]:
 
 
 def _format_requirements(hashed: Sequence[HashedPin]) -> str:
-    """Return the text of a requirements file for `pip --require-hashes`.
-
-    It has a line `name==version --hash=sha256:DIGEST ...` for each pin. Markers are left out. Without pins it is empty.
-    """
+    """Return the text of a requirements file for `pip --require-hashes`, without markers."""
     return "".join(" ".join((one.pin, *(f"--hash=sha256:{text}" for text in one.hashes))) + "\n" for one in hashed)
 
 
@@ -301,7 +281,6 @@ def _choose_torch() -> tuple[str, ...]:
 
 
 def _pip(*argv: str) -> str:
-    """Run pip and return its output. Raise CpuftError if it fails."""
     command = (*module_command(sys.executable, "pip"), "--disable-pip-version-check", *argv)
     answer = execute.run_command(command, _DOWNLOAD_SECONDS)
     if answer.exit_code:
@@ -311,7 +290,6 @@ def _pip(*argv: str) -> str:
 
 
 def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
-    """Write the wheel of compiled kernels, or print on standard error why the hosts get none."""
     compiler = find_compiler(environ)
     try:
         if compiler is None:
@@ -323,10 +301,7 @@ def _add_kernels(folder: Path, environ: Mapping[str, str]) -> None:
 
 
 def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] = TARGETS) -> Path:
-    """Compile the kernels for several kinds of CPU at once (300 s at most), and write them as one wheel.
-
-    A target that the compiler cannot compile is left out. Raises CpuftError: none is left, or this is not x86-64.
-    """
+    """Compile the kernels for those `targets` that the compiler knows (300 s at most), and write one wheel."""
     if platform.machine() != "x86_64":
         raise CpuftError(f"kernels are compiled in advance for x86-64 only, and this machine is {platform.machine()}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -339,10 +314,7 @@ def write_kernels_wheel(compiler: str, folder: Path, targets: Sequence[Target] =
 
 @cache
 def make_own_wheel() -> tuple[str, bytes]:
-    """Return (file name, contents) of a wheel with the files and requirements of this cpuft, for hosts.
-
-    The contents do not depend on when or where the wheel is made. Raises CpuftError: this cpuft is not installed.
-    """
+    """Return (file name, contents) of a wheel of this cpuft, which do not depend on when or where it is made."""
     root = Path(cpuft.__file__).parent
     paths = sorted(path for path in root.rglob("*") if path.is_file() and "__pycache__" not in path.parts)
     files = {f"cpuft/{path.relative_to(root).as_posix()}": path.read_bytes() for path in paths}
@@ -355,12 +327,7 @@ def make_own_wheel() -> tuple[str, bytes]:
 
 
 def write_own_wheel(folder: Path) -> Path:
-    """Write this cpuft as a wheel into `folder`, which is made if it does not exist; return the path of the wheel.
-
-    A wheel of the same name is replaced.
-
-    Raises CpuftError: this cpuft is not installed, or a folder or special file is at the path of the wheel.
-    """
+    """Write this cpuft as a wheel into `folder`, which is made if it does not exist; return the path of the wheel."""
     return _write_wheel(folder, *make_own_wheel())
 
 
@@ -371,7 +338,7 @@ def _write_wheel(folder: Path, name: str, content: bytes) -> Path:
 
 
 def plan_own_wheel(folder: Path) -> Step:
-    """Return the step that writes this cpuft as a wheel into `folder` of this machine. Nothing is written yet."""
+    """Return the step that writes this cpuft as a wheel into `folder` of this machine."""
     command = (*module_command(sys.executable, "cpuft.provision.wheels"), "own", str(folder))
     return Step("write this cpuft as a wheel", command)
 
@@ -388,11 +355,7 @@ def _read_requirements() -> str:
 def _make_wheel(
     package: str, tag: str, files: dict[str, bytes], metadata: str = "", more_info: Mapping[str, str] = {}
 ) -> tuple[str, bytes]:
-    """Return the name and contents of a wheel (PEP 427) in the version of this cpuft.
-
-    `metadata` is lines for METADATA besides name and version, and `more_info` texts of further files beside it, by
-    name.
-    """
+    """Return the name and contents of a wheel (PEP 427) in the version of this cpuft."""
     info = f"{package}-{cpuft.__version__}.dist-info"
     is_pure = "true" if tag.endswith("-any") else "false"
     texts = {

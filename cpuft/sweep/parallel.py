@@ -19,7 +19,6 @@ from cpuft.record import FILE_NAME, StepLine, parse_lines
 from cpuft.sweep.queue import Place, find_reason
 
 AUTO = "auto"
-"""The value of --parallel that measures."""
 _MANY_CORES = 16
 """With so many cores, four runs at a time are measured, too."""
 _MOST_STEPS = 5000
@@ -29,21 +28,18 @@ _WARM_UP_STEPS = 2
 _LEAST_STEPS = 3
 """Updates that each run makes while it is measured, even if they take long."""
 _SECONDS = 6.0
-"""How long the runs are measured at least, after all of them have warmed up."""
+"""The least time of a measurement, after all runs have warmed up."""
 _MOST_SECONDS = 60.0
-"""How long the runs are measured at most."""
+"""The most time of a measurement."""
 _START_SECONDS = 600.0
-"""How long the runs may take to start. The first one prepares the examples, which the sweep then reuses."""
+"""How long runs may take to start; the first one prepares the examples, which the sweep then reuses."""
 _END_SECONDS = 15.0
-"""How long the runs may take to end after a signal, before they are killed. Their checkpoints are not needed."""
+"""How long runs may take to end after a signal, before they are killed. Their checkpoints are not needed."""
 _POLL_SECONDS = 0.5
 
 
 def parse_parallel(text: str) -> int | None:
-    """Return the number of a --parallel option: 0 for an empty text, None for "auto".
-
-    Raises CpuftError: the text is something else.
-    """
+    """Return the number of a --parallel option: 0 for an empty text, None for "auto"."""
     if text == AUTO:
         return None
     if text and not is_count(text, least=0):
@@ -52,27 +48,14 @@ def parse_parallel(text: str) -> int | None:
 
 
 def list_candidates(cores: Sequence[tuple[int, ...]], runs: int) -> list[int]:
-    """Return the numbers of runs at a time that are worth a measurement, ascending, beginning with 1.
-
-    That is 2 if there are two hardware threads, and 4 if there are at least 16 cores; no more than there are runs.
-
-    Parameters
-    ----------
-    cores: hardware threads of each core of this machine.
-    runs: number of runs of the sweep.
-    """
+    """Return the numbers of runs at a time that are worth a measurement, ascending, beginning with 1."""
     threads = sum(map(len, cores))
     numbers = [1, *([2] if threads >= 2 else []), *([4] if len(cores) >= _MANY_CORES else [])]
     return [number for number in numbers if number <= max(1, runs)]
 
 
 def choose_parallel(rates: Mapping[int, float]) -> int:
-    """Return the number of runs at a time with the most samples per second, the smaller one of two that are equal.
-
-    Parameters
-    ----------
-    rates: by number of runs, the samples per second of all of them together; 0 if it could not be measured.
-    """
+    """Return the number of runs at a time with the most samples per second; 0 samples per second mean not measured."""
     return max(sorted(rates), key=lambda number: rates[number])
 
 
@@ -91,15 +74,7 @@ def measure_parallel(
 ) -> dict[int, float]:
     """Train the first configuration for some seconds in each way, and return samples per second of all runs together.
 
-    The result has 0 for a number of runs that could not train. Files are written to a temporary folder.
-
-    Parameters
-    ----------
-    divided: by number of runs at a time, their places.
-    options: arguments of `cpuft launch` for the first run, without its folder.
-    say: called with a line for the user.
-
-    Raises Interrupted: a signal has come. All runs that were measured have ended.
+    `divided` has the places by number of runs at a time. The result has 0 for a number of runs that could not train.
     """
     rates = dict[int, float]()
     for number, places in divided.items():

@@ -59,11 +59,11 @@ _STOP_SECONDS = TRAINING_STOP_SECONDS + 30.0
 _RETURN_SECONDS = 600.0
 """How long a sweep waits for lost hosts if no other hosts are left."""
 _ANSWER_SECONDS = 15.0
-"""How long a host has to answer after a run on it has failed. A host that does not is lost."""
+"""A host that does not answer for so long after a failed run is lost."""
 _LEAST_PAUSE, _MOST_PAUSE = 1.0, 60.0
 """Seconds between two questions to a lost host: each pause is twice as long as the one before."""
 _REFUSED_PAUSE = 300.0
-"""The same after a refused login: programs such as fail2ban lock out who is refused five times in ten minutes."""
+"""Pause after a refused login: programs such as fail2ban lock out who is refused five times in ten minutes."""
 _SILENT, _REFUSES = "does not answer", "refuses the login"
 _LAST_BYTES = 1 << 16
 """How much of the end of a log is searched for the reason of a failure."""
@@ -95,17 +95,11 @@ class Place:
 def plan_places(
     config: LaunchConfig, hosts_per_run: int, parallel: int, cores: Sequence[tuple[int, ...]], quota: float = 0.0
 ) -> list[Place]:
-    """Return the places of a sweep's runs: groups of hosts, or parts of this machine. Reads the hostfile.
+    """Return the places of a sweep's runs: groups of hosts, or parts of this machine.
 
-    Parameters
-    ----------
-    hosts_per_run: hosts of each group. Hosts that are left over stay idle.
-    parallel: number of places; 0 for as many as there are groups, or one on this machine.
-    cores: hardware threads of each core of this machine. The cores are divided if it is the only host and `parallel` is
-        more than 1.
-    quota: number of cores that the control group of this machine allows; 0 for no limit. It is divided like the cores.
-
-    Raises CpuftError: there are fewer hosts than a run needs, or fewer groups or cores than runs at a time.
+    `parallel` is 0 for as many places as there are groups, or one on this machine. `cores` has the hardware threads of
+    each core of this machine; they are divided if it is the only host, and so is `quota`, the number of cores that its
+    control group allows (0: no limit).
     """
     hosts = read_hosts(config)
     if hosts == (LOCAL,):
@@ -163,12 +157,7 @@ def _divide_machine(parallel: int, cores: Sequence[tuple[int, ...]], quota: floa
 
 @contextmanager
 def open_journal(folder: str, header: SweepHeader) -> Iterator[Journal]:
-    """Create the journal of a new sweep, and its folder; inside the `with` block, lines can be added.
-
-    The journal is locked (flock) inside the block, like that of `continue_journal`.
-
-    Raises OSError: the folder or the file cannot be made.
-    """
+    """Create the journal of a new sweep, and its folder; the journal is locked inside the `with` block."""
     Path(folder).mkdir(parents=True, exist_ok=True)
     with open(Path(folder, FILE_NAME), "x", encoding="utf-8") as file:
         _lock_journal(file, folder)
@@ -179,12 +168,9 @@ def open_journal(folder: str, header: SweepHeader) -> Iterator[Journal]:
 
 @contextmanager
 def continue_journal(folder: str) -> Iterator[Journal]:
-    """Open the journal of a sweep that was stopped; inside the `with` block, lines can be added.
+    """Open the journal of a sweep that was stopped, without a last line that was cut off, inside the `with` block.
 
-    A last line that was cut off is removed. The journal is locked (flock) inside the block, so that two sweeps do not
-    write to it; on a shared file system, these may be on different hosts.
-
-    Raises CpuftError: there is no sweep in the folder, or it is broken, or another `cpuft sweep` works on it.
+    The journal is locked there, so that no two sweeps write to it, also from different hosts on a shared file system.
     """
     path = Path(folder, FILE_NAME)
     if not path.is_file():
@@ -201,10 +187,7 @@ def continue_journal(folder: str) -> Iterator[Journal]:
 
 
 def _lock_journal(file: IO[str], folder: str) -> None:
-    """Lock the journal of the sweep in `folder` until `file` is closed; without locks on its file system, do nothing.
-
-    Raises CpuftError: another `cpuft sweep` works on the sweep.
-    """
+    """Lock the journal of the sweep in `folder` until `file` is closed; do nothing if its file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -217,10 +200,7 @@ def _lock_journal(file: IO[str], folder: str) -> None:
 
 
 def has_locked_journal(folder: str) -> bool:
-    """Return whether a `cpuft sweep` on any host works on the sweep in a folder.
-
-    False also if the file system has no locks, or if there is no journal that can be read.
-    """
+    """Return whether a `cpuft sweep` on any host works on the sweep in a folder; False without locks."""
     try:
         # A shared lock also fails while a sweep has the exclusive one, and needs no permission to write.
         with open(Path(folder, FILE_NAME), "rb") as file:
@@ -239,7 +219,7 @@ class Journal:
         self._file, self.sweep = file, sweep
 
     def write(self, line: JournalLine) -> None:
-        """Add a line. Raises OSError: the disk does not store it."""
+        """Add a line. Raises OSError if the disk does not store it."""
         self._file.write(format_journal_line(line) + "\n")
         self._file.flush()
         os.fsync(self._file.fileno())
@@ -249,8 +229,6 @@ class Journal:
 
 @dataclass
 class _ActiveRun:
-    """An attempt at a run, and its process."""
-
     start: AttemptStart
     place: Place
     process: execute.Process
@@ -262,9 +240,9 @@ class _ActiveRun:
     read_bytes: int
     """How much of its log has been read for evaluations."""
     makes_updates: bool = True
-    """Whether its evaluations are those while training. The one at the end is none."""
+    """False once the evaluations in its log are no longer those while training."""
     pruned_because: str = ""
-    """Why it is pruned; empty if it is not."""
+    """Empty if it is not pruned."""
     pruned_at: float = 0.0
     """time.monotonic() when it was pruned."""
 
@@ -272,18 +250,9 @@ class _ActiveRun:
 class SweepQueue:
     """Carries out the runs of a sweep: each is a `cpuft launch` in a process of its own.
 
-    Runs that failed in an earlier session of the sweep are tried again.
-
-    Parameters
-    ----------
-    journal: says what is done already, and gets what happens.
-    options: options of all launches that say how they reach their hosts, such as "--cluster=office".
-    places: where runs train at the same time.
-    stop_after: number of failed runs after which no further run is started; 0 for any number.
-    say: called with a line for the user.
-    search: chooses further runs, and prunes them; None for a sweep whose runs are all known.
-
-    Raises CpuftError: the search cannot be brought to the state of the sweep.
+    Runs that failed in an earlier session of the sweep are tried again. `options` of all launches say how they reach
+    their hosts. After `stop_after` failed runs, the sweep ends (0: any number may fail). `search` chooses further
+    runs, and prunes them.
     """
 
     def __init__(
@@ -303,15 +272,15 @@ class SweepQueue:
         if search:
             search.restore(self.sweep, self._failed_before)
         self._checked = set[str]()
-        """Names of places on whose hosts a run has trained: the short check of the doctor runs there once."""
+        """Names of places on whose hosts a run has trained, which need no short check of the doctor any more."""
         self._lost = list[Place]()
         """Places that get no more runs because their hosts do not answer."""
         self._pauses = dict[str, tuple[float, float]]()
         """Name of a place -> (pause in seconds, time.monotonic() at its end) before its hosts are asked again."""
         self._failures = dict[str, int]()
-        """Name of a place -> number of launches there that ended without an update, since the last one with one."""
+        """Name of a place -> number of launches there in a row that ended without an update."""
         self._waits_until = time.monotonic() + _UNLOCK_SECONDS
-        """Until when runs are waited for whose launches still end after an earlier session was killed."""
+        """Until when launches that still end after an earlier session was killed keep their runs from starting."""
 
     @property
     def sweep(self) -> Sweep:
@@ -321,14 +290,8 @@ class SweepQueue:
     def run(self, watch: Callable[[], None] = lambda: None) -> int:
         """Start runs until all have ended; return the number of those that failed.
 
-        If this raises, for example because a signal has come, all active runs are ended first, so that they can be
-        resumed.
-
-        Parameters
-        ----------
-        watch: called several times per second.
-
-        Raises CpuftError: no place is left, too many runs have failed, or the runs do not report the metric.
+        `watch` is called several times per second, but not while the sweep waits for lost hosts. If this raises, for
+        example because a signal has come, all active runs are ended first, so that they can be resumed.
         """
         with execute.signals_raise(lambda signal_number: False):
             try:
@@ -386,7 +349,6 @@ class SweepQueue:
         return sorted(runs, key=lambda run: -self.sweep.header.lengths[run - 1])
 
     def _has_more(self) -> bool:
-        """Return whether the search will choose further configurations."""
         return self._search is not None and len(self.sweep.trials) < self.sweep.header.search.trials
 
     def _choose_next(self) -> list[int]:
@@ -478,13 +440,11 @@ class SweepQueue:
         self._say(f"run {run} of {total} {verb} on {place.name}{reason}: {describe_values(values)}")
 
     def _write_end(self, end: AttemptEnd) -> None:
-        """Note the end of an attempt in the journal, and tell the search."""
         self._journal.write(end)
         if self._search and (trial := self.sweep.find_trial(end.run)):
             self._search.finish(self.sweep, trial, self._failed_before)
 
     def _prune(self) -> None:
-        """Note the new evaluations of active runs, and end runs that the pruner does not want to train any longer."""
         for active in self._active:
             if active.pruned_because:
                 if time.monotonic() - active.pruned_at > _STOP_SECONDS:
@@ -506,13 +466,9 @@ class SweepQueue:
                 active.process.send_signal(signal.SIGTERM)
 
     def _read_evaluations(self, active: _ActiveRun, prunes: bool = False) -> None:
-        """Write to the journal which evaluations an attempt has made while training since the last call.
+        """Write the new evaluations of an attempt while training to the journal, and with `prunes` prune it.
 
         They are read from its log, because its record may be on another host. Without a pruner, nothing is read.
-
-        Parameters
-        ----------
-        prunes: whether the run is ended if the pruner wants that after one of the evaluations.
         """
         if self._search is None or self.sweep.header.search.pruner == "none":
             return
@@ -542,7 +498,6 @@ class SweepQueue:
             return False
 
     def _read_metrics(self, folder: str) -> dict[str, float]:
-        """Return the metrics of a run that has finished; empty if it has not."""
         try:
             record = read_record(str(Path(self.sweep.folder, folder)))
         except CpuftError:
@@ -550,7 +505,6 @@ class SweepQueue:
         return dict(record.metrics) if record.footer else {}
 
     def _finish(self, active: _ActiveRun) -> None:
-        """Note how a run has ended."""
         self._active.remove(active)
         self._read_evaluations(active)
         start, place, code = active.start, active.place, execute.exit_code_of(active.process)
@@ -633,10 +587,7 @@ class SweepQueue:
             )
 
     def _stop(self) -> None:
-        """Let all active runs save a checkpoint and end, and note that they can be resumed.
-
-        Another signal ends them at once.
-        """
+        """Let active runs save a checkpoint and end, and note how; another signal ends them at once."""
         active = [one for one in self._active if one.process.poll() is None]
         if active:
             self._say(
@@ -662,26 +613,12 @@ class SweepQueue:
 
 
 def name_folder(run: int, runs: int, attempt: int) -> str:
-    """Return the name of the folder of a run in that of the sweep: run-07, or run-07-attempt-2.
-
-    Parameters
-    ----------
-    runs: number of all runs, which says how many digits there are.
-    """
+    """Return the name of the folder of a run in that of the sweep: run-07, or run-07-attempt-2."""
     return f"run-{run:0{len(str(runs))}}" + (f"-attempt-{attempt}" if attempt > 1 else "")
 
 
 def name_in_trackers(header: SweepHeader, folder: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return environment variables by which trackers group the runs of a sweep under the name of its folder.
-
-    That is the group in Weights & Biases, the experiment in MLflow and the project in Trackio. What the user has set
-    stays. Empty if the runs have no --report-to.
-
-    Parameters
-    ----------
-    folder: of the sweep.
-    environ: the environment of this process.
-    """
+    """Return environment variables that group the runs of a sweep in trackers, except those that the user has set."""
     is_tracked = any(option.startswith("--report-to=") for option in header.options)
     is_tracked |= any("report_to" in values for values in header.runs)
     variables = ("WANDB_RUN_GROUP", "MLFLOW_EXPERIMENT_NAME", "TRACKIO_PROJECT")
@@ -709,13 +646,7 @@ def _make_failure(message: str, exit_code: int = 1) -> CpuftError:
 
 
 def find_lost_hosts(place: Place, options: Sequence[str]) -> dict[str, str]:
-    """Return the names of those hosts of a place that cannot be used, each with the reason: it does not answer within
-    15 s, or refuses the login.
-
-    Parameters
-    ----------
-    options: of the launch, which say how the hosts are reached.
-    """
+    """Return the hosts of a place that cannot be used, each with the reason; `options` say how to reach them."""
     if not place.hosts:
         return {}
     access, lost = find_access(make_launch_config(options)), dict[str, str]()
@@ -735,15 +666,9 @@ def make_launch_config(options: Sequence[str]) -> LaunchConfig:
 
 
 def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True) -> str:
-    """Return what a sweep is doing as a few lines: runs by status, the best until now, the time left, active runs.
+    """Return a few lines: runs by status, the best until now, the time left, active runs.
 
-    Runs that Optuna has not chosen yet are queued.
-
-    Parameters
-    ----------
-    places: number of runs that train at the same time; 0 if that is not known.
-    now: seconds since 1970.
-    is_running: whether a `cpuft sweep` works on it now. Otherwise runs that have not ended are queued.
+    `places` is 0 if it is not known. If no `cpuft sweep` works on the runs now, those that have not ended are queued.
     """
     done, failed = sweep.list_with_status(DONE), sweep.list_with_status(FAILED)
     begun = [start for run in sweep.numbers if (start := sweep.find_start(run)) and sweep.find_end(run) is None]
@@ -772,12 +697,7 @@ def format_status(sweep: Sweep, places: int, now: float, is_running: bool = True
 
 
 def estimate_seconds_left(sweep: Sweep, active_seconds: Mapping[int, float], places: int) -> float | None:
-    """Return the seconds until all runs have ended, from the relative lengths of the runs; None before the first end.
-
-    Parameters
-    ----------
-    active_seconds: of each run that is training now, since its start.
-    """
+    """Return the seconds until all runs have ended, by the relative lengths of runs; None before the first end."""
     lengths, done = sweep.header.lengths, sweep.list_with_status(DONE)
     spent = sum(sweep.count_seconds(run) for run in done)
     if not done or not spent:

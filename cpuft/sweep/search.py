@@ -56,19 +56,7 @@ def list_variable_options() -> tuple[str, ...]:
 
 
 def parse_values(name: str, text: str) -> Values:
-    """Return the possible values of an option, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3".
-
-    A range of whole numbers has all numbers from its beginning to its end. Spaces around commas are allowed.
-
-    Parameters
-    ----------
-    name: of a training option, such as "learning_rate".
-
-    Raises
-    ------
-    CpuftError: the option may not vary and the text has a comma or a range, a value is not one of the option's, a value
-        is there twice, or a range is empty or not one of numbers.
-    """
+    """Return the possible values of an option, from a text such as "1e-5,3e-5", "1..5" or "1e-5..1e-3"."""
     flag = format_flag(name)
     field = next(field for field in dataclasses.fields(TrainConfig) if field.name == name)
     kind = get_type_hints(TrainConfig)[name]
@@ -113,9 +101,6 @@ def read_conditions(path: str) -> list[Space]:
           learning-rate: 2e-5,5e-5
         - lora-rank: 8,16
           learning-rate: 1e-4,3e-4
-
-    Raises CpuftError: the file cannot be read or is something else, names an unknown option, or `parse_values` refuses
-    a value.
     """
     where = f"--conditions {path}"
     try:
@@ -143,10 +128,7 @@ def read_conditions(path: str) -> list[Space]:
 
 
 def plan_grid(spaces: Sequence[Space]) -> list[Assignment]:
-    """Return all combinations of the values of each space, without repetitions. The last option changes fastest.
-
-    Raises CpuftError: an option is a range of numbers with fractions, which has no grid.
-    """
+    """Return all combinations of the values of each space, without repetitions. The last option changes fastest."""
     found: dict[tuple[tuple[str, str], ...], None] = {}
     for space in spaces:
         for name, values in space.items():
@@ -166,16 +148,9 @@ def count_grid(spaces: Sequence[Space]) -> int:
 
 
 def draw_random(spaces: Sequence[Space], trials: int, seed: int) -> list[Assignment]:
-    """Return `trials` configurations that are drawn at random, each with every value of --seed.
+    """Return `trials` different configurations that are drawn at random, each with every value of --seed.
 
-    No configuration is drawn twice. A range of positive numbers that spans a factor of 10 or more is drawn evenly by
-    its logarithm, others evenly.
-
-    Parameters
-    ----------
-    seed: of the draws. With the same seed, the first configurations of a larger number of trials are the same.
-
-    Raises CpuftError: there are fewer configurations than trials.
+    With the same `seed` of the draws, the first configurations of a larger number of trials are the same.
     """
     generator, found = random.Random(seed), list[Assignment]()
     seen = set[tuple[tuple[str, str], ...]]()
@@ -250,10 +225,7 @@ def count_configurations(spaces: Sequence[Space]) -> float:
 
 
 def sample_configurations(spaces: Sequence[Space]) -> list[Assignment]:
-    """Return configurations with the ends of ranges and all values of lists, by which conflicts can be found.
-
-    These are all combinations, or 1,000 of them that are drawn at random if there are more.
-    """
+    """Return combinations of ends of ranges and all values of lists, or 1,000 of them drawn at random."""
     ends = [{name: Values(_list_ends(values)) for name, values in space.items()} for space in spaces]
     if count_grid(ends) <= _MOST_CHECKS:
         return plan_grid(ends)
@@ -269,14 +241,10 @@ def _list_ends(values: Values) -> tuple[str, ...]:
 
 
 def check_assignments(base: TrainConfig, assignments: Sequence[Assignment], given: Collection[str] = ()) -> None:
-    """Raise CpuftError if the options of a run exclude each other, or an option about data has no effect with its task.
+    """Raise CpuftError if options of a run exclude each other, or an option about data has no effect with its task.
 
-    The message names the run's values. Several tasks in one sweep are refused, too, because their metrics cannot be
-    compared, also those of the same name.
-
-    Parameters
-    ----------
-    given: names of the options that the command line gives to all runs.
+    Several tasks in one sweep are refused, too: their metrics cannot be compared, also those of the same name. `given`
+    has the names of the options that the command line gives to all runs.
     """
     from cpuft.launch.plan import refuse_unused_data_options  # imports much that `cpuft sweep --help` does not need
 
@@ -312,10 +280,7 @@ def format_assignment(assignment: Mapping[str, str]) -> list[str]:
 
 
 def estimate_length(config: TrainConfig) -> float:
-    """Return about how long a run takes, relative to other runs of a sweep: the number of examples that it trains on.
-
-    All examples of the data count as a million; only comparisons between runs with the same data make sense.
-    """
+    """Return the relative length of a run in examples, where all examples of the data count as a million."""
     if config.max_steps:
         return float(config.max_steps * config.batch_size * config.gradient_accumulation)
     return config.epochs * (config.max_train_samples or 10**6)

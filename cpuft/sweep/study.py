@@ -38,10 +38,7 @@ _MOST_ASKS = 20
 
 @contextmanager
 def lock_study(storage: str, study: str) -> Iterator[None]:
-    """Keep other sweeps of this user on this machine out of a study in a storage, inside the `with` block.
-
-    Raises CpuftError: another sweep works on the study.
-    """
+    """Keep other sweeps of this user on this machine out of a study in a storage, inside the `with` block."""
     is_file = storage.startswith("sqlite:///")
     place = os.path.abspath(storage.removeprefix("sqlite:///")) if is_file else f"/{storage}"
     with ExitStack() as stack:
@@ -62,14 +59,8 @@ class OptunaSearch:
     chooses depends on nothing but the results and the seed, so that a continued sweep chooses what it would have chosen
     without a stop.
 
-    Parameters
-    ----------
-    settings: how to search.
-    is_maximized: whether a larger metric is better.
-    storage: URL of an Optuna storage that holds the study; empty for a study in memory.
-    is_new: whether the sweep begins now, which changes the advice if the study exists already.
-
-    Raises CpuftError: Optuna is not installed, the storage cannot be used, or holds a study of another sweep.
+    `storage` is the URL of an Optuna storage that holds the study; empty for a study in memory. `is_new` says whether
+    the sweep begins now, which changes the advice if the study exists already.
     """
 
     def __init__(self, settings: SearchSettings, is_maximized: bool, storage: str = "", is_new: bool = False) -> None:
@@ -107,7 +98,7 @@ class OptunaSearch:
 
     @contextmanager
     def _explain(self) -> Iterator[None]:
-        """Raise CpuftError in place of an error of the storage. What it does not know is an error of the program."""
+        """Raise CpuftError in place of an error of the storage; any other error is one of the program."""
         from sqlalchemy.exc import SQLAlchemyError
 
         try:
@@ -129,11 +120,7 @@ class OptunaSearch:
     def restore(self, sweep: Sweep, retried: Collection[int] = ()) -> None:
         """Bring the study to the state of a sweep: add trials that it does not have, and end those that were stopped.
 
-        Parameters
-        ----------
-        retried: numbers of runs that have failed and are tried again.
-
-        Raises CpuftError: a configuration is not one of the search, or the storage fails.
+        `retried` has the numbers of runs that have failed and are tried again.
         """
         states = self._optuna.trial.TrialState
         with self._explain():
@@ -165,7 +152,6 @@ class OptunaSearch:
         return trial
 
     def _read_params(self, params: Mapping[str, str]) -> dict[str, Any]:
-        """Return the parameters of a configuration with the types that Optuna has for them."""
         try:
             number = int(params.get(_ALTERNATIVE, "1"))
             space, names = self._spaces[number - 1], self._names[number - 1]
@@ -175,10 +161,7 @@ class OptunaSearch:
         return found | ({_ALTERNATIVE: number} if _ALTERNATIVE in params else {})
 
     def propose(self, sweep: Sweep) -> Trial:
-        """Return the configuration that is to be trained next. It is none of those that the sweep has.
-
-        Raises CpuftError: there are hardly further ones, or the storage fails.
-        """
+        """Return the configuration that is to be trained next, which is none of those that the sweep has."""
         with self._explain():
             number, fail = len(sweep.trials) + 1, self._optuna.trial.TrialState.FAIL
             known = {_make_key(trial.runs[0]) for trial in sweep.trials}
@@ -238,9 +221,9 @@ class OptunaSearch:
     def is_pruned(self, sweep: Sweep, run: int) -> bool:
         """Return whether the pruner ends the configuration of a run after the last evaluation of the run.
 
-        The mean over those runs of the configuration that have got so far decides. It is compared with what the
-        finished configurations had reached after the same share of their training. The study gets the evaluation as
-        soon as all runs of the configuration have got so far. Raises CpuftError: the storage fails.
+        The mean over those runs of the configuration that have got so far is compared with what the finished
+        configurations had reached after the same share of their training. The study gets the evaluation as soon as all
+        runs of the configuration have got so far.
         """
         number, last = sweep.find_trial(run), sweep.count_evaluations(run)
         if number not in self._open or self._pruner is None or not last:
@@ -272,14 +255,7 @@ class OptunaSearch:
         self._reported[number] = max(begin, len(curve))
 
     def finish(self, sweep: Sweep, number: int, retried: Collection[int] = ()) -> None:
-        """Tell the study the result of a configuration, if all its runs have ended and the study does not know it yet.
-
-        Parameters
-        ----------
-        retried: numbers of runs that have failed and are tried again.
-
-        Raises CpuftError: the storage fails.
-        """
+        """Tell the study the result of a configuration once all runs have ended; runs in `retried` have not."""
         status, value = judge_trial(sweep, number, retried)
         if number not in self._open or not status:
             return
@@ -296,12 +272,7 @@ class OptunaSearch:
 def judge_trial(sweep: Sweep, number: int, retried: Collection[int] = ()) -> tuple[str, float]:
     """Return how a configuration of Optuna has ended (DONE, FAILED, PRUNED, or empty for not yet), and its metric.
 
-    The metric is the mean over its runs, without those that failed; 0 unless the configuration is DONE. It has FAILED
-    if no run has a metric.
-
-    Parameters
-    ----------
-    retried: numbers of runs that have failed and are tried again.
+    The metric is the mean over its runs, without those that failed; 0 unless the configuration is DONE.
     """
     runs = sweep.list_runs(number)
     if {*runs} & {*sweep.list_with_status(PRUNED)}:
@@ -315,10 +286,7 @@ def judge_trial(sweep: Sweep, number: int, retried: Collection[int] = ()) -> tup
 
 
 def _progress_per_update(base: TrainConfig, trial: Trial) -> float:
-    """Return which share of its training a run of a configuration has made with one update.
-
-    A factor that is the same for all configurations of the sweep is left out. `base` has the options of all runs.
-    """
+    """Return the share of its training that a run makes with one update, up to a factor of the whole sweep."""
     config = apply_assignment(base, trial.runs[0])
     return config.batch_size * config.gradient_accumulation / trial.lengths[0]
 
@@ -326,8 +294,8 @@ def _progress_per_update(base: TrainConfig, trial: Trial) -> float:
 def name_parameters(spaces: Sequence[Space]) -> list[dict[str, str]]:
     """Return for each space the options with several values, and the parameters of the study that stand for them.
 
-    An option with the same values in all spaces is one parameter. Otherwise each space has a parameter of its own,
-    because a parameter of Optuna has the same choices in all trials.
+    An option whose values differ between spaces has a parameter for each, because a parameter of Optuna has the same
+    choices in all trials.
     """
     made = []
     for number, space in enumerate(spaces, start=1):
@@ -374,7 +342,7 @@ def _suggest_value(trial: Any, name: str, values: Values) -> str:
 
 
 def _read_value(values: Values, text: str) -> int | float | str:
-    """Return a value of an option with the type that Optuna has for it. Raises ValueError: it is none of them."""
+    """Return a value of an option with the type that Optuna has for it. Raises ValueError if it is none of them."""
     if values.texts:
         if text not in values.texts:
             raise ValueError(text)

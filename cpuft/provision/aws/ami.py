@@ -37,24 +37,12 @@ _PORT = "3128"
 
 
 def name_image(recipe: str, environment: str) -> str:
-    """Return the name of an AMI: `cpuft-RECIPE-STAMP`. Equal names mean equal AMIs.
-
-    Parameters
-    ----------
-    recipe
-        Digest of the recipe.
-    environment
-        Stamp of the environment, a hash of its pins and wheels; its first 12 digits are used.
-    """
+    """Return the name of an AMI, from the recipe's digest and the environment's stamp: equal names mean equal AMIs."""
     return f"cpuft-{recipe}-{environment[:12]}"
 
 
 def is_ready(image: Ami | None, name: str) -> bool:
-    """Whether the AMI that was found under `name` can be used: False for None, and while AWS makes it.
-
-    Raises CpuftError when the AMI has no tag of cpuft, so somebody else made it, or when it could not be made (its
-    state is neither "available" nor "pending"). `name` is for the messages only.
-    """
+    """Whether the AMI found under `name` can be used now. CpuftError if it never can, as when it is not cpuft's."""
     if image and not image.recipe:
         raise CpuftError(
             f"AMI {image.id} has the name {name}, but cpuft did not make it: deregister it, or give it another name"
@@ -68,25 +56,10 @@ def is_ready(image: Ami | None, name: str) -> bool:
 
 
 def plan_image(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> CallStep:
-    """Return the call that makes an AMI of an instance. Nothing is called yet.
+    """Return the call that makes an AMI of an instance, and tags it and its snapshots.
 
-    AWS shuts the instance down meanwhile, so that its disk is consistent. The AMI and its snapshots get the tags
-    `cpuft:image` (`recipe`), `cpuft:environment` (`environment`), `cpuft:owner` (`owner`) and `Name` (`name`).
-
-    Parameters
-    ----------
-    instance
-        Id of the instance, such as i-0123456789abcdef0.
-    name
-        Name of the AMI: `cpuft-RECIPE-STAMP`.
-    recipe
-        Digest of the recipe: 16 hexadecimal digits.
-    environment
-        Stamp of the environment: 32 hexadecimal digits.
-    owner
-        ARN of the user or role that makes the AMI.
-    region
-        AWS region, such as us-east-1.
+    AWS shuts the instance down meanwhile, so that its disk is consistent. `recipe` is a digest, `environment` a stamp,
+    and `owner` the ARN of who makes the AMI.
     """
     tags = {IMAGE: recipe, ENVIRONMENT: environment, OWNER: owner, "Name": name}
     parameters = {
@@ -99,17 +72,7 @@ def plan_image(instance: str, name: str, recipe: str, environment: str, owner: s
 
 
 def plan_deletion(images: Sequence[Ami], wanted: str, region: str) -> Plan:
-    """Return the steps that delete the AMIs of a name or id together with their snapshots.
-
-    Parameters
-    ----------
-    images
-        All AMIs that cpuft has made in `region`.
-    wanted
-        Name or id of the AMI.
-
-    Raises CpuftError when cpuft has made no such AMI.
-    """
+    """Return the steps that delete those of `images` with the name or id `wanted`, together with their snapshots."""
     steps = tuple(
         plan_call(
             "deregister_image",
@@ -140,9 +103,6 @@ class AmiBuilder:
 
     It rents a cluster of one instance, installs the recipe on it, tests that it can train, removes everything that
     makes the host unique, and makes an AMI of its disk. The instance is terminated, whatever happens.
-
-    Raises CpuftError: the recipe cannot be read or is not for Debian 12 (bookworm), boto3 is not installed, or the
-    region is unknown or not given.
     """
 
     def __init__(self, config: ImageConfig, environ: Mapping[str, str], services: Services | None = None) -> None:
@@ -173,15 +133,8 @@ class AmiBuilder:
     def make(self, say: Say, ask: Ask) -> str:
         """Make the AMI if it does not exist, and wait until AWS has finished it, for an hour at most.
 
-        Wheels are downloaded to this machine first. The instance is terminated afterwards, also after an error.
-
-        Returns
-        -------
-        "AMI NAME was made" or "AMI NAME exists already", with the command to use it.
-
-        Raises CpuftError when the user does not agree to the price; AWS refuses a call or does not answer; a step
-        fails; an AMI of this name was made by somebody else, could not be made or is not ready in time; or another
-        machine or process is making the same AMI.
+        Wheels are downloaded to this machine first, because the AMI's name depends on them. Returns a sentence for the
+        user.
         """
         stamp = _make_stamp(reconcile(self._gather_supply, _plan_supply, say))
         name = name_image(self.recipe.digest, stamp)
@@ -201,14 +154,7 @@ class AmiBuilder:
         return f"AMI {name} was made; {hint}"
 
     def show(self) -> Plan:
-        """Return the first plan that `make` would execute; its notes say what follows. Changes nothing anywhere.
-
-        The plan is empty if the AMI exists. While wheels are not downloaded yet, it has only the step that downloads
-        them.
-
-        Raises CpuftError when the wheels cannot be used, AWS refuses a call or does not answer, or the AMI of this name
-        was made by somebody else or could not be made.
-        """
+        """Return the first plan that `make` would execute; its notes say what follows. Changes nothing anywhere."""
         supply = self._gather_supply()
         if not supply.complete:
             note = "The AMI's name depends on its wheels, so the other steps are planned when the wheels are downloaded"
@@ -255,7 +201,6 @@ class AmiBuilder:
         self.cluster.run(Plan(((step,),)), say)
 
     def _wait_until_ready(self, name: str) -> None:
-        """Wait until the AMI can be used. Raises CpuftError after an hour, or if it failed."""
         end = self.services.now() + _IMAGE_SECONDS
         while not is_ready(self._find_image(name), name):
             if self.services.now() > end:
@@ -275,16 +220,8 @@ def _make_stamp(supply: Supply) -> str:
 def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan:
     """Return the steps that turn a host with an installed environment into the source of an image, one step per stage.
 
-    The recipe's packages and files are installed, training is tested, and keys and names of the host are removed. The
-    security group lets the host reach nobody, so apt downloads packages through the ssh connection and this machine.
-
-    Parameters
-    ----------
-    host
-        Private address of the host.
-    ssh_command
-        The ssh command to the host, which a shell line completes. An empty one is an AssertionError, because the steps
-        would remove the keys of this machine.
+    The security group lets the host reach nobody, so apt downloads packages through the ssh connection and this
+    machine. A shell line completes `ssh_command`.
     """
     assert ssh_command, "these steps must not run on this machine: they remove its keys"
     line = shlex.join(("sh", "-c", _APT_PROXY, "apt_proxy", _PORT, format_install(recipe)))
@@ -302,35 +239,13 @@ def plan_finish(recipe: Recipe, host: str, ssh_command: tuple[str, ...]) -> Plan
 
 
 def list_images(region: str, services: Services | None = None) -> str:
-    """Return a line for each AMI that cpuft has made in a region of this account; one line that says so without any.
-
-    Parameters
-    ----------
-    region
-        AWS region; empty for the one of the AWS configuration.
-
-    Raises CpuftError: boto3 is not installed, the region is unknown or not given, or AWS refuses a call or does not
-    answer.
-    """
+    """Return a line for each AMI of cpuft in a region of this account; "" is that of the AWS configuration."""
     client = (services or Services()).open_client(region)
     return describe_images(find_images(client, "tag-key", IMAGE), client.region)
 
 
 def delete_image(wanted: str, region: str, dry_run: bool, say: Say, services: Services | None = None) -> Plan:
-    """Delete an AMI and its snapshots, or only plan that with `dry_run`. Returns the plan.
-
-    Parameters
-    ----------
-    wanted
-        Name or id of the AMI.
-    region
-        AWS region; empty for the one of the AWS configuration.
-    say
-        Called with the reason of each call before it is made.
-
-    Raises CpuftError when cpuft has made no such AMI in the region, boto3 or the region is missing, AWS refuses a call
-    or does not answer, or AWS deletes the AMI but not its snapshot.
-    """
+    """Delete the AMI with the name or id `wanted` and its snapshots, or only plan that with `dry_run`."""
     client = (services or Services()).open_client(region)
     plan = plan_deletion(find_images(client, "tag-key", IMAGE), wanted, client.region)
     for step in () if dry_run else plan.stages[0]:

@@ -1,7 +1,4 @@
-"""Calls to AWS: calls as steps of a plan, and the client that makes them.
-
-Each call prints as a command of AWS's own command line, `aws`, that does the same. Only this module imports boto3.
-"""
+"""Calls to AWS as steps of a plan, which print as commands of `aws`, and the client that makes them with boto3."""
 
 from __future__ import annotations
 
@@ -17,16 +14,15 @@ from cpuft.errors import CpuftError, install_command, suggest_names
 from cpuft.plan import Step
 
 TAG = "cpuft:cluster"
-"""Tag of every resource that belongs to a cluster; its value is the cluster's name. Resources are found by this tag."""
+"""Tag of every resource that belongs to a cluster, by which it is found; its value is the cluster's name."""
 OWNER, UNTIL, GENERATION = "cpuft:owner", "cpuft:until", "cpuft:generation"
-"""Tags of a cluster: who made it (an ARN), when its lease ends, and when its missing instances were last requested.
-Times are in seconds since the epoch."""
+"""Tags of a cluster: ARN of its owner, end of its lease, last request for missing instances; times since the epoch."""
 LIMIT, GROUP = "cpuft:limit", "cpuft:group"
 """Tags: the time to which a running job may extend the lease; the security group in which an instance was started."""
 IMAGE, ENVIRONMENT = "cpuft:image", "cpuft:environment"
 """Tags of AMIs and their snapshots, which outlive clusters: the digest of the recipe, the stamp of the environment."""
 SPOT_SERVICE, SPOT_ROLE = "spot.amazonaws.com", "AWSServiceRoleForEC2Spot"
-"""Service and name of the role without which AWS starts no spot instances."""
+"""The role without which AWS starts no spot instances."""
 POLICY = Path(__file__).with_name("policy.json")
 """The IAM policy with the least permissions that renting needs."""
 _SERVICES = {
@@ -36,7 +32,7 @@ _SERVICES = {
     "get_parameter": "ssm",
     "get_service_quota": "service-quotas",
 }
-"""Services of calls, as boto3 and the command line of AWS name them. All other calls are to EC2."""
+"""All other calls are to EC2."""
 
 
 def is_read(method: str) -> bool:
@@ -49,24 +45,15 @@ class CallStep(Step):
     """A step that is a call to AWS. Its command is the equivalent command of AWS's command line."""
 
     method: str = ""
-    """Name of boto3's method."""
     parameters: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters, as boto3 takes them."""
+    """As boto3 takes them."""
 
 
 def plan_call(method: str, why: str, region: str, parameters: Mapping[str, Any]) -> CallStep:
-    """Return the step that makes a call; its command is the `aws` command that does the same. Nothing is called yet.
+    """Return the step that makes a call, with the `aws` command that does the same.
 
-    Parameters
-    ----------
-    method
-        Name of boto3's method, such as "run_instances".
-    why
-        Reason of the step, for the user.
-    region
-        AWS region, such as us-east-1. It is in the printed command only: the client that executes the step has its own.
-    parameters
-        Parameters of the call, as boto3 takes them. The plan prints them as JSON, so none of them is a secret.
+    `region` is in the printed command only: the client that executes the step has its own. Plans print the parameters,
+    so none of them is a secret.
     """
     command = ["aws", _SERVICES.get(method, "ec2"), method.replace("_", "-"), "--region", region]
     command += ["--cli-input-json", json.dumps(parameters)]
@@ -89,10 +76,9 @@ def read_tags(resource: Mapping[str, Any]) -> dict[str, str]:
 
 
 _ATTEMPTS = 6
-"""Attempts of a call that changes nothing."""
+"""Of a call that changes nothing."""
 _REPEAT_SECONDS = 180.0
-"""How long to repeat a call whose outcome is unknown, and the deletion of a resource that is in use: a security group
-is in use until the network interface of its last instance is gone. A call that took effect changes nothing again."""
+"""How long a call that changes something is repeated; a security group is in use until its last interface is gone."""
 CAPACITY_CODES = (
     "InsufficientInstanceCapacity",
     "InsufficientHostCapacity",
@@ -110,8 +96,7 @@ _ALREADY_DONE = {
     "delete": (".NotFound", ".Unknown"),
     "deregister": (".NotFound", ".Unavailable"),
 }
-"""Ends of error codes that say that a call took effect before, because the response to it was lost, by the first word
-of the method. InvalidInput is IAM's code for a role that exists already."""
+"""Ends of codes that say that a call took effect before; InvalidInput is IAM's for a role that exists already."""
 _TRANSIENT_CODES = (
     "InternalError",
     "ServiceUnavailable",
@@ -124,8 +109,7 @@ _TRANSIENT_CODES = (
     "DependencyViolation",
     "InvalidPlacementGroup.InUse",
 )
-"""Error codes, beside all of HTTP 5xx, after which a call is repeated: a fault in AWS, too many requests, a resource
-that was created a moment ago and is not visible everywhere yet, or one that another resource still uses."""
+"""Codes beside HTTP 5xx after which a call is repeated: AWS is busy, or a resource is not visible yet or in use."""
 _QUOTA_CODES = ("VcpuLimitExceeded", "InstanceLimitExceeded", "MaxSpotInstanceCountExceeded")
 _FORBIDDEN_CODES = ("UnauthorizedOperation", "AccessDenied", "AccessDeniedException")
 _CREDENTIAL_CODES = (
@@ -146,17 +130,8 @@ _GIVE_CREDENTIALS = (
 class CallError(CpuftError):
     """A call to AWS did not succeed.
 
-    The message says whether permissions are missing, the credentials are not accepted, AWS did not answer, or what else
-    AWS says. Attributes are `code`, `message` and `is_transient`, which says whether repeating the call may help.
-
-    Parameters
-    ----------
-    permission
-        The permission that the call needs, as an IAM policy names it.
-    code, message
-        Error code and message of AWS.
-    status
-        Status code of HTTP; 0 for no answer.
+    `code` and `message` are those of AWS; `is_transient` says whether repeating the call may help. `permission` is what
+    the call needs, as an IAM policy names it, and `status` that of HTTP; 0 for no answer.
     """
 
     def __init__(self, permission: str, code: str, message: str, status: int = 400) -> None:
@@ -185,19 +160,10 @@ class CallError(CpuftError):
 
 
 class AwsClient:
-    """One AWS account in one region.
+    """One AWS account in one region; an empty region is that of the user's AWS configuration.
 
     All methods raise CallError when a call does not succeed, and CpuftError when credentials are missing or AWS does
     not accept parameters.
-
-    Parameters
-    ----------
-    region
-        Name of the region; empty for the region of the user's AWS configuration.
-    sleep
-        Pauses for a number of seconds between two attempts.
-
-    Raises CpuftError when boto3 is not installed, the region is unknown or not given, or AWS_PROFILE names no profile.
     """
 
     def __init__(self, region: str, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -235,7 +201,6 @@ class AwsClient:
         return self._clients[key]
 
     def _request(self, method: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Make one request and return the response, with all of its pages."""
         import botocore.exceptions as faults
 
         client = self._get_client(method)
@@ -258,14 +223,11 @@ class AwsClient:
 
     @functools.cached_property
     def caller(self) -> str:
-        """ARN of the user or role that makes the calls. AWS is asked once, with `get_caller_identity`."""
+        """ARN of the user or role that makes the calls."""
         return str(self.query("get_caller_identity")["Arn"])
 
     def query(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Make a call that changes nothing, and return its response with all pages, as boto3 returns it.
-
-        With the parameter MaxResults, only one page is returned. A call that changes something is an AssertionError.
-        """
+        """Make a call that changes nothing, and return its response with all pages; with MaxResults only one page."""
         assert is_read(method), method
         return self._request(method, parameters)
 
@@ -304,5 +266,4 @@ class AwsClient:
 
 
 def _is_done(method: str, code: str) -> bool:
-    """Whether an error says that a call took effect before."""
     return code.endswith(_ALREADY_DONE.get(method.partition("_")[0], ()))

@@ -36,11 +36,9 @@ LIVE = ("pending", "running")
 BILLED = (*LIVE, "stopping", "stopped")
 """States in which an instance or its disk costs money until it is terminated."""
 READY, PENDING = "available", "pending"
-"""States of an AMI that instances can start from, and of one that is being made."""
 QUOTA_CODES = {False: "L-1216C47A", True: "L-34B43A08"}
 """Service quotas of EC2 for the vCPUs of running standard instances, by whether they are spot instances."""
 _DEBIAN_PARAMETER = "/aws/service/debian/release/12/latest/amd64"
-"""Public parameter of AWS whose value is the newest AMI of Debian 12."""
 _ADDRESS_SERVICE = "https://checkip.amazonaws.com"
 _HOST_KEY = re.compile(
     r"-----BEGIN SSH HOST KEY KEYS-----.*?(ssh-ed25519 [A-Za-z0-9+/]{68})\s.*?-----END SSH HOST KEY KEYS-----",
@@ -63,9 +61,8 @@ class Instance:
     """One rented instance. Times are in seconds since the epoch, here and in the other classes."""
 
     id: str
-    """Such as i-0123456789abcdef0."""
     cluster: str
-    """Name of its cluster, from its tag; empty without one."""
+    """From its tag; empty without one."""
     state: str
     """As AWS writes it: pending, running, shutting-down, terminated, stopping or stopped."""
     type: str
@@ -81,13 +78,13 @@ class Instance:
     until: int
     """When its lease ends, by its tag; 0 without one."""
     generation: int
-    """Value of `SecurityGroup.generation` when it was requested; 0 without its tag."""
+    """`SecurityGroup.generation` when it was requested, by its tag; 0 without one."""
     index: int
     """Its number among the instances that were started by the same call."""
     group: str = ""
     """Id of the security group that it was started in, from its tag: AWS forgets the group of terminated instances."""
     reason: str = ""
-    """Why it has its state, in AWS's words; empty for a pending or running one."""
+    """Why it has its state, in AWS's words; empty while it starts or runs."""
 
 
 @dataclass(frozen=True)
@@ -99,13 +96,10 @@ class SecurityGroup:
     owner: str
     """ARN of the user or role that made the cluster."""
     until: int
-    """When the lease of the cluster ends."""
     generation: int
     """When missing instances were last requested."""
     ingress: tuple[Rule, ...]
-    """Rules for incoming connections."""
     egress: tuple[Rule, ...]
-    """Rules for outgoing connections."""
     limit: int = 0
     """The time to which running jobs may extend the lease."""
 
@@ -115,13 +109,11 @@ class Resources:
     """Everything in a region that carries a cluster's tag."""
 
     now: float
-    """When AWS was asked."""
     caller: str
     """ARN of the user or role that asked."""
     group: SecurityGroup | None = None
-    """None if it does not exist."""
     instances: tuple[Instance, ...] = ()
-    """The head host comes first. Includes terminated instances as long as AWS still lists them."""
+    """The head host comes first; terminated instances are included as long as AWS lists them."""
     placement_group: str = ""
     """Its name; empty if it does not exist."""
     volumes: tuple[str, ...] = ()
@@ -129,7 +121,7 @@ class Resources:
 
     @property
     def live(self) -> tuple[Instance, ...]:
-        """Instances that are pending or running: they can be used, or will be soon. The head host comes first."""
+        """Instances that are pending or running, the head host first."""
         return tuple(one for one in self.instances if one.state in LIVE)
 
 
@@ -141,7 +133,7 @@ class Zone:
     subnet: str
     """Id of its default subnet."""
     spot_price: float = 0.0
-    """Dollars per hour now; 0 if unknown."""
+    """In dollars per hour, now; 0 if unknown."""
 
 
 @dataclass(frozen=True)
@@ -153,7 +145,7 @@ class Ami:
     state: str
     """`READY`, `PENDING`, or the state of an AMI that could not be made."""
     created: str
-    """Creation time as AWS writes it; sorts in time order."""
+    """As AWS writes it, which sorts in time order."""
     recipe: str
     """Digest of its recipe; empty for an AMI that cpuft did not make."""
     root: str
@@ -169,11 +161,8 @@ class Offer:
     """What AWS offers of an instance type, and how much of it this account may rent."""
 
     vcpus: int
-    """Hardware threads of an instance."""
     architectures: tuple[str, ...]
-    """Such as ("x86_64",)."""
     in_placement_groups: bool
-    """Whether placement groups accept the type."""
     markets: tuple[str, ...]
     """"on-demand", "spot" or both."""
     zones: tuple[Zone, ...]
@@ -182,9 +171,9 @@ class Offer:
     quota: float | None
     """vCPUs that may run at the same time; None if unknown."""
     cores: int = 0
-    """Cores of an instance; 0 if unknown."""
+    """Of an instance; 0 if unknown."""
     threads: tuple[int, ...] = ()
-    """Possible numbers of hardware threads per core, as AWS says them; (2,) if it says nothing."""
+    """Possible numbers of hardware threads per core; (2,) if AWS says nothing."""
     efa: bool = False
     """Whether the type has an Elastic Fabric Adapter."""
     has_spot_role: bool = True
@@ -192,12 +181,7 @@ class Offer:
 
 
 def normalize_owner(arn: str) -> str:
-    """Return the owner that an ARN stands for.
-
-    An assumed role loses its session: `arn:aws:sts::1:assumed-role/ROLE/SESSION` becomes
-    `arn:aws:sts::1:assumed-role/ROLE`, because a role that is assumed in several sessions is the same owner. Other ARNs
-    are returned unchanged.
-    """
+    """Return an ARN without the session of an assumed role, because a role is the same owner in several sessions."""
     return arn.rpartition("/")[0] if ":assumed-role/" in arn else arn
 
 
@@ -216,7 +200,7 @@ def _parse_group(found: Mapping[str, Any]) -> SecurityGroup:
 
 
 def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
-    """Return the rules in IpPermissions of a security group; the peer comes last in each. () if there are none."""
+    """Return the rules in IpPermissions of a security group; the peer comes last in each."""
     rules = []
     for one in permissions:
         # AWS names no ports for all protocols.
@@ -227,10 +211,7 @@ def parse_rules(permissions: Iterable[Mapping[str, Any]]) -> tuple[Rule, ...]:
 
 
 def parse_instances(response: Mapping[str, Any]) -> tuple[Instance, ...]:
-    """Return the instances in a response to DescribeInstances, sorted by launch time; () if there are none.
-
-    Instances of one call, which start at the same time, are sorted by their number in the call.
-    """
+    """Return the instances in a response to DescribeInstances, by launch time and their number in the call."""
     found = [_parse_instance(one) for place in response.get("Reservations", ()) for one in place["Instances"]]
     return tuple(sorted(found, key=lambda one: (one.launched, one.index, one.id)))
 
@@ -257,10 +238,9 @@ def _parse_instance(found: Mapping[str, Any]) -> Instance:
 
 
 def drop_earlier_cluster(instances: Iterable[Instance], group: SecurityGroup | None) -> tuple[Instance, ...]:
-    """Return instances without the terminated ones of an earlier cluster of the same name, in the same order.
+    """Return instances without the terminated ones whose tag names another security group than `group`.
 
-    These are terminated instances whose tag names another security group than `group`. AWS lists terminated instances
-    for about an hour. Without a `group`, all instances are returned.
+    AWS lists terminated instances, which may be of an earlier cluster of the same name, for about an hour.
     """
     return tuple(one for one in instances if not group or one.state != "terminated" or one.group in ("", group.id))
 
@@ -279,16 +259,12 @@ def _parse_time(text: str) -> int:
 
 
 def is_standard(instance_type: str) -> bool:
-    """Whether a type counts against the quota of standard instances: families A, C, D, H, I, M, R, T and Z.
-
-    The first letter of the type decides, apart from the names that begin with `inf`, `hpc`, `mac` and `trn`. Types that
-    do not exist are not noticed.
-    """
+    """Whether a type counts against the quota of standard instances: families A, C, D, H, I, M, R, T and Z."""
     return instance_type[:1] in tuple("acdhimrtz") and not instance_type.startswith(("inf", "hpc", "mac", "trn"))
 
 
 def parse_images(response: Mapping[str, Any]) -> tuple[Ami, ...]:
-    """Return the AMIs in a response to DescribeImages, the oldest first; () if there are none."""
+    """Return the AMIs in a response to DescribeImages, the oldest first."""
     found = [_parse_image(one) for one in response.get("Images", ())]
     return tuple(sorted(found, key=lambda one: (one.created, one.id)))
 
@@ -314,10 +290,7 @@ def read_table() -> dict[str, ListedType]:
 
 
 def find_own_address() -> str:
-    """Return the public address of this machine, as a web service of AWS sees it. The answer is not checked.
-
-    Raises CpuftError when the service cannot be reached or does not answer within 10 s.
-    """
+    """Return the public address of this machine, as a web service of AWS sees it. The answer is not checked."""
     try:
         with urllib.request.urlopen(_ADDRESS_SERVICE, timeout=10) as answer:
             return str(answer.read(100).decode(errors="replace")).strip()
@@ -328,17 +301,7 @@ def find_own_address() -> str:
 
 
 def find_resources(client: AwsClient, name: str, now: float) -> Resources:
-    """Return everything in the client's region that carries the tag of the cluster `name`.
-
-    What does not exist is None, "" or (). Changes nothing.
-
-    Parameters
-    ----------
-    now
-        Present time in seconds since the epoch; it becomes `Resources.now`.
-
-    Raises CpuftError when AWS refuses a call or does not answer.
-    """
+    """Return everything in the client's region that carries the tag of the cluster `name`, seen at `now`."""
     filters = [{"Name": f"tag:{TAG}", "Values": [name]}]
     groups = client.query("describe_security_groups", Filters=filters).get("SecurityGroups", ())
     places = client.query("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
@@ -373,15 +336,7 @@ def find_host_key(client: AwsClient, instance: str) -> str:
 
 
 def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tuple[Instance, ...]]]:
-    """Return all clusters of the account in this region, whoever made them.
-
-    Returns
-    -------
-    By the name of the cluster, in alphabetical order: (its security group, its instances). The group is None if it was
-    deleted. {} without clusters.
-
-    Raises CpuftError when AWS refuses a call or does not answer.
-    """
+    """Return by name all clusters of the account in this region: security group (None if deleted), instances."""
     filters = [{"Name": "tag-key", "Values": [TAG]}]
     groups = [_parse_group(one) for one in client.query("describe_security_groups", Filters=filters)["SecurityGroups"]]
     instances = parse_instances(client.query("describe_instances", Filters=filters))
@@ -394,13 +349,10 @@ def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tu
 
 
 def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
-    """Return what AWS offers of the instance type that the options ask for. Changes nothing.
+    """Return what AWS offers of the instance type that the options ask for.
 
     The AMI is --image, otherwise the newest one of --recipe, otherwise Debian 12's. Spot prices and the role for spot
     instances are looked up only with --spot.
-
-    Raises CpuftError when the type or the AMI does not exist in the region, the recipe cannot be read, the region has
-    no default network, or AWS refuses a call or does not answer.
     """
     details = _find_type(client, config.type)
     cpus = details["VCpuInfo"]
@@ -442,12 +394,7 @@ def _find_type(client: AwsClient, instance_type: str) -> dict[str, Any]:
 
 
 def find_spot_prices(client: AwsClient, instance_type: str) -> dict[str, float]:
-    """Return the present price of a spot instance in dollars per hour, by name of the zone.
-
-    Zones without a price are left out; {} for a type without spot prices.
-
-    Raises CpuftError when AWS refuses the call or does not answer.
-    """
+    """Return the present price of a spot instance in dollars per hour, by name of the zone."""
     products = ["Linux/UNIX", "Linux/UNIX (Amazon VPC)"]
     response = client.query(
         "describe_spot_price_history", InstanceTypes=[instance_type], ProductDescriptions=products, MaxResults=100
@@ -485,15 +432,7 @@ def _find_recipe_image(client: AwsClient, path: str) -> str:
 
 
 def find_images(client: AwsClient, name: str, value: str) -> tuple[Ami, ...]:
-    """Return the AMIs of this account, whatever their states, that a filter of DescribeImages selects.
-
-    The oldest comes first; () if there are none.
-
-    Parameters
-    ----------
-    name, value
-        Name and value of the filter, such as "name" and the AMI's name.
-    """
+    """Return the AMIs of this account that a filter of DescribeImages selects, the oldest first, in any state."""
     filters = [{"Name": name, "Values": [value]}]
     return parse_images(client.query("describe_images", Owners=["self"], Filters=filters))
 

@@ -15,15 +15,14 @@ from cpuft.config import is_count
 from cpuft.errors import CpuftError
 
 UNTIL_FILE = "/var/lib/cpuft/until"
-"""File on every instance: when its lease ends, in seconds since the epoch."""
+"""On every instance: the end of its lease, in seconds since the epoch."""
 _LIMIT_FILE = "/var/lib/cpuft/limit"
-"""File on every instance: the time to which a running job may extend the lease."""
+"""On every instance: the time to which a running job may extend the lease."""
 _ARM = "/usr/local/sbin/cpuft-lease"
 RENEW_COMMAND = f"{_ARM} renew"
-"""Command on every instance that extends the lease while a job runs: to 15 minutes from now, as far as the limit
-allows. It prints the end of the lease and its limit."""
+"""A running job extends the lease by this command, which prints the new end of the lease and its limit."""
 _RENEWED_SECONDS = 900
-"""How far a renewal moves the end of the lease from now. Jobs renew every five minutes."""
+"""How far from now a renewal moves the end of the lease. Jobs renew every five minutes."""
 _SECONDS = {"m": 60, "h": 3600, "d": 86400}
 _SHORTEST, _LONGEST = 600, 30 * 86400
 
@@ -45,7 +44,6 @@ shutdown -c 2>/dev/null
 [ "$left" -gt 0 ] || exec shutdown -P now
 exec shutdown -P "+$left"
 """
-"""Shell script on every instance that schedules the shutdown at the end of its lease."""
 _UNIT_FILE = "/etc/systemd/system/cpuft-lease.service"
 _UNIT = f"""[Unit]
 Description=End of the lease of this instance
@@ -65,10 +63,7 @@ echo "until $(cat {UNTIL_FILE} 2>/dev/null)"
 sed -n 's/^USEC=/usec /p; s/^MODE=/mode /p' /run/systemd/shutdown/scheduled 2>/dev/null
 [ ! -e /etc/systemd/system/multi-user.target.wants/cpuft-lease.service ] || echo "enabled yes"
 """
-"""Shell script that prints what `parse_timer` reads: the end of the lease, and the shutdown that is scheduled.
-
-systemd writes the file `scheduled` when a shutdown is scheduled, and removes it when the shutdown is cancelled.
-"""
+"""Prints what `parse_timer` reads. systemd's file `scheduled` exists only while a shutdown is scheduled."""
 _INSTALL = """set -eu
 put() {
     mkdir -p "${1%/*}"
@@ -91,18 +86,14 @@ class Timer:
     """What one instance says about the end of its lease."""
 
     until: int = 0
-    """The end of its lease, in seconds since the epoch; 0 if it does not know one."""
+    """In seconds since the epoch; 0 if the instance does not know the end."""
     scheduled: int = 0
     """When it will shut down, in seconds since the epoch; 0 if no shutdown is scheduled."""
     enabled: bool = False
     """Whether the shutdown is scheduled again after a reboot."""
 
     def find_fault(self, limit: int) -> str:
-        """Return why the instance would not terminate itself by `limit` (seconds since the epoch); "" if it will.
-
-        The first of these counts: no shutdown is scheduled, it is scheduled for a later time, or a reboot would cancel
-        it.
-        """
+        """Return the first reason why the instance would not terminate itself by `limit`; "" if it will."""
         if not self.scheduled:
             return "no shutdown is scheduled"
         if self.scheduled > limit:
@@ -111,11 +102,7 @@ class Timer:
 
 
 def parse_timer(text: str) -> Timer:
-    """Parse what `CHECK_TIMER` printed. Raises nothing.
-
-    Without a valid line `until`, the end is 0. Without a scheduled power-off, `scheduled` is 0: a reboot does not
-    count. `enabled` is True if there is a line `enabled`.
-    """
+    """Parse what `CHECK_TIMER` printed; without a valid line, a value is 0. A scheduled reboot does not count."""
     values = dict(line.partition(" ")[::2] for line in text.split("\n"))
     until, usec = values.get("until", "").strip(), values.get("usec", "").strip()
     is_scheduled = values.get("mode", "").strip() == "poweroff" and is_count(usec, most=10**18)
@@ -123,22 +110,13 @@ def parse_timer(text: str) -> Timer:
 
 
 def make_schedule_command(until: int, limit: int) -> tuple[str, ...]:
-    """Return a command that installs on an instance what user data should have, and schedules the shutdown at `until`.
-
-    Parameters
-    ----------
-    until, limit
-        End of the lease, and the time to which a running job may extend it, in seconds since the epoch.
-    """
+    """Return a command that installs both times (seconds since the epoch) on an instance and plans its shutdown."""
     files = (UNTIL_FILE, str(until), _LIMIT_FILE, str(limit), _ARM, ARM_SCRIPT, _UNIT_FILE, _UNIT)
     return ("sh", "-c", _INSTALL, "arm", *files)
 
 
 def parse_lease(text: str, flag: str = "--lease") -> int:
-    """Return the seconds of "90m", "4h" or "2d".
-
-    Raises CpuftError below 10m, above 30d and for other texts, "" included. `flag` is the option for the message.
-    """
+    """Return the seconds of "90m", "4h" or "2d". `flag` is the option for the error message."""
     match = re.fullmatch(r"([0-9]{1,6})([mhd])", text)
     seconds = int(match[1]) * _SECONDS[match[2]] if match else 0
     if not _SHORTEST <= seconds <= _LONGEST:
@@ -147,10 +125,7 @@ def parse_lease(text: str, flag: str = "--lease") -> int:
 
 
 def parse_limit(text: str, lease: int) -> int:
-    """Return the seconds of --lease-limit; for an empty text twice the `lease` in seconds, 30 days at most.
-
-    Raises CpuftError: the text is not a time from 10m to 30d such as 8h, or less than the lease.
-    """
+    """Return the seconds of --lease-limit; for an empty text twice the `lease` in seconds, 30 days at most."""
     limit = parse_lease(text, "--lease-limit") if text else min(2 * lease, _LONGEST)
     if limit < lease:
         raise CpuftError(f"--lease-limit {text} is less than --lease: give at least the time of the lease")
@@ -169,17 +144,8 @@ def format_span(seconds: float) -> str:
 
 
 def format_user_data(until: int, limit: int, public_key: str) -> str:
-    """Return the user data of an instance for cloud-init: its lease, which host key it makes, and the key that logs in.
-
-    Values are written as JSON, which is valid YAML, so that no value can end its line.
-
-    Parameters
-    ----------
-    until, limit
-        End of the lease, and the time to which a running job may extend it, in seconds since the epoch.
-    public_key
-        The key as in a .pub file.
-    """
+    """Return the user data of an instance for cloud-init: its lease, its kind of host key, and the key that logs in."""
+    # JSON is valid YAML, and no value that is written as JSON can end its line.
     return (
         "#cloud-config\n"
         "disable_root: false\n"

@@ -28,14 +28,7 @@ class LeaseError(CpuftError):
 class Nodes(Servers):
     """The instances as servers. They know each other by private addresses; this machine uses their public ones.
 
-    Parameters
-    ----------
-    instances
-        The instances that are used, the head host first.
-    group
-        The security group, which says when the lease ends.
-
-    Raises CpuftError without instances, or if the prefix or the name of the cluster cannot be used.
+    The head host comes first in `instances`; `group` says when the lease ends.
     """
 
     kind = "aws"
@@ -76,13 +69,9 @@ class Nodes(Servers):
         return dict(zip([member.address for member in self.members], map_hosts(read, self.members)))
 
     def secure_lease(self, say: Callable[[str], None]) -> None:
-        """Verify over ssh that all instances terminate themselves when their lease ends.
+        """Verify over ssh that all instances terminate themselves when their lease ends, or make them do so.
 
-        Shutdowns that are missing or too late are scheduled. `say` is called with a line for each shutdown that is
-        scheduled.
-
-        Raises LeaseError if a shutdown cannot be scheduled, or if instances still would not terminate themselves
-        afterwards, or cannot be asked (the message names each of them).
+        Raises LeaseError when instances still would not terminate themselves afterwards, or cannot be asked.
         """
         with self._temporary_transport(()) as transport:
             try:
@@ -118,18 +107,8 @@ class Nodes(Servers):
     ) -> None:
         """Find the host keys that the cluster's known_hosts file does not have, and log in to all instances.
 
-        Both are tried every 2 s until they succeed.
-
-        Parameters
-        ----------
-        find_key
-            Returns the host key of the instance with an id, and "" while it is unknown.
-        seconds
-            Time limit; 0 for a single attempt.
-        now, sleep
-            Return the present time in seconds, and pause for a number of seconds.
-
-        Raises CpuftError when that fails for `seconds`, or at once when an instance shows an unexpected host key.
+        Both are tried every 2 s for `seconds`, at least once; an instance that shows an unexpected host key ends that
+        at once. `find_key` returns the host key of the instance with an id, and "" while it is unknown.
         """
         end = now() + seconds
         while errors := self._try_connections(find_key):
@@ -158,7 +137,7 @@ class Nodes(Servers):
         return [one for one in answers if isinstance(one, CpuftError)]
 
     def _find_keys(self, find_key: Callable[[str], str]) -> list[str]:
-        """Look for the host keys that are unknown. Returns the instances whose keys still are: "10.0.0.1 (i-1)"."""
+        """Look for the host keys that are unknown; return the instances whose keys still are: "10.0.0.1 (i-1)"."""
         for one in self.members:
             if one.known_name in self.keys:
                 continue

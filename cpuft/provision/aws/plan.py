@@ -52,10 +52,9 @@ from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import is_ours, plan_files, plan_key, plan_removal
 
 _NOTICE_URL = "http://169.254.169.254/latest/meta-data/spot/instance-action"
-"""URL of EC2's metadata service that exists on a spot instance when AWS is about to reclaim it."""
+"""EC2's metadata service has this URL on a spot instance when AWS is about to reclaim it."""
 STALE_SECONDS = 1800
-"""Age after which a request for instances is not repeated but made anew. By then nobody waits for the response to the
-old request, and AWS still lists the instances that it started, even if they have terminated."""
+"""Age at which a request is made anew: nobody waits for its response, and AWS still lists what it started."""
 _SHORTEST_PREFIX = 16
 
 
@@ -71,7 +70,6 @@ class RentalFacts:
     files: Mapping[str, str]
     """Texts of the cluster's files on this machine, by path."""
     directory: str
-    """Directory of the cluster's files on this machine."""
     hostfile: str
     region: str
     ssh_from: str = ""
@@ -83,16 +81,12 @@ class RentalFacts:
 
     @property
     def public_key(self) -> str:
-        """The key to log in with, as in a .pub file; empty if this machine has none."""
+        """As in a .pub file; empty if this machine has none."""
         return self.files.get(f"{self.directory}/id_ed25519.pub", "").strip()
 
 
 def parse_ssh_from(text: str) -> str:
-    """Return the address range of --ssh-from: `203.0.113.7` is `203.0.113.7/32`.
-
-    Raises CpuftError for what is no IPv4 address or range, such as "" or `203.0.113.7/24`, whose last bits are not 0,
-    and for a range of more than 65,536 addresses.
-    """
+    """Return the address range of --ssh-from: `203.0.113.7` is `203.0.113.7/32`."""
     try:
         found = ipaddress.IPv4Network(text.strip())
     except ValueError:
@@ -105,19 +99,7 @@ def parse_ssh_from(text: str) -> str:
 
 
 def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: str) -> None:
-    """Check that AWS offers what is missing. Raises CpuftError that names the option to change.
-
-    The conditions are: the type is not offered on the wanted market, is not x86-64 or cannot run with
-    --threads-per-core 1; the AMI is not for x86-64; --zone does not exist or does not offer the type; no zone offers
-    the type; or the missing instances have more vCPUs than the quota (standard types only).
-
-    Parameters
-    ----------
-    resources
-        What exists: --nodes less its live instances are missing.
-    region
-        Name of the region, for messages.
-    """
+    """Check that AWS offers the instances that are missing. Raises CpuftError that names the option to change."""
     missing = config.nodes - len(resources.live)
     market = "spot" if config.spot else "on-demand"
     if market not in offer.markets:
@@ -158,22 +140,13 @@ def _check_quota(config: AwsConfig, offer: Offer, missing: int) -> None:
 
 
 def _check_owner(name: str, resources: Resources) -> None:
-    """Raise CpuftError when somebody else made the cluster: the owner in its tags is not who asked.
-
-    Without a security group, nothing is raised.
-    """
     group = resources.group
     if group and group.owner != resources.caller:
         raise CpuftError(f"cluster {name} belongs to {group.owner}, and you are {resources.caller}: use another --name")
 
 
 def check_rental(config: AwsConfig, resources: Resources) -> None:
-    """Raise CpuftError when what exists can never become what the options ask for.
-
-    The conditions are: somebody else made the cluster; its lease has ended, and no instance is left, its limit has
-    passed too or instances are missing; it has more instances than --nodes; or an instance has another type or is in
-    another zone than the options say.
-    """
+    """Raise CpuftError when what exists can never become what the options ask for."""
     _check_owner(config.name, resources)
     name, live, group, now = config.name, resources.live, resources.group, resources.now
     remove = f"remove it with `cpuft provision down {name}`"
@@ -193,10 +166,7 @@ def check_rental(config: AwsConfig, resources: Resources) -> None:
 
 
 def needs_offer(config: AwsConfig, resources: Resources) -> bool:
-    """Whether something is missing for which `RentalFacts.offer` is needed.
-
-    True if instances or the security group are missing, or the placement group of several instances.
-    """
+    """Whether something is missing for which `RentalFacts.offer` is needed."""
     lacks_placement_group = config.placement_group and config.nodes > 1 and not resources.placement_group
     return len(resources.live) < config.nodes or not resources.group or lacks_placement_group
 
@@ -204,13 +174,9 @@ def needs_offer(config: AwsConfig, resources: Resources) -> bool:
 def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
     """Return the steps that create what is missing in AWS, and the cluster's files on this machine.
 
-    The plan is empty if nothing is missing. The stages are, as far as they are needed: the cluster's record, its key,
-    the security group or its rules, and the placement group. If instances are missing, and the security group and the
-    key exist, the stages that start all missing instances, or none, in one zone follow; until then, a note names them.
-
-    Raises CpuftError when the cluster can never become what the options ask for (another owner, type or zone, fewer
-    --nodes, or a lease that has ended) or its key is on another machine, and NoCapacityError when every zone has
-    refused.
+    All missing instances, or none, are started in one zone, as soon as the security group and the key exist; until
+    then, a note names them. Raises CpuftError when the cluster can never become what the options ask for or its key is
+    on another machine, and NoCapacityError when every zone has refused.
     """
     resources = facts.resources
     check_rental(config, resources)
@@ -232,7 +198,6 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
 
 
 def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
-    """Plan the cluster's record, then the key to log in with."""
     base, until = facts.directory, facts.resources.group.until if facts.resources.group else 0
     record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until))}
     steps = plan_files(record, facts.files, "register the cluster")
@@ -244,21 +209,14 @@ def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
 
 
 def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int) -> Entry:
-    """Return the record of a cluster on this machine. Its options `yes` and `recipe`, of one run only, are empty.
-
-    Parameters
-    ----------
-    directory
-        Directory of the cluster's files.
-    until
-        End of the lease in seconds since the epoch; 0 if it is not fixed yet.
-    """
+    """Return the record of a cluster; `until` is the end of its lease in epoch seconds, 0 if not fixed yet."""
     return Entry(
         config.name,
         "aws",
         hostfile,
         f"{directory}/ssh_config",
         f"{config.prefix}/env/bin/python",
+        # The options `yes` and `recipe` are of one run only.
         options={key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()},
         ssh_config_there=f"{config.prefix}/clusters/{config.name}/ssh_config",
         # On-demand instances are never reclaimed.
@@ -276,10 +234,7 @@ def _make_key_error(name: str, facts: RentalFacts) -> CpuftError:
 
 
 def check_ssh_config(name: str, facts: RentalFacts) -> str:
-    """Return the path of the cluster's ssh configuration on this machine.
-
-    Raises CpuftError when it is not here, because another machine made the cluster.
-    """
+    """Return the path of the cluster's ssh configuration, which must be on this machine."""
     path = f"{facts.directory}/ssh_config"
     if path not in facts.files:
         raise _make_key_error(name, facts)
@@ -287,7 +242,6 @@ def check_ssh_config(name: str, facts: RentalFacts) -> str:
 
 
 def _resource_name(name: str) -> str:
-    """Return the name of a cluster's security group and placement group: `cpuft-NAME`."""
     return f"cpuft-{name}"
 
 
@@ -343,28 +297,17 @@ def _plan_placement(config: AwsConfig, facts: RentalFacts) -> list[Step]:
 
 
 def _uses_placement_group(config: AwsConfig, offer: Offer) -> bool:
-    """Whether the instances get a placement group.
-
-    True with --placement-group, several instances and a type that can use one.
-    """
     return config.placement_group and config.nodes > 1 and offer.in_placement_groups
 
 
 def choose_zone(
     config: AwsConfig, resources: Resources, offer: Offer, refused: Mapping[tuple[str, bool], str]
 ) -> tuple[Zone, bool]:
-    """Return the zone to start instances in, and whether as spot instances.
+    """Return the zone to start instances in, and whether as spot instances; those in `refused` are not chosen again.
 
     All instances of a cluster are in one zone: that of the instances that exist, otherwise --zone, otherwise the
-    cheapest for spot instances (zones without a known price come last), otherwise the first by name. With
-    --spot-or-demand, on-demand instances are chosen when no zone is left for spot instances.
-
-    Parameters
-    ----------
-    refused
-        Why there was no capacity, by (zone, whether for spot instances). These are not chosen again.
-
-    Raises NoCapacityError when no zone is left.
+    cheapest for spot instances, otherwise the first by name. With --spot-or-demand, on-demand instances are chosen when
+    no zone is left for spot instances. Raises NoCapacityError when no zone is left.
     """
     used = {one.zone for one in resources.live}
     zones = [zone for zone in offer.zones if zone.name in (used or {config.zone or zone.name})]
@@ -383,8 +326,9 @@ def _plan_launch(
 ) -> list[list[Step]]:
     """Plan one call that starts all missing instances or none.
 
-    The call's ClientToken is made from the security group, the generation and the zone. So repeating the call, after a
-    response was lost, starts nothing again. A new generation begins when instances of the present one have ended.
+    The call's ClientToken is made from the security group, the generation and the zone, so that repeating the call,
+    after a response was lost, starts nothing again. A new generation begins when the present one has instances or is
+    stale.
     """
     resources, region = facts.resources, facts.region
     missing, stages = config.nodes - len(resources.live), list[list[Step]]()
@@ -412,16 +356,9 @@ def _plan_launch(
 
 
 def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: Zone, count: int) -> dict[str, Any]:
-    """Return the parameters of RunInstances that do not depend on other resources of the cluster.
+    """Return the parameters of RunInstances for `count` instances that do not depend on other resources of the cluster.
 
     AWS can check them in a dry run before anything exists. An instance that shuts down terminates.
-
-    Parameters
-    ----------
-    count
-        Number of instances; AWS starts all of them or none.
-
-    Raises CpuftError if --lease is not valid and no security group says when the lease ends.
     """
     disk: dict[str, Any] = {"VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
     disk["VolumeSize"] = max(config.disk, offer.image.gigabytes)
@@ -453,11 +390,8 @@ def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: Zo
 def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
     """Return the steps that delete everything with the cluster's tag, in the order that AWS allows, then its record.
 
-    As long as instances exist that are neither terminated nor shutting down, the only step is their termination; the
-    rest comes with the next plan. The files on this machine are removed only if cpuft wrote them. The plan is empty
-    when nothing is left.
-
-    Raises CpuftError when somebody else made the cluster.
+    As long as instances are neither terminated nor shutting down, the only step is their termination. Raises CpuftError
+    when somebody else made the cluster.
     """
     resources, region = facts.resources, facts.region
     _check_owner(name, resources)
@@ -479,18 +413,10 @@ def plan_rental_down(name: str, facts: RentalFacts) -> Plan:
 
 
 def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
-    """Return the steps that let the lease end at `until`: in the tags, on the instances, and in the record here.
+    """Return the steps that let the lease end at `until` (seconds since the epoch), on AWS, instances and here.
 
-    The limit becomes `until` as well if that is later. A record that says so already, or that this machine does not
-    have, is not written.
-
-    Parameters
-    ----------
-    until
-        New end of the lease in seconds since the epoch.
-
-    Raises CpuftError when the cluster has no instances any more, somebody else made it, or the record is damaged or can
-    be written by other users.
+    The limit becomes `until` as well if that is later. Raises CpuftError when the cluster has no instances any more or
+    somebody else made it.
     """
     _check_owner(name, facts.resources)
     group, live = facts.resources.group, facts.resources.live
@@ -511,6 +437,6 @@ def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
 
 
 def count_states(instances: tuple[Instance, ...]) -> str:
-    """Return how many instances are in each state, by name: `1 pending, 2 running`; "" without instances."""
+    """Return how many instances are in each state, by name: `1 pending, 2 running`."""
     states = [one.state for one in instances]
     return ", ".join(f"{states.count(state)} {state}" for state in sorted(set(states)))

@@ -29,61 +29,40 @@ class Price:
     on_demand: float | None
     """List price."""
     dated: str
-    """When the list price was looked up: a year. Empty if there is none."""
+    """The year in which the list price was looked up; empty without one."""
     spot_by_zone: Mapping[str, float] = field(default_factory=dict)
-    """Present spot price by name of the zone; zones without a price are left out."""
+    """Present spot prices; zones without a price are left out."""
 
     @property
     def source(self) -> str:
-        """Where the list price comes from: "list price of us-east-1 in 2025"."""
+        """Where the list price comes from."""
         return f"list price of {LISTED} in {self.dated}"
 
     def find(self, instance: Instance) -> float | None:
-        """Return the hourly price of an instance. Earlier spot prices are unknown, so the present one is used."""
+        """Return the hourly price of an instance; the present spot price stands for earlier ones, which are unknown."""
         if not instance.spot:
             return self.on_demand
         return self.spot_by_zone.get(instance.zone, max(self.spot_by_zone.values(), default=None))
 
 
 def find_price(instance_type: str, region: str, spot_by_zone: Mapping[str, float]) -> Price:
-    """Return the price of an instance type, from our table and from the present spot prices.
-
-    The table has the list prices of `LISTED`, so `on_demand` is None in other regions and for unknown types.
-
-    Parameters
-    ----------
-    spot_by_zone
-        Dollars per hour by name of the zone; 0 for unknown.
-    """
+    """Return the price of an instance type, from our table and from the present spot prices, where 0 means unknown."""
     listed = read_table().get(instance_type) if region == LISTED else None
     known = {zone: price for zone, price in spot_by_zone.items() if price}
     return Price(listed.dollars_per_hour if listed else None, listed.dated if listed else "", known)
 
 
 def find_price_of(client: AwsClient, instances: Sequence[Instance]) -> Price:
-    """Return the price of one of a cluster's instances, which are all of one type.
-
-    Spot prices are asked of AWS if there are spot instances. Without instances, all prices are unknown (None).
-
-    Raises CpuftError: AWS refuses the call or does not answer.
-    """
+    """Return the price of one of a cluster's instances, which are all of one type; AWS is asked for spot prices."""
     instance_type = instances[0].type if instances else ""
     spot = find_spot_prices(client, instance_type) if any(one.spot for one in instances) else {}
     return find_price(instance_type, client.region, spot)
 
 
 def describe_price(price: Price, config: AwsConfig, missing: int, now: float, until: float, limit: float) -> str:
-    """Return sentences that say what instances will cost, without the last full stop.
+    """Return sentences, without the last full stop, on what `missing` instances will cost in an hour, lease and limit.
 
-    They name the price per hour of each instance and of all, the cost until the end of the lease and until its limit,
-    and with --spot-or-demand the cost on demand. Prices that are not known are called unknown.
-
-    Parameters
-    ----------
-    missing
-        Number of instances to rent.
-    now, until, limit
-        The time now, when the lease ends, and to when running jobs may extend it, in seconds since the epoch.
+    The times are in seconds since the epoch: `until` is the end of the lease, to `limit` running jobs may extend it.
     """
     unknown, spot = f"cpuft has only the list prices of {LISTED}", price.spot_by_zone.values()
     if config.spot:
@@ -115,10 +94,7 @@ def describe_price(price: Price, config: AwsConfig, missing: int, now: float, un
 
 
 def describe_cost(price: Price, instances: Sequence[Instance], now: float) -> str:
-    """Return what instances have cost: "about $1.25 for 2.00 instance hours (list price of us-east-1 in 2025)".
-
-    With an unknown price: "an unknown price for 2.00 instance hours". `now` is in seconds since the epoch.
-    """
+    """Return what instances have cost: "about $1.25 for 2.00 instance hours (list price of us-east-1 in 2025)"."""
     hours = [_count_seconds(one, now) / 3600 for one in instances]
     spent, prices = f"{_format_amount(sum(hours))} instance hours", [price.find(one) for one in instances]
     if not all(prices):
@@ -138,25 +114,13 @@ def _count_seconds(one: Instance, now: float) -> float:
 
 
 def _format_amount(amount: float) -> str:
-    """Return an amount with two decimals, or with three digits if it is less than one."""
     return f"{amount:.2f}" if amount >= 1 else f"{amount:.3g}"
 
 
 def describe_instances(
     group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price
 ) -> list[str]:
-    """Return a line about the lease and cost of a cluster, and a line for each instance that AWS lists.
-
-    An instance's line has its private address (its id without one), state, id, type, market, zone and age. If neither
-    `group` nor `instances` say when a lease ends, the first line says that AWS has nothing of this cluster.
-
-    Parameters
-    ----------
-    group
-        The security group; None if it was deleted.
-    now
-        Present time in seconds since the epoch.
-    """
+    """Return a line about a cluster's lease and cost, and one for each instance; `group` is None if deleted."""
     lines = [_describe_lease(group, instances, now, price)]
     for one in instances:
         market = "spot" if one.spot else "on demand"
@@ -181,11 +145,7 @@ def _describe_lease(group: SecurityGroup | None, instances: Sequence[Instance], 
 def describe_cluster(
     name: str, group: SecurityGroup | None, instances: Sequence[Instance], now: float, price: Price
 ) -> list[str]:
-    """Return lines about a cluster that was found by its tags.
-
-    The first is `cluster NAME (aws), 2 nodes`, which counts pending and running instances. The indented others describe
-    its lease and cost, and each instance. Parameters are those of `describe_instances`.
-    """
+    """Return lines about a cluster that was found by its tags: its name, then `describe_instances`, indented."""
     nodes = counted(sum(one.state in LIVE for one in instances), "node")
     return [
         f"cluster {name} (aws), {nodes}",

@@ -69,7 +69,7 @@ _YOUNG_SECONDS = 120.0
 
 @dataclass(frozen=True)
 class Services:
-    """What a cluster on AWS needs from outside. Tests replace it."""
+    """What a cluster on AWS needs from outside, which tests replace."""
 
     open_client: Callable[[str], AwsClient] = AwsClient
     """Opens a client for a region; "" is the one of the AWS configuration."""
@@ -80,7 +80,7 @@ class Services:
     appear_seconds: float = 30.0
     """How long to wait for instances that were requested a moment ago to appear in AWS's lists."""
     uses_ssh: bool = True
-    """Whether to log in to the instances. Otherwise they are rented only."""
+    """Whether to log in to the instances; otherwise they are rented only."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +93,10 @@ class AwsFacts:
 
 
 class Aws(Provider[AwsConfig, AwsFacts]):
-    """A cluster of instances that are rented from AWS.
+    """A cluster of instances that are rented from AWS, which are found by their tags.
 
-    Its resources are found by their tags. This machine keeps only the keys, and the files that say how to reach the
-    instances.
-
-    Raises CpuftError: --lease or --lease-limit is not valid, boto3 is not installed, the region is unknown or not
-    given, or the name of the cluster or the registry's folder cannot be used. AWS is not asked.
+    This machine keeps only the keys, and the files that say how to reach the instances. The constructor does not ask
+    AWS.
     """
 
     kind = "aws"
@@ -124,37 +121,22 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """Why there was no capacity, by (zone, whether for spot instances)."""
         self._offer: Offer | None = None
         self._price = ""
-        """Description of the price of what will be rented."""
         self._waits = False
-        """Whether to wait until instances start or end. Commands that change nothing do not wait."""
+        """Whether to wait until instances start or end, which commands that change nothing do not."""
         self._ended: frozenset[str] | None = None
         """Ids of the instances that had ended when `make` looked first; None before."""
         self._say: Say = lambda text: None
         self._last_instances: tuple[Instance, ...] = ()
-        """The instances when `down` last looked, for the bill."""
+        """Those that `down` saw when it last looked, for the bill."""
 
     @classmethod
     def find_unrecorded(cls, name: str, environ: Mapping[str, str], region: str) -> Aws | None:
-        """Return the cluster that tags in a `region` may describe; None without a region.
-
-        AWS is not asked whether such tags exist.
-
-        Raises CpuftError: the name is not valid, boto3 is not installed, or AWS has no such region.
-        """
+        """Return the cluster that tags in a `region` may describe, without asking AWS; None without a region."""
         return cls(AwsConfig(name=name, region=region), environ) if region else None
 
     @classmethod
     def describe_region(cls, region: str, services: Services | None = None) -> list[str]:
-        """Return lines that describe all clusters that the account has in a region, whoever made them; [] without any.
-
-        Parameters
-        ----------
-        region
-            AWS region; empty for the one of the AWS configuration.
-
-        Raises CpuftError: boto3 is not installed, the region is unknown or not given, or AWS refuses a call or does not
-        answer.
-        """
+        """Return lines that describe all clusters that the account has in a region, whoever made them."""
         services = services or Services()
         client, lines = services.open_client(region), list[str]()
         for name, (group, instances) in find_clusters(client).items():
@@ -163,11 +145,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return lines
 
     def check(self) -> None:
-        """Check what can be checked before anything is gathered.
-
-        Raises CpuftError when this machine has recorded another cluster of this name, in another region or of another
-        kind, or when the cluster's folder or hostfile was not written by cpuft or can be written by other users.
-        """
+        """Check what every kind does, and that this machine has recorded no other cluster of this name."""
         super().check()
         if other := self._find_other():
             # The new record would replace the one without which nobody finds the instances there.
@@ -180,12 +158,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         """Return what exists in AWS; when nothing is missing there, also what the instances say.
 
         `make` waits here until the instances run and accept ssh connections, 5 minutes for each, and schedules
-        shutdowns that are missing. Other commands do not wait and change nothing.
-
-        Raises CpuftError when what exists or AWS's offer cannot become what the options ask for; --ssh-from is not
-        valid; this machine's address cannot be found out; AWS refuses a call or does not answer; or instances end, do
-        not start, cannot be reached or cannot be provisioned, or the wheels for them cannot be used. Raises
-        NoCapacityError when every zone has refused, and LeaseError when instances would not terminate themselves.
+        shutdowns that are missing; other commands do not. Raises NoCapacityError when every zone has refused, and
+        LeaseError when instances would not terminate themselves.
         """
         facts = self._gather_rental()
         if self.services.uses_ssh and not plan_rental(self.config, facts).stages:
@@ -195,7 +169,6 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return AwsFacts(facts)
 
     def _gather_rental(self) -> RentalFacts:
-        """Return the facts for `plan_rental`. Asks AWS what it offers if something has to be rented."""
         facts = self._gather_resources()
         resources, ssh_from = facts.resources, self.config.ssh_from or self.services.find_address()
         self._refuse_ended(resources)
@@ -209,8 +182,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
     def _refuse_ended(self, resources: Resources) -> None:
         """Raise CpuftError if an instance has ended since `make` began.
 
-        Without this, `make` would start others in its place again and again if AWS ends each of them at its start, for
-        example because its disk is encrypted with a key that may not be used.
+        Without this, `make` would start others again and again if AWS ends each of them at its start, for example
+        because its disk is encrypted with a key that may not be used.
         """
         ended = [one for one in resources.instances if one not in resources.live]
         if self._ended is None or not self._waits:
@@ -224,7 +197,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 )
 
     def _find_other(self) -> str:
-        """Return which other cluster of this name this machine has recorded: of another kind or region; "" for none."""
+        """Return of which other kind or region this machine has recorded a cluster of this name; "" for none."""
         entry = self.find_record()
         if not entry or entry.kind != self.kind:
             return f"of kind {entry.kind}" if entry else ""
@@ -254,10 +227,6 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return Nodes(self.config, resources.live, self.environ, self.hostfile, resources.group)
 
     def _wait_until_running(self, facts: RentalFacts) -> RentalFacts:
-        """Wait until all instances run and have addresses.
-
-        Raises CpuftError after a time limit, and if an instance ends.
-        """
         end = self.services.now() + _BOOT_SECONDS
         while any(one.state != "running" or not one.public for one in facts.resources.live):
             if self.services.now() > end:
@@ -271,12 +240,9 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return facts
 
     def confirm(self, ask: Ask) -> None:
-        """Check the permissions for what has to be rented, then ask whether the user agrees to the price.
+        """Check by dry runs the permissions for what has to be rented, then ask whether the user agrees to the price.
 
-        Nothing is asked if no instance is missing. With --yes, the price is shown and nothing is asked. Permissions are
-        checked by dry runs of the calls; nothing is rented.
-
-        Raises CpuftError when the answer is no, a permission is missing, or the options cannot be met.
+        Nothing is asked if no instance is missing. With --yes, the price is shown and nothing is asked.
         """
         facts = self._gather_rental()
         missing = self.config.nodes - len(facts.resources.live)
@@ -298,10 +264,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return describe_price(price, self.config, missing, now, until, limit)
 
     def _check_permissions(self, facts: RentalFacts, offer: Offer) -> None:
-        """Ask AWS in dry runs whether it would allow the planned calls, and reading the consoles of the instances.
-
-        Raises CpuftError when it would not.
-        """
+        """Ask AWS in dry runs whether it would allow the planned calls, and reading the consoles of the instances."""
         zone, _ = choose_zone(self.config, facts.resources, offer, {})
         missing = self.config.nodes - len(facts.resources.live)
         request = make_request(self.config, facts.resources, offer, zone, missing)
@@ -312,22 +275,16 @@ class Aws(Provider[AwsConfig, AwsFacts]):
                 self.client.dry_run(step)
 
     def plan(self, facts: AwsFacts) -> Plan:
-        """Plan what is missing in AWS; when nothing is, plan what is missing on the instances.
-
-        Raises CpuftError when the cluster can never become what the options ask for or its keys are on another machine,
-        and NoCapacityError when every zone has refused.
-        """
+        """Plan what is missing in AWS; when nothing is, plan what is missing on the instances."""
         rental = plan_rental(self.config, facts.rental)
         if rental.stages or not facts.servers:
             return replace(rental, notes=tuple(filter(None, (self._price, *rental.notes))))
         return self._make_nodes(facts.rental.resources).plan(facts.servers)
 
     def run(self, plan: Plan, say: Say) -> None:
-        """Execute a plan. Calls to AWS are made one after another; other steps run as those of any plan.
+        """Execute a plan; calls to AWS are made one after another.
 
         A zone without capacity is no error: it is remembered, and the next plan takes another zone.
-
-        Raises CpuftError when AWS refuses a call or does not answer, or when steps fail.
         """
         for are_calls, stages in itertools.groupby(plan.stages, lambda stage: isinstance(stage[0], CallStep)):
             if are_calls:
@@ -352,7 +309,7 @@ class Aws(Provider[AwsConfig, AwsFacts]):
             self._offer = replace(self._offer, has_spot_role=True)
 
     def _wait_until_listed(self, started: set[str]) -> None:
-        """Wait, 30 s at most, until AWS lists all instances of a call. Others would be started in place of the rest."""
+        """Wait, 30 s at most, until AWS lists all instances of a call; otherwise `make` would start more."""
         end = self.services.now() + self.services.appear_seconds
         while started and self.services.now() < end:
             started -= {one.id for one in self._gather_resources().resources.instances}
@@ -362,17 +319,9 @@ class Aws(Provider[AwsConfig, AwsFacts]):
     def make(self, say: Say, ask: Ask) -> str:
         """Make or repair the cluster, and wait until it is ready.
 
-        With --spot-or-demand, on-demand instances are rented if no zone has spot capacity. Nothing is left in two
-        cases: when no zone has capacity, and when instances would not terminate themselves at the end of their lease,
-        because they would cost money forever.
-
-        Returns
-        -------
-        `cluster NAME: 2 x TYPE, hostfile PATH; next: ...; the instances terminate themselves at 2027-01-15 10:00 UTC`.
-
-        Raises NoCapacityError when no zone has capacity, and CpuftError when the instances were terminated because of
-        their lease, the user refuses, a check or a step fails, AWS refuses a call, or another process works on the same
-        cluster.
+        When no zone has capacity (NoCapacityError) and nothing runs yet, all that was made is removed. When instances
+        would not terminate themselves at the end of their lease, they are terminated, because they would cost money
+        forever.
         """
         self._waits, self._ended, self._say = True, None, say
         try:
@@ -403,13 +352,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
     def down(self, say: Say) -> str:
         """Remove the cluster, including instances that appear late; wait until they are terminated, up to 10 minutes.
 
-        Returns
-        -------
-        "cluster NAME was removed" and, if AWS lists instances of it, what the cluster has cost. If this machine has
-        recorded another cluster of this name, the sentence says that it was left alone.
-
-        Raises CpuftError when somebody else made the cluster, AWS refuses a call or does not answer, or another process
-        works on the same cluster.
+        The sentence for the user says what the cluster has cost. If this machine has recorded another cluster of this
+        name, that is left alone, and the sentence says so.
         """
         self._waits = True
         sentence, instances = super().down(say), self._last_instances
@@ -423,8 +367,8 @@ class Aws(Provider[AwsConfig, AwsFacts]):
     def gather_remains(self) -> AwsFacts:
         """Return what exists in AWS and on this machine.
 
-        After a call of `make` or `down`, this waits while instances shut down (10 minutes at most), or may still appear
-        after a recent request (30 s at most). Raises CpuftError when AWS refuses a call or does not answer.
+        In `make` and `down`, this waits while instances shut down (10 minutes at most), or may still appear after a
+        recent request (30 s at most).
         """
         facts = self._gather_resources()
         start = self.services.now()
@@ -448,21 +392,11 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return is_young and not have_appeared and waited < self.services.appear_seconds
 
     def plan_down(self, facts: AwsFacts) -> Plan:
-        """Plan the deletion of what is left in AWS and on this machine; an empty plan if nothing is.
-
-        Raises CpuftError when somebody else made the cluster.
-        """
+        """Plan the deletion of what is left in AWS and on this machine."""
         return plan_rental_down(self.name, facts.rental)
 
     def plan_extension(self, lease: str) -> Plan:
-        """Plan that the lease ends `lease` (90m, 4h, 2d) from now.
-
-        The steps change the tags, the instances and the cluster's record. The end may also come earlier than before.
-        Nothing is executed.
-
-        Raises CpuftError: `lease` is not from 10m to 30d, the cluster has no instances, somebody else made it, its ssh
-        configuration is not on this machine, or AWS refuses a call or does not answer.
-        """
+        """Plan that the lease ends `lease` (90m, 4h, 2d) from now, which may be earlier than before."""
         facts = self._gather_resources()
         until = int(facts.resources.now) + parse_lease(lease)
         plan = plan_lease_extension(self.name, facts, until)
@@ -473,19 +407,12 @@ class Aws(Provider[AwsConfig, AwsFacts]):
         return replace(plan, command_prefixes=prefixes)
 
     def extend(self, lease: str, say: Say) -> str:
-        """Execute `plan_extension`. Returns "cluster NAME: the instances terminate themselves at 2027-01-15 10:00 UTC".
-
-        Raises CpuftError: `lease` is not from 10m to 30d, the cluster has no instances, somebody else made it, its ssh
-        configuration is not on this machine, AWS refuses a call or does not answer, or a step fails.
-        """
+        """Execute `plan_extension`, and return a sentence that says when the instances terminate themselves."""
         self.run(self.plan_extension(lease), say)
         return f"cluster {self.name}: {self._describe_end()}"
 
     def describe_hosts(self) -> list[str]:
-        """Return a line about the lease and the cost, and a line for each instance that AWS lists.
-
-        The instances themselves are not asked. Raises CpuftError when AWS refuses a call or does not answer.
-        """
+        """Return a line about the lease and the cost, and one for each instance as AWS lists it."""
         resources = self._gather_resources().resources
         price = find_price_of(self.client, resources.instances)
         return describe_instances(resources.group, resources.instances, resources.now, price)
