@@ -418,7 +418,9 @@ def _launch_function(
     )
     config = _pick(LaunchConfig, parse_options(options, LaunchConfig))
     name = re.sub(r"\W", "", getattr(function, "__name__", "")) or "function"
-    config = dataclasses.replace(config, run_dir=choose_run_dir(config.run_dir, f"{name}-np{config.np}"))
+    config = dataclasses.replace(
+        config, run_dir=choose_run_dir(config.run_dir, f"{name}-np{config.np}" if config.np else name)
+    )
     pickled = pickle_call(function, args, kwargs)
     header = CallHeader(secrets.token_hex(32), python_version(), tuple(filter(None, map(os.path.abspath, sys.path))))
     content = pack_call(header, pickled)
@@ -432,8 +434,8 @@ def _launch_function(
             config, TrainConfig(), ScriptConfig(), script, "", frozenset(), "lines", f"{staging}/call"
         )
         try:
-            _execute(request)
-            return Run(Path(config.run_dir), _load_results(config, header.key))
+            planned = _execute(request)
+            return Run(Path(config.run_dir), _load_results(config.run_dir, planned.cluster.ranks, header.key))
         finally:
             _remove_call(Path(config.run_dir, CALL_FOLDER))
 
@@ -502,12 +504,12 @@ def _cells(code: Any, closure: Sequence[Any]) -> Iterator[tuple[str, Any]]:
         yield key, cell
 
 
-def _load_results(config: LaunchConfig, key: str) -> list[Any]:
+def _load_results(run_dir: str, ranks: int, key: str) -> list[Any]:
     """Return what the function returned on each rank; only files that are signed with the key are loaded."""
     results = []
-    for rank in range(config.np):
+    for rank in range(ranks):
         try:
-            results.append(pickle.loads(read_result(config.run_dir, rank, key)))
+            results.append(pickle.loads(read_result(run_dir, rank, key)))
         except (ImportError, AttributeError) as error:
             raise CpuftError(
                 f"what the function returned on rank {rank} cannot be loaded here ({error}): install that module here, "

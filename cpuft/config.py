@@ -640,12 +640,17 @@ class WorkerConfig:
 class LaunchConfig:
     """Where the ranks run, how they are started, and when they are stopped or started again."""
 
-    np: int = _hosts(1, "Number of ranks on all hosts together", least=1)
+    np: int = _hosts(
+        0,
+        "Number of ranks on all hosts together (default: --ppn on each host, or one for each NUMA node of each host, "
+        "but no more than its slots)",
+        least=1,
+    )
     ppn: int = _hosts(
         0,
         "Number of ranks on each host: the hosts are used in order until all --np ranks have a place, and a host "
-        "with fewer cores or slots is an error. --np stays as it is (default: --np divided by the number of hosts, "
-        "rounded up, if the hosts allow it)",
+        "with fewer cores or slots is an error (default: --np divided by the number of hosts, rounded up, if the hosts "
+        "allow it)",
         least=0,
     )
     hostfile: str = _hosts(

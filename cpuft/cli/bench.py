@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from typing import Any
 
 import click
@@ -38,8 +39,9 @@ def comm(dry_run: bool, **values: Any) -> None:
     from cpuft.report.plots import write_plot
 
     config = pick(LaunchConfig, values)
-    run_dir = choose_run_dir(config.run_dir, f"comm-np{config.np}")
     cluster = gather_cluster(config)
+    config = replace(config, np=cluster.ranks)
+    run_dir = choose_run_dir(config.run_dir, f"comm-np{config.np}")
     plan = plan_bench(cluster, config, pick(BenchConfig, values), cluster.work_dir(run_dir), os.environ)
     plan = add_transfers(plan, (), {}, cluster, run_dir)
     if dry_run:

@@ -82,7 +82,7 @@ def move(
     from cpuft.secret_variables import secrets_for_ranks
 
     config = pick(LaunchConfig, values)
-    given = {name: values[name] for name in given_options() if name in values}
+    given = {name: values[name] for name in ("np", *given_options()) if name in values}
     head = Head(cluster.assignments[0].host, cluster.access, list_place_options(config))
     examine_python(head, packages)
     order, bundles = plan_move(verb, given, script, cluster, run_dir, os.environ)

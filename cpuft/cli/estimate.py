@@ -236,7 +236,7 @@ def _probe(train: TrainConfig) -> Record:
     from cpuft.launch.supervise import run_on_this_machine
     from cpuft.record import read_record
 
-    launch = LaunchConfig()
+    launch = LaunchConfig(np=1)
     cluster = gather_cluster(launch)
     with tempfile.TemporaryDirectory(prefix="cpuft-probe-") as folder:
         run_dir = f"{folder}/run"

@@ -92,7 +92,7 @@ def needs_launch(config: LaunchConfig) -> bool:
     """
     from cpuft.hosts.cluster import read_hosts
 
-    return replace(config, np=1) != LaunchConfig() or (config.np > 1 and len(read_hosts(config)) > 1)
+    return replace(config, np=0) != LaunchConfig() or (config.np > 1 and len(read_hosts(config)) > 1)
 
 
 def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) -> None:

@@ -80,7 +80,10 @@ def _parse_launch(argv: tuple[str, ...], nodes: int, sees_files: bool) -> tuple[
     if values["resume"] and context.get_parameter_source("np") not in (_COMMANDLINE, _DEFAULT_MAP):
         known["np"], most = _read_ranks(values["resume"], sees_files)
         known["ppn"] = values["ppn"] or (0 if nodes else most)
-    return JobLaunch(argv[1:end], script, **known), "script" if script else values["task"]
+    # The hosts are not known yet: one rank on each, so that the job has room for as many as it starts.
+    options = argv[1:end] if known["np"] else (*argv[1:end], f"--np={max(nodes, 1) * max(known['ppn'], 1)}")
+    known["np"] = known["np"] or max(nodes, 1) * max(known["ppn"], 1)
+    return JobLaunch(options, script, **known), "script" if script else values["task"]
 
 
 def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:

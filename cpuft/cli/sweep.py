@@ -293,7 +293,7 @@ def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
         runs = plan_grid(spaces) if config.search == "grid" else draw_random(spaces, config.trials, config.search_seed)
         check_assignments(base, runs, fixed)
     ranks = config.hosts_per_run * config.ranks_per_host
-    common += [f"--np={ranks}", f"--ppn={config.ranks_per_host}"] if ranks > 1 else []
+    common += [f"--np={ranks}", *([f"--ppn={config.ranks_per_host}"] if ranks > 1 else [])]
     lengths = [estimate_length(apply_assignment(base, run)) for run in runs]
     return SweepHeader(
         VERSION, common, runs, config.metric, direction, config.hosts_per_run, config.price, lengths, search=search

@@ -678,6 +678,19 @@ def _check_slots(state: ClusterState) -> Iterator[Finding]:
 
 
 @check(
+    "CPUFT-038",
+    "A rank has cores on several NUMA nodes.",
+    "Its threads read much of their memory over the slower link between the nodes.",
+    "Start one rank for each NUMA node: leave out --np, or raise it.",
+)
+def _check_numa_nodes(state: ClusterState) -> Iterator[Finding]:
+    for one, facts, _ in state.answering:
+        ranks = state.ranks.get(one.host.name, one.host.slots)
+        if 0 < ranks < facts.numa_nodes:
+            yield warning(one.name, f"Planned on {facts.numa_nodes} NUMA nodes: {counted(ranks, 'rank')}.")
+
+
+@check(
     "CPUFT-025",
     "A control group allows less CPU time than the visible cores have.",
     "A container or cpuft provision local limits the CPU time. Ranks use only as many cores as the limit allows.",

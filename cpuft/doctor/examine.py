@@ -37,8 +37,8 @@ _CONNECT_SECONDS, _PAUSE_SECONDS = 1.0, 0.1
 """Of one attempt to connect to a host from outside its network, and between two attempts."""
 _FATAL = ("CPUFT-022", "CPUFT-034")
 """Checks (/dev/shm, open files) whose findings stop even a run on a single host: its ranks would die or hang."""
-_TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032")
-"""Checks whose findings can differ from run to run: also memory, disk, load, stolen CPU time, leftovers."""
+_TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032", "CPUFT-038")
+"""Checks whose findings can differ from run to run: also memory, disk, load, stolen CPU time, leftovers, NUMA nodes."""
 _WITHOUT_EFFECT = "CPUFT-030"
 """Check (memory allocator) of which a launch does not warn: without another allocator, the settings of the ranks and
 the fast path (`keep_freed_memory`) make glibc keep freed memory, which takes as few page faults."""

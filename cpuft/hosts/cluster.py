@@ -223,6 +223,11 @@ class Cluster:
         return not self.works_remotely and not self.on_login_node and len(self.assignments) == 1
 
     @property
+    def ranks(self) -> int:
+        """Number of ranks on all hosts together."""
+        return sum(one.ranks for one in self.assignments)
+
+    @property
     def rank_hosts(self) -> tuple[str, ...]:
         """The host name of each rank, in the order of the ranks, as in the hostfile."""
         return tuple(a.host.name for a in self.assignments for _ in range(a.ranks))
@@ -373,6 +378,15 @@ def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str,
     )
 
 
+def _assign_default(hosts: tuple[Host, ...], ppn: int, facts: Mapping[str, HostFacts]) -> tuple[Assignment, ...]:
+    """Return the ranks without --np: one for each NUMA node of a host, or `ppn`, but no more than its slots."""
+    if ppn:
+        cores = {name: len(one.cores) for name, one in facts.items()}
+        return assign_ranks(hosts, ppn * len(hosts), ppn, cores)
+    limits = [host.slots or host.max_slots or facts[host.name].numa_nodes for host in hosts]
+    return tuple(Assignment(host, min(limit, facts[host.name].numa_nodes)) for host, limit in zip(hosts, limits))
+
+
 def _too_many(ranks: int, host: Host, slots: int) -> str:
     what = "slots" if slots in (host.slots, host.max_slots) else "cores"
     return f"{ranks} ranks on {host.name}, which has {slots} {what}: lower --np, or write slots={ranks} in a hostfile"
@@ -384,7 +398,7 @@ def gather_cluster(
     """Query all hosts that a run needs at the same time, distribute the ranks, and find mpirun.
 
     Each host runs a program that reports its facts, for at most 60 s, and the head host runs `mpirun --version`.
-    Without slots and --ppn, only the first --np hosts are queried.
+    Without slots and --ppn, only the first --np hosts are queried, if it is given.
 
     Parameters
     ----------
@@ -401,12 +415,15 @@ def gather_cluster(
     access.transport.hosts.update({host.name: host for host in hosts})
     # Hosts that a small run leaves out are checked, too: the next run will need them.
     _refuse_twins(hosts, [access.transport.address(host) for host in hosts])
-    limit = min(len(hosts), config.np)
-    wanted = hosts[:limit] if not any(host.slots for host in hosts) and not config.ppn else hosts
+    has_own_count = any(host.slots for host in hosts) or config.ppn
+    wanted = hosts[: config.np or None] if not has_own_count else hosts
     found = dict(zip([host.name for host in wanted], gather_facts(wanted, access)))
     _refuse_twins(wanted, [(one.boot_id, one.hostname, sorted(one.interfaces.items())) for one in found.values()])
     cores = {name: len(host_facts.cores) for name, host_facts in found.items()}
-    assignments = assign_ranks(wanted, config.np, config.ppn, cores)
+    if config.np:
+        assignments = assign_ranks(wanted, config.np, config.ppn, cores)
+    else:
+        assignments = _assign_default(wanted, config.ppn, found)
     used = tuple(found[assignment.host.name] for assignment in assignments)
     head_is_here = access.transport.is_here(hosts[0])
     on_login_node = bool(access.transport.bootstrap) and not head_is_here

@@ -76,6 +76,11 @@ class HostFacts:
         """
         return self.seen_cores[: max(1, int(self.cpu_quota))] if self.cpu_quota else self.seen_cores
 
+    @property
+    def numa_nodes(self) -> int:
+        """Number of NUMA nodes that have cores to use."""
+        return len({core.numa_node for core in self.cores})
+
 
 def spread_cores(hosts: Sequence[HostFacts]) -> list[tuple[Core, ...]]:
     """Return the cores that each host is to use: as many as `HostFacts.cores` has, and others than those of the hosts

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
-from cpuft.errors import CpuftError
+from cpuft.errors import CpuftError, counted
 from cpuft.hosts.cluster import LOCAL, Cluster, find_access, gather_cluster, read_hosts
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.failures import describe_end
@@ -112,16 +112,24 @@ def plan_request(
             say(f"{reason}; the run continues without it")
         run_dir = resumed.run_dir
     else:
-        name = name_script(command) if command else train.task
-        run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
-        if locks:
-            locks.enter_context(lock_run(run_dir))
+        run_dir = ""
     access = find_access(config)
     sessions.enter_context(access.transport.keep_sessions())
     is_on_host_disk = any(copy.exists for copy in resumed.host_copies) if resumed else False
     cluster = gather_cluster(config, resumed.hosts if resumed else (), access, is_on_host_disk)
+    reason = "" if config.np else _describe_ranks(cluster, config.ppn)
+    config = replace(config, np=cluster.ranks)
+    if request.script and config.np > 1 and not request.script_options.independent:
+        refuse_other_launchers(request.script)
     if resumed:
         check_newest_checkpoint(resumed.host_copies, cluster, run_dir)
+    else:
+        name = name_script(command) if command else train.task
+        run_dir = choose_run_dir(config.run_dir, f"{name}-np{config.np}")
+        if locks:
+            locks.enter_context(lock_run(run_dir))
+    if reason:
+        say(reason)
     paths = list_input_paths(train, request.given) | {*note.paths} if resumed else list_input_paths(train)
     hostfile, ssh_config = (path and os.path.abspath(path) for path in (config.hostfile, config.ssh_config))
     note = LaunchNote(() if command else tuple(sorted(paths)), config.cluster, hostfile, ssh_config)
@@ -144,6 +152,13 @@ def _take_hosts(config: LaunchConfig, note: LaunchNote, given: Collection[str], 
     return replace(config, cluster=note.cluster, hostfile=note.hostfile, ssh_config=ssh_config)
 
 
+def _describe_ranks(cluster: Cluster, ppn: int) -> str:
+    """Return the line that says why there are so many ranks, where the user gave no number."""
+    where = f"{ppn} on each host" if ppn else "one for each NUMA node"
+    hosts = counted(len(cluster.assignments), "host")
+    return f"cpuft: {counted(cluster.ranks, 'rank')} on {hosts}, {where}; --np sets another number"
+
+
 def _check_script(request: LaunchRequest) -> tuple[str, ...]:
     """Return the command that runs the user's script; empty for a training. Raises CpuftError: it cannot be run."""
     script, options = request.script, request.script_options
@@ -152,8 +167,6 @@ def _check_script(request: LaunchRequest) -> tuple[str, ...]:
     command = plan_script(script) if script else ()
     if options.wrap:
         wrap_script(command, sys.executable, options.wrap)
-    if script and request.config.np > 1 and not options.independent:
-        refuse_other_launchers(script)
     return command
 
 

@@ -60,6 +60,7 @@ FAULTS: list[tuple[str, dict[str, Any]]] = [
         {"interfaces": {"ib0": "10.0.0.3"}, "memlock": 65536, "mtus": {"ib0": 1500}},
     ),
     ("CPUFT-034", {"open_files": 64}),
+    ("CPUFT-038", {"host": Host("node3", slots=1), "lscpu": "0,0,0,0\n1,1,0,0\n2,2,1,1\n3,3,1,1\n"}),
     ("CPUFT-032", {"leftovers": ["pid 12: python -m cpuft.rank", "/var/tmp/cpuft-0123456789ab"]}),
     ("CPUFT-035", {"listening": {"hydra_pmi_proxy (pid 9), port 40000": "0.0.0.0"}}),
     ("CPUFT-037", {"kernels": ""}),
