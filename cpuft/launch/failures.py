@@ -130,7 +130,7 @@ def _list_missed(failures: list[Failure]) -> set[int]:
 
 
 def _describe_early_end(failures: list[Failure]) -> str:
-    """Return the line about a rank whose script ended normally while others waited for it; "" without such a rank."""
+    """Return the line about a rank whose script ended normally while others waited; "" if that is not the cause."""
     if not failures or not failures[0].ended or not all(one.missed or one.lost_its_peer for one in failures):
         return ""
     (rank, host, steps), waiting = failures[0].ended[0], failures[0]

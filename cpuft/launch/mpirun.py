@@ -110,8 +110,7 @@ _SLURM = {
 
 _DIRECT_LOGINS = {"intel": 16, "openmpi": 64}
 """Most hosts to which mpirun logs in itself. With more, other hosts log in to the rest, which often only the head host
-can do. Intel MPI's number was seen with 2021.18, Open MPI's is the radix of its routing tree; MPICH has no such limit.
-"""
+can do. Intel MPI's number was seen with 2021.18, Open MPI's is the radix of its routing tree; MPICH has no limit."""
 
 
 def mpirun_settings(

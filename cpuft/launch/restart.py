@@ -364,8 +364,7 @@ def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS
 def plan_next_attempt(
     launch: Launch, history: RestartHistory, plan: RunPlan, last: Cluster, tried: AttemptResult, reason: str
 ) -> tuple[RunPlan, Cluster, int]:
-    """Choose hosts for the next attempt and plan it. `last` and `tried` are the cluster and the end of the last
-    attempt.
+    """Choose hosts for the next attempt and plan it. `last` and `tried` are cluster and end of the last attempt.
 
     Kills ranks that are left, and removes the run, except its checkpoints, from hosts that the next attempt does not
     use. Returns the plan, its cluster, and the update of the checkpoint to continue from (0 for none). If the run has

@@ -44,12 +44,11 @@ from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 TRAINING_STOP_SECONDS = 120.0
 """How long a training may take after the first Ctrl-C to finish one or two updates and save a checkpoint."""
 SCRIPT_STOP_SECONDS = 30.0
-"""Most scripts ignore the request of a first Ctrl-C, and the user should not wait for them long."""
+"""How long a user's script may take after the first Ctrl-C. Most ignore the request, and users should not wait long."""
 _STOP_REQUEST_SECONDS = 20.0
 _STOP_REQUEST_TRIES = 3
 _HOST_LOST = ("Error: Downstream from host", "assert (!closed) failed")
-"""What Hydra's mpirun prints when it has lost a host and ended all ranks. In a Slurm job it exits only minutes later.
-"""
+"""What Hydra's mpirun prints when it has lost a host and ended all ranks. In a Slurm job it exits minutes later."""
 _CANNOT_RUN = (126, 127)
 """Exit codes of a shell for a program that does not exist or cannot be executed. Another start would not help."""
 _REJECTED = 2
@@ -476,7 +475,6 @@ def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
 
 
 def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], None] = lambda: None) -> None:
-    """Run a step that comes before the ranks."""
     remind = execute.make_reminder(lambda passed: _print(f"{step.why}: not finished after {passed:.0f} s"))
 
     def watch() -> None:
