@@ -32,7 +32,7 @@ class Entry:
     python: str
     """Path of the training environment's Python on the hosts."""
     ssh_config: str
-    """Path of ssh's client configuration for the hosts; empty for the user's own."""
+    """ssh's client configuration for the hosts; empty for the user's own."""
     launched_on: str
     """Name of the machine where `cpuft launch` runs."""
     pid: int
@@ -42,10 +42,8 @@ class Entry:
 
 @contextmanager
 def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep an entry for a run in the user's cache inside the `with` block, so that `find_active_run` finds the run.
-
-    The entry is written to $XDG_CACHE_HOME/cpuft or ~/.cache/cpuft and removed at the end of the block. If the cache
-    folder cannot be written, the block runs without an entry, and nothing is raised.
+    """Keep an entry for a run in the user's cache inside the `with` block, so that `find_active_run` finds the run. If
+    the cache folder cannot be written, the block runs without an entry.
     """
     hosts = tuple(assignment.host for assignment in cluster.assignments for _ in range(assignment.ranks))
     access, pid = cluster.access, os.getpid()
@@ -69,12 +67,8 @@ def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os
 
 @contextmanager
 def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[None]:
-    """Keep other launches of this user on this machine out of a run folder, whether or not the folder exists yet.
-
-    The lock is a file in the user's cache folder. It is held inside the `with` block, and does not wait for another
-    launch. Without a cache folder nothing is locked.
-
-    Raises CpuftError: another launch works in this folder.
+    """Keep other launches of this user on this machine out of a run folder, whether or not the folder exists yet. Does
+    not wait for another launch. Without a cache folder nothing is locked.
     """
     # The cache may be on a shared disk, and the same path on another machine may be another folder.
     name = hash_text(f"{socket.gethostname()}:{os.path.realpath(run_dir)}", 24)
@@ -98,15 +92,7 @@ def lock_run(run_dir: str, environ: Mapping[str, str] = os.environ) -> Iterator[
 
 
 def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
-    """Return where a run is active, from the entry that its launch keeps in the user's cache. Asks no host.
-
-    Parameters
-    ----------
-    run: path of the run folder, absolute or in the working directory.
-
-    Raises CpuftError: the folder does not exist, no run is active in it, its launch was killed, it was launched on
-    another machine, or the path of the cache folder is relative.
-    """
+    """Return where a run is active, from the entry that its launch keeps in the user's cache. Asks no host."""
     run_dir = os.path.realpath(run)
     try:
         text = _entry_path(cache_path(environ), run_dir).read_text(encoding="utf-8")

@@ -1,7 +1,7 @@
 """Copies of a run's newest checkpoint on the launcher's machine: made while the ranks run, and sent to other hosts.
 
-With --copy-checkpoints, a thread of the launcher looks for a new checkpoint on the head host and copies it into the
-folder `checkpoints` of the run folder here, where `cpuft launch --resume` finds it if the head host is lost.
+With --copy-checkpoints, a thread of the launcher copies each new checkpoint from the head host into `checkpoints` of
+the run folder here, where `cpuft launch --resume` finds it if the head host is lost.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from cpuft.plan import Step
 
 Say = Callable[[str], None]
 MOST_SECONDS = 30.0
-"""Most seconds between two looks for a new checkpoint on the head host."""
 _LEAST_SECONDS = 1.0
 _POLL_SECONDS = 0.1
 _PAUSE_SHARE = 4.0
@@ -36,26 +35,13 @@ _MOST_FAILURES = 3
 
 
 def choose_copy_seconds(checkpoint_every: float) -> float:
-    """Return the seconds between two looks for a new checkpoint: --checkpoint-every, but from 1 s to 30 s.
-
-    Parameters
-    ----------
-    checkpoint_every: the value of the option; 0 and less, for no checkpoints and for the default, mean 30 s here.
-    """
+    """Return the seconds between two looks for a new checkpoint. `checkpoint_every` of 0 or less gives the default."""
     return min(MOST_SECONDS, max(_LEAST_SECONDS, checkpoint_every)) if checkpoint_every > 0 else MOST_SECONDS
 
 
 def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Iterable[HostCopy]) -> tuple[Bundle, ...]:
-    """Return the checkpoints here that the head host needs to continue a run: the newest one and the best one.
-
-    Empty if the ranks work in this machine's folders, or a host of the cluster has a checkpoint that is as new. Reads
-    file sizes only.
-
-    Parameters
-    ----------
-    work: the run folder on the hosts.
-    run_dir: the run folder on this machine.
-    host_copies: what hosts have of the run.
+    """Return the newest and the best checkpoint here, which the head host needs to continue a run. Empty if the ranks
+    work in this machine's folders, or a host of the cluster has a checkpoint that is as new.
     """
     used = {assignment.host.name for assignment in cluster.assignments}
     newest = max([0, *(copy.checkpoint_update for copy in host_copies if copy.host.name in used)])
@@ -71,15 +57,7 @@ def pack_checkpoints(cluster: Cluster, work: str, run_dir: str, host_copies: Ite
 
 
 def check_copy(run_dir: str) -> tuple[int, str]:
-    """Return (update of the newest checkpoint here, "") if its files have the right checksums, else (0, the reason).
-
-    The reason is the end of a sentence, such as "no checkpoint had been copied yet". A process of its own reads the
-    files, for at most ten minutes.
-
-    Parameters
-    ----------
-    run_dir: the run folder on this machine.
-    """
+    """Return (update of the newest checkpoint here, "") if its files have the right checksums, else (0, the reason)."""
     folder = find_checkpoint_here(run_dir)
     if folder is None:
         return 0, "no checkpoint had been copied yet"
@@ -92,13 +70,8 @@ def check_copy(run_dir: str) -> tuple[int, str]:
 
 
 class CheckpointCopier:
-    """Copies new checkpoints of a run from its head host.
-
-    Parameters
-    ----------
-    run_dir: the run folder on this machine.
-    every: seconds between two looks for a new checkpoint.
-    say: called with a line for the user when a copy fails for the first time.
+    """Copies new checkpoints of a run from its head host. `every` is the time in seconds between two looks for a new
+    one. The user is told once when copies fail.
     """
 
     def __init__(self, cluster: Cluster, run_dir: str, every: float, say: Say) -> None:
@@ -156,10 +129,7 @@ class CheckpointCopier:
             pause = self._every if self._failures else max(self._every, _PAUSE_SHARE * (time.monotonic() - begun))
 
     def copy_last(self) -> None:
-        """Copy the newest checkpoint now, however long it takes while bytes arrive. Must be called in the main thread.
-
-        Raises Interrupted: a signal came. The checkpoint stays on its host as well.
-        """
+        """Copy the newest checkpoint now, however long it takes while bytes arrive, in the main thread only."""
         step = self.plan_copy()
 
         def say_waiting(_: list[int], passed: float) -> None:

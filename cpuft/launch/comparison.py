@@ -25,17 +25,13 @@ class PlannedRun:
     label: str
     """For example "np 2", "ideal of np 2, round 1 of 3", or "np 2, seed 42 (1 of 5)"."""
     run_dir: str
-    """Folder of this run: np-2 or ideal-2 in the folder of the comparison, with "-round-1" at the end if there are
-    several rounds, or "-seed-42" if there are several seeds."""
+    """Folder of this run in that of the comparison, such as "np-2", "ideal-2-round-1" or "np-2-seed-42"."""
     cluster: Cluster
     plan: RunPlan
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of ranks in a text such as "4,1,2" in ascending order: (1, 2, 4). Spaces are allowed.
-
-    Raises CpuftError: an item is empty, not a whole number from 1, or there twice.
-    """
+    """Return the numbers of ranks in a text such as "4,1,2" in ascending order: (1, 2, 4)."""
     words = [word.strip() for word in text.split(",")]
     advice = "give the numbers of ranks to compare, for example --np 1,2,4"
     for place, word in enumerate(words):
@@ -47,17 +43,8 @@ def parse_numbers(text: str) -> tuple[int, ...]:
 
 
 def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> TrainConfig:
-    """Return the training options for a run with `ranks` ranks.
-
-    With weak scaling it is `train` itself, so that the batch of each rank stays. With strong scaling, all runs have the
-    same global batch, that of the run with the fewest ranks: `batch_size` becomes train.batch_size * fewest / ranks.
-
-    Parameters
-    ----------
-    fewest: the smallest number of ranks of the comparison.
-    scaling: "weak" or "strong".
-
-    Raises CpuftError: with strong scaling, the global batch cannot be divided evenly among the ranks.
+    """Return the training options for a run with `ranks` ranks, of a comparison that starts at `fewest` ranks. Weak
+    scaling keeps the batch of each rank, and strong scaling the global batch of the run with the fewest ranks.
     """
     if scaling == "weak":
         return train
@@ -70,16 +57,8 @@ def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> T
 
 
 def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
-    """Return the runs in their order. Rounds repeat all of them in turn, so that drifts affect all alike.
-
-    There are as many rounds as repeats, or as seeds.
-
-    Within a round, the runs have the order of `numbers`, and each run of two or more ranks is followed by one with
-    independent ranks if `comparison.ideal` is set.
-
-    Returns
-    -------
-    For each run (number of ranks, whether the ranks train independently, number of the round from 1).
+    """Return each run as its number of ranks, whether they are independent, and its round from 1. Rounds (repeats or
+    seeds) repeat all runs in turn, so that drifts affect all alike.
     """
     return [
         (ranks, independent, number)
@@ -93,13 +72,8 @@ def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tupl
 def refuse_different_precisions(
     clusters: Mapping[int, Cluster], train: TrainConfig, environ: Mapping[str, str]
 ) -> None:
-    """Raise CpuftError if the runs of a comparison would train in different precisions.
-
-    That happens without --precision if only some of the hosts have bf16 instructions. The runs cannot be compared then.
-
-    Parameters
-    ----------
-    clusters: the hosts of each run, by its number of ranks.
+    """Refuse runs of a comparison that would train in different precisions and so could not be compared. That happens
+    without --precision if only some of the hosts have bf16 instructions.
     """
     precisions = {ranks: find_run_precision(cluster, train, environ) for ranks, cluster in clusters.items()}
     if len(set(precisions.values())) > 1:
@@ -119,27 +93,10 @@ def plan_comparison(
     progress: str,
     environ: Mapping[str, str],
 ) -> list[PlannedRun]:
-    """Plan a run for each number of ranks, and with `--ideal` one with as many independent ranks, in each round.
+    """Plan all runs of a comparison in the order of `order_runs`, before the first one starts.
 
-    With `--seeds`, each round has a seed of its own, from `train.seed` on.
-
-    All runs are planned and checked before the first one starts. Asks the hosts for their facts and for missing files,
-    and changes nothing.
-
-    Parameters
-    ----------
-    numbers: in ascending order, from `parse_numbers`.
-    train: its batch size is that of a rank in the run with the fewest ranks.
-    run_dir: the folder of the comparison, in which each run gets its own folder.
-    progress: how rank 0 shows progress: "bar" or "lines".
-
-    Returns
-    -------
-    The runs in the order of `order_runs`, each with its label, folder, cluster and plan.
-
-    Raises CpuftError: `--ideal` with one rank only; both `--repeats` and `--seeds`; the runs would train in different
-        precisions; the global batch does not divide among the ranks of a run; a host cannot be reached, or the ranks do
-        not fit; and what `plan_training` raises.
+    Asks the hosts for their facts and for missing files, and changes nothing. The batch size of `train` is that of a
+    rank in the run with the fewest ranks. Each seed of `--seeds` is a round, from `train.seed` on.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")
@@ -178,20 +135,8 @@ def plan_comparison(
 
 
 def run_comparison(planned: Sequence[PlannedRun], progress: str, time_limit: float, say: Say) -> tuple[int, PlannedRun]:
-    """Carry out the runs of a comparison, one after another. A signal ends this program with SystemExit.
-
-    Parameters
-    ----------
-    planned: one run or more.
-    progress: how each run shows its progress, as in `plan_comparison`.
-    time_limit: of each run, in seconds; 0 for none.
-    say: called with a line for the user.
-
-    Returns
-    -------
-    The exit code of the last run that was started, and that run. The first run that fails is the last one.
-
-    Raises CpuftError: what `run_attempt` raises.
+    """Carry out one run or more, one after another; return the exit code of the last run that was started, and that
+    run. The first run that fails is the last one. `time_limit` is that of each run, in seconds; 0 for none.
     """
     with renew_leases(planned[0].cluster.access, say):
         for run in planned:

@@ -1,8 +1,7 @@
 """Detached runs, seen from the user's machine: move a command to the head host, follow it there, fetch its results.
 
-The command runs on the head host as if it had been typed there (`cpuft.launch.detached_head` keeps it). It is told that
-it is on the head host, and gets the cluster's entry, the variables and secrets that ranks get, and the files that its
-options name.
+The command runs on the head host as if it had been typed there (`cpuft.launch.detached_head` keeps it), with the
+cluster's entry, the variables and secrets that ranks get, and the files that its options name.
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ from cpuft.serialization import load, parse_json
 
 Say = Callable[[str], None]
 _PLACE = ("cluster", "hostfile", "ssh_config")
-"""Options that say where hosts are."""
 _STAYS_HERE = ("run_dir", "detach", "check", "config", "dry_run", "script", "action")
 """Options that the moved command gets in another way, or not at all: its hosts have been checked from here."""
 _NO_CLUSTER = "hosts"
@@ -102,7 +100,7 @@ _FETCH_PAUSES = (1, 2, 4, 8, 15, *(30,) * 18)
 
 
 class HeadLostError(CpuftError):
-    """The head host of a detached run does not answer, or its part of the run was killed. The exit code is 75."""
+    """The head host of a detached run does not answer, or its part of the run was killed."""
 
     exit_code = RESUMABLE
 
@@ -198,12 +196,7 @@ def plan_move(
     environ: Mapping[str, str],
 ) -> tuple[Order, tuple[Bundle, ...]]:
     """Return what is moved to the head host, and the files that it needs there. Reads these files, and sends nothing.
-
-    Parameters
-    ----------
-    values: the options that the user gave, by name.
-    script: the user's script and its arguments; empty for a training.
-    run_dir: absolute path of the run folder on this machine.
+    `values` are the options that the user gave, by name; `run_dir` is the run folder on this machine.
     """
     place = secrets.token_hex(6)
     settings = {one.name: one.value for one in forwarded_settings(user_variables(environ), ())}
@@ -242,7 +235,7 @@ def plan_move(
 
 
 def _describe_cluster(cluster: Cluster, folder: str) -> tuple[str, dict[str, str]]:
-    """Return (name, texts by file name) of the cluster's entry in a detached run's folder on the head host.
+    """Return the name of the cluster's entry, and the texts of its files in a detached run's folder on the head host.
 
     Ports and users of the hostfile are left out, as mpirun on the head host does not know them either.
     """
@@ -267,10 +260,7 @@ def plan_start(
     head: Head, order: Order, bundles: tuple[Bundle, ...], cluster: Cluster, run_dir: str, hidden: Mapping[str, str]
 ) -> Plan:
     """Return the plan that makes the run folder here, sends the files to the head host and starts the command there.
-
-    Parameters
-    ----------
-    hidden: secret variables of the command; empty for a plan that is printed.
+    `hidden` has the secret variables of the command, and is empty for a plan that is printed.
     """
     first = replace(cluster, assignments=cluster.assignments[:1], facts=cluster.facts[:1])
     state = replace(begin_state(cluster, run_dir, 0), id=order.id)
@@ -285,10 +275,8 @@ def plan_start(
 def start(run: Detached, plan: Plan, note: LaunchNote, environ: Mapping[str, str], say: Say) -> int:
     """Move a command to the head host, and show what it prints until its run has begun or it has ended.
 
-    Returns 0 if the run has begun, else the exit code of the command, of which nothing is left then.
-
-    Raises CpuftError: the files could not be sent, or the command could not be started. Raises KeyboardInterrupt: the
-    command goes on.
+    Returns 0 if the run has begun, else the exit code of the command, of which nothing is left then. After a
+    KeyboardInterrupt, the command goes on.
     """
     save_note(run.run_dir, replace(note, id=run.order.id, run_dir=run.run_dir), environ)
     begun, advice = False, f"check {run.head.host.name} with cpuft doctor, or leave out --detach"
@@ -327,16 +315,9 @@ class Detached:
         return f"cpuft attach {words} shows it and fetches its results; cpuft stop {words} ends it"
 
     def show(self, until_begun: bool = False, only_past: bool = False) -> int:
-        """Print what the command prints, from its start to its end, and return its exit code.
-
-        The line with the path of the run folder is left out: its results are not on this machine yet.
-
-        Parameters
-        ----------
-        until_begun: return 0 as soon as the run has begun.
-        only_past: return 0 after what was printed until now.
-
-        Raises HeadLostError: the head host does not answer, or the command was killed there.
+        """Print what the command prints, from its start to its end, and return its exit code. With `until_begun` return
+        0 as soon as the run has begun, with `only_past` after what was printed until now. The line with the path of the
+        run folder is left out: its results are not on this machine yet.
         """
         position, heard, closing = 0, time.monotonic(), f"run: {self.order.run_dir}\n"
         while True:
@@ -378,7 +359,7 @@ class Detached:
         return text
 
     def _read_events(self, position: int, only_past: bool) -> Iterator[tuple[int, Event]]:
-        """Yield (position behind it, event) from a position on, until the connection or the run ends."""
+        """Yield each event from a position on, with the position behind it, until the connection or the run ends."""
         words = ("follow", self.order.folder, str(position), *(["past"] if only_past else []))
         process = execute.start_process(self.head.from_here(self.head.action(*words)), os.environ, execute.PIPE)
         assert process.stdout
@@ -403,12 +384,8 @@ class Detached:
             write_state(self.run_dir, RunState(identity, name))
 
     def fetch(self, say: Say) -> str:
-        """Fetch the results into the run folder on this machine, unless that was done, and say where they are.
-
-        The head host removes them when they are here. Returns an empty text if the run has no results.
-
-        Raises CpuftError: they could not be fetched, and stay there. Raises NotStoredError: this machine cannot store
-        them.
+        """Fetch the results into the run folder on this machine, unless that was done, and say where they are. The head
+        host removes them when they are here. Returns an empty text if the run has no results.
         """
         send = self.head.access.transfer_command("send-run", self.order.run_dir, CHECKPOINTS)
         is_stored, viewer = False, secrets.token_hex(6)
@@ -462,7 +439,6 @@ def _find_place(note: LaunchNote) -> LaunchConfig:
 
 
 def _exists(place: LaunchConfig, environ: Mapping[str, str]) -> bool:
-    """Return whether the cluster or the hostfile has not been removed since."""
     known = {name for root in search_roots(environ) for name in list_names(root)}
     return place.cluster in known if place.cluster else not place.hostfile or os.path.exists(place.hostfile)
 
@@ -490,13 +466,8 @@ def list_active(cluster: str) -> list[str]:
 
 
 def find_run(run: str, config: LaunchConfig, environ: Mapping[str, str]) -> tuple[Detached, Description]:
-    """Return the detached run that has this id, or an id that begins like this, or this run folder.
-
-    Parameters
-    ----------
-    config: its --cluster, or --hostfile and --ssh-config; without, those with which the run was started.
-
-    Raises CpuftError: there is no such run, there are several, or its host does not answer.
+    """Return the detached run that has this id, or an id that begins like this, or this run folder. If `config` names
+    no hosts, those with which the run was started are asked.
     """
     folder, notes = os.path.realpath(run), [one for one in list_detached(environ) if run]
     same = [one for one in notes if one.run_dir == folder] or [one for one in notes if one.id.startswith(run)]
@@ -529,8 +500,6 @@ def choose_folder(run: Detached, description: Description, wanted: str) -> Detac
 
     It is the one that the user named when the run was started here, else `wanted`, else runs/NAME in the working
     folder. A host never says which folder is written to.
-
-    Raises CpuftError: something else is in the way, or the host gave the run no proper name.
     """
     if run.run_dir and not wanted:
         return run

@@ -35,11 +35,9 @@ from cpuft.serialization import load, parse_json
 
 MODULE = "cpuft.launch.detached_head"
 STARTED, OUTPUT, ERRORS, BEGUN, END = "started", "output", "errors", "begun", "end"
-"""Kinds of events: the command was started, it wrote to one of its two streams, its run folder was made, it has
-ended."""
+"""Kinds of events: the command was started, wrote to one of its two streams, made its run folder, or has ended."""
 LOST, PAST = "lost", "past"
-"""Kinds of events that only `follow` tells: the keeper was killed or this host was started again, and all events until
-now have been told."""
+"""Events of `follow` alone: the keeper was killed or the host started again, and all events until now are told."""
 RUNNING, ENDED = "running", "ended"
 """States of a detached run, beside LOST."""
 _ORDER, _EVENTS, _ALIVE, _STOP, _CLAIM, _FETCHED = "order.json", "events.jsonl", "alive", "stop", "claim", "fetched"
@@ -56,13 +54,11 @@ class Order:
     """A command that is moved to this host. It holds no secret."""
 
     id: str
-    """Id of the run, 12 hexadecimal digits, which is made from the path of the run folder."""
+    """Id of the run, 12 hexadecimal digits, made from the path of the run folder, or at random on the head host."""
     folder: str
     """Name of the folder of the detached run: 12 random hexadecimal digits."""
     verb: str
-    """For example "launch"."""
     run_dir: str
-    """The run folder here."""
     arguments: tuple[str, ...]
     """The command line behind `cpuft`."""
     files: dict[str, str] = field(default_factory=dict)
@@ -78,12 +74,12 @@ class Order:
     claimed: str = ""
     """ID/NAME of the run as its hosts know it; empty if the run folder here is the user's own."""
     host: str = ""
-    """Host name of this host, which fills it in: other hosts may share its disk."""
+    """Host name, which this host fills in: other hosts may share its disk."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """One thing that happened."""
+    """One thing that happened in a detached run."""
 
     kind: str
     text: str = ""
@@ -104,7 +100,6 @@ class Description:
     seconds: float
     """Since the start, by this host's clock alone."""
     code: int = 0
-    """Exit code, of ENDED."""
     has_results: bool = False
     """Whether the run folder is here, to be fetched."""
     fetched: str = ""
@@ -117,14 +112,8 @@ def find_folder(uid: int, name: str = "") -> str:
 
 
 def plan_session(kills: bool, lingers: bool, user: str) -> tuple[str, ...]:
-    """Return what to put before a command that is to run on after the logout of a user.
-
-    Parameters
-    ----------
-    kills: whether logind ends a user's processes at logout (KillUserProcesses).
-    lingers: whether it keeps this user's service manager.
-
-    Raises CpuftError: every process of the user would be ended.
+    """Return what to put before a command that is to run on after the logout of a user. `kills` says whether logind
+    ends a user's processes at logout (KillUserProcesses), and `lingers` whether it keeps this user's service manager.
     """
     if not kills:
         return ()
@@ -243,9 +232,8 @@ def _is_alive(folder: Path) -> bool:
 
 
 def _follow(folder: Path, position: int, only_past: bool) -> Iterator[tuple[int, str]]:
-    """Yield (position behind it, event as JSON) for each event from a position in the file on.
-
-    Ends with the last event of the run, or with `only_past` before one would have to be waited for.
+    """Yield each event from a position in the file on, as JSON, with the position behind it. Ends with the last event
+    of the run, or with `only_past` before one would have to be waited for.
     """
     with (folder / _EVENTS).open("rb") as file:
         file.seek(position)
@@ -293,7 +281,7 @@ def _list(root: Path) -> Iterator[str]:
 
 
 def _claim(folder: Path, who: str) -> None:
-    """Let one viewer fetch the results. Raises CpuftError: another one has begun to a moment ago, or is receiving."""
+    """Let one viewer fetch the results. Another one may have begun to a moment ago, or be receiving."""
     claim = folder / _CLAIM
     with (folder / f"{_CLAIM}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -310,10 +298,7 @@ def _note_fetched(folder: Path, where: str) -> None:
 
 
 def main() -> None:
-    """Carry out an action: `start`, `list`, or another one with the folder of a detached run and perhaps a word.
-
-    Exits with 2 after a CpuftError, whose text is the last line on standard error.
-    """
+    """Carry out an action: `start`, `list`, or another one with the folder of a detached run and perhaps a word."""
     action, *words = sys.argv[1:]
     root = Path(find_folder(os.geteuid()))
     acts: dict[str, Callable[..., object]] = {"keep": _keep, "claim": _claim, "fetched": _note_fetched}

@@ -38,7 +38,6 @@ _SIGNAL_CAUSES = {
     135: ("killed by SIGBUS", "/dev/shm may be full: check it with cpuft doctor"),
     137: ("killed by SIGKILL", f"if memory ran out, {_LESS_MEMORY}"),
 }
-"""Exit codes of frequent signals, each with the name of the signal and what to do."""
 _NOT_FOR_USERS = re.compile(
     # Source locations in Hydra, the mpirun of Intel MPI and MPICH, where it noticed an error.
     r"\[(mpiexec|proxy:\d+:\d+)@[^\]]*\] .*\(\S+\.c:\d+\):"
@@ -84,56 +83,31 @@ class Failure:
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """True if the kernel killed the rank because memory ran out, or the rank's last traceback reports a refused
-        allocation."""
+        """Whether the kernel killed the rank for lack of memory, or its last traceback reports a refused allocation."""
         return (self.code == 137 and OUT_OF_MEMORY in self.text) or bool(_NO_MEMORY.search(_last_error(self.text)))
 
     @property
     def lost_its_peer(self) -> bool:
-        """True if the error output says that a connection to another rank closed, or that torch's store was disturbed.
-
-        Such a failure is a consequence of another one.
-        """
+        """Whether a connection to another rank closed or torch's store was disturbed, as a consequence of a failure."""
         return any(message in self.text for message in _LOST_PEER)
 
 
 def list_error_logs(logs: Path) -> list[Path]:
-    """Return the files with the ranks' standard error in a logs folder, in alphabetical order (rank-10 before rank-2).
-
-    They are rank-N.err, or JOB/rank.N/stderr of Open MPI. Empty if there are none or the folder does not exist.
-    """
+    """Return the ranks' standard error files in a logs folder: rank-N.err, or JOB/rank.N/stderr of Open MPI."""
     return sorted(logs.glob("rank-*.err")) or sorted(logs.glob("*/rank.*/stderr"))
 
 
 def read_failures(logs: Path, hosts: tuple[str, ...]) -> list[Failure]:
-    """Return the failed ranks from the logs of an attempt, the most likely cause first; empty if no rank failed.
-
-    Ranks that others waited for come first, then the others from the oldest error log to the newest, then ranks that
-    lost a connection, and last those that waited in vain. A rank has failed if its log has a failure line of
-    `cpuft.rank`.
-
-    Parameters
-    ----------
-    logs: the folder `logs` of the run folder.
-    hosts: the name of each rank's host, indexed by rank.
-    """
+    """Return the failed ranks from the logs of an attempt, the most likely cause first: see `find_failures`."""
     oldest_first = sorted(list_error_logs(logs), key=lambda path: path.stat().st_mtime_ns)
     return find_failures([path.read_text(errors="replace") for path in oldest_first], hosts)
 
 
 def find_failures(errors: list[str], hosts: tuple[str, ...]) -> list[Failure]:
-    """Return the failed ranks, the most likely cause first.
+    """Return the failed ranks, whose errors have a failure line of `cpuft.rank`, the most likely cause first.
 
-    Ranks that others waited for come first, then failures in the given order, then ranks that lost a connection, and
-    last those that waited in vain. Ranks whose output has no failure line of `cpuft.rank` are left out, so the result
-    may be empty.
-
-    Parameters
-    ----------
-    errors: the standard error of each rank, in any order; each text names its own rank. Put the rank that became silent
-        first at the beginning.
-    hosts: the name of each rank's host, as the hostfile has it, indexed by rank. For a rank beyond its end, the host
-        name that the rank printed is used.
+    Ranks that others waited for come first, then failures in the order of `errors` (put the rank that became silent
+    first at the beginning), then ranks that lost a connection, and last those that waited in vain.
     """
     failures = []
     counts = [steps for text in errors if (steps := parse_steps(text))]
@@ -156,12 +130,7 @@ def _list_missed(failures: list[Failure]) -> set[int]:
 
 
 def _describe_early_end(failures: list[Failure]) -> str:
-    """Return the line about a rank whose script ended normally while others waited for it; "" if that is not the cause.
-
-    Parameters
-    ----------
-    failures: from `find_failures`.
-    """
+    """Return the line about a rank whose script ended normally while others waited; "" if that is not the cause."""
     if not failures or not failures[0].ended or not all(one.missed or one.lost_its_peer for one in failures):
         return ""
     (rank, host, steps), waiting = failures[0].ended[0], failures[0]
@@ -179,15 +148,8 @@ def _describe_early_end(failures: list[Failure]) -> str:
 
 
 def describe_absent(failures: list[Failure], hosts: tuple[str, ...], unreachable: set[str]) -> list[str]:
-    """Return one line for each unreachable host, and for each rank elsewhere that others waited for in vain.
-
-    The hosts come first, by name, then the ranks in ascending order. A rank that has itself failed gets no line,
-    because its own error output explains more. Empty if nothing is absent.
-
-    Parameters
-    ----------
-    hosts: the name of each rank's host, indexed by rank.
-    unreachable: names of the hosts that do not answer.
+    """Return one line for each unreachable host, and for each rank elsewhere that others waited for in vain. A rank
+    that has itself failed gets no line, because its own error output explains more.
     """
     lines = []
     for name in sorted(unreachable):
@@ -211,16 +173,8 @@ def _ranks(numbers: Iterable[int]) -> str:
 def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str] = ()) -> str:
     """Return the last lines that the user sees: which rank on which host failed first, and the end of its traceback.
 
-    The first line is for example "cpuft: rank 1 on node2 failed (exit code 1); rank 0 failed after it. Last lines of
-    rank 1:"; at most 15 lines of output follow, and then a line "cpuft: ..." for each of `absent` or, if there are
-    none, for the failed rank. Of a function that raised an exception, only the first line is returned.
-
-    Parameters
-    ----------
-    failures: from `find_failures`; only the text of the first one is shown.
-    mpirun: the output of mpirun, of which the last lines are shown if no rank failed.
-    absent: from `describe_absent`: the hosts and ranks that caused the failures of those that waited for them. If no
-        rank failed and mpirun printed nothing, these lines are all that is returned.
+    After at most 15 lines of output come `absent`, the lines of `describe_absent`, if there are any, because these
+    hosts and ranks are the cause. If no rank failed, the last lines of mpirun's output are shown.
     """
     blame, text, summary = "", mpirun, "cpuft: mpirun failed, and no rank reported an error. Last lines of mpirun"
     if (early_end := _describe_early_end(failures)) and not any(line.startswith("host ") for line in absent):
@@ -245,39 +199,20 @@ def describe_failures(failures: list[Failure], mpirun: str, absent: Sequence[str
 
 
 def ended_to_be_resumed(failures: list[Failure]) -> bool:
-    """Return whether the ranks ended by themselves with exit code 75, and not because they had waited in vain.
-
-    Failures by signals (codes from 128) are ignored. False if no failure is left then.
-    """
+    """Return whether the ranks ended by themselves with exit code 75, and not because they had waited in vain."""
     own = [one for one in failures if one.code < 128]
     return bool(own) and all(one.code == RESUMABLE and not one.missed and _COMM_ERROR not in one.text for one in own)
 
 
 def worst_exit_code(failures: list[Failure], fallback: int) -> int:
-    """Return the exit code of the run.
-
-    It is the largest code from 1 to 127, which ranks chose themselves; if there is none, the largest code of a signal
-    (128 + N). Ranks that only waited in vain count only if no other rank failed. `fallback` is returned if there are no
-    failures.
-    """
+    """Return the largest exit code that ranks chose themselves, else of a signal; `fallback` without failures."""
     codes = [one.code for one in failures if not one.missed] or [one.code for one in failures]
     own = [code for code in codes if 0 < code < 128]
     return max(own or codes, default=0) or fallback
 
 
 def explain_exit(code: int, text: str = "") -> tuple[str, str]:
-    """Return how a rank ended, and what to do.
-
-    Parameters
-    ----------
-    code: exit code; 128 + N for signal N.
-    text: the rank's standard error, from which the cause may be known.
-
-    Returns
-    -------
-    (cause, advice). The cause is for example "exit code 1", "killed by SIGKILL", "killed by signal 11" or "out of
-    memory"; the advice is a phrase such as "lower --batch-size or ...", or "" if unknown.
-    """
+    """Return how a rank ended, such as "killed by SIGKILL", and what to do. `text` is its standard error."""
     if code == 137 and OUT_OF_MEMORY in text:
         return "killed by the kernel because memory ran out", _LESS_MEMORY
     if _NO_MEMORY.search(_last_error(text)):
@@ -309,10 +244,7 @@ def _last_error(text: str) -> str:
 
 
 def is_for_users(line: str) -> bool:
-    """Return False for a line of mpirun or of a rank that helps no user, and True for any other line.
-
-    Useless lines are source locations in Hydra, and PyTorch's warning about addresses that have no host name.
-    """
+    """Return False for a line of mpirun or of a rank that helps no user."""
     return not _NOT_FOR_USERS.search(line)
 
 
@@ -332,18 +264,8 @@ def describe_end(
 ) -> tuple[int, str]:
     """Return the exit code of a launch and its closing message, from the last attempt's record and logs here.
 
-    - Code 0: (0, "run: RUN_DIR").
-    - 75, and the ranks ended by themselves with 75: (75, message with the command that resumes the run).
-    - 75, and there is no run that can be resumed, for example because it ended before its record began: (1, "").
-    - 75 for another reason, and any other code: (code, "").
-
-    Parameters
-    ----------
-    code: the exit code of the last attempt.
-    hosts: the name of each rank's host, indexed by rank.
-    config: its --cluster and --hostfile are repeated in the command.
-    script: the user's script and its arguments; empty for cpuft's own training.
-    script_config: --wrap and --independent of the script, to repeat them in the command; None to leave them out.
+    After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75. A code of
+    75 becomes 1 if the run cannot be resumed, for example because it ended before its record began.
     """
     if code != RESUMABLE:
         return code, "" if code else f"run: {run_dir}"

@@ -50,15 +50,13 @@ _REFRESH_SECONDS = 200.0
 _STORE_SECONDS = 20.0
 """How long a host may take to write these small files before it counts as frozen."""
 _RELAY_BYTES = 64_000_000
-"""A bundle is sent as a tree if the copies for all hosts have more bytes together. Starting a tree costs a second."""
+"""Least bytes, for all hosts together, of a bundle that is sent as a tree. Starting a tree costs a second."""
 _RELAY_HOSTS = 3
-"""Fewest hosts that get a bundle as a tree."""
 _RELAY_COPIES = 8
-"""Fewest hosts that get the prepared examples as a tree. Their size is not known when the run is planned."""
+"""Fewest hosts that get the prepared examples as a tree, whose size is not known when the run is planned."""
 _NOTES = ".named"
-"""Folder beside the registry of clusters. It has a note of what the user named when each run was started."""
+"""Folder beside the registry of clusters with a note of what the user named when each run was started."""
 _MODEL = "model"
-"""Folder of the trained model in the folder of a run."""
 TRAINING_INPUTS = (
     "model",
     "from_config",
@@ -81,7 +79,6 @@ class Bundle:
     remote_folder: str
     """Folder on the hosts that holds `sources` under their names."""
     nbytes: int = 0
-    """Total size of the files in bytes."""
     is_for_head: bool = False
     """Whether only the head host needs the files."""
 
@@ -93,14 +90,8 @@ class Bundle:
 
 
 def list_input_paths(train: TrainConfig, options: Collection[str] = TRAINING_INPUTS) -> set[str]:
-    """Return the absolute paths of existing local files and folders that these training options name.
-
-    Parameters
-    ----------
-    options: names of the options to look at, such as "train_file"; by default all eight that may name files: model,
-        from_config, tokenizer, data_dir, train_file, validation_file, mining_model and chat_template. Other
-        names are ignored. An option may name several paths, separated by commas. A name that is no local path, such as
-        a model of the hub, is left out.
+    """Return the absolute paths of existing local files and folders that these training options name. A name that is no
+    local path, such as a model of the hub, is left out.
     """
     names = [name for option in TRAINING_INPUTS if option in options for name in split_paths(getattr(train, option))]
     return {str(path) for name in names if name and (path := Path(name).absolute()).exists()}
@@ -113,22 +104,18 @@ class LaunchNote:
     paths: tuple[str, ...] = ()
     """Absolute paths of local files and folders that may be sent to hosts."""
     cluster: str = ""
-    """The run's --cluster."""
     hostfile: str = ""
-    """Absolute path of its --hostfile."""
+    """Absolute path, as that of `ssh_config`."""
     ssh_config: str = ""
-    """Absolute path of its --ssh-config."""
     id: str = ""
-    """Of a detached run; else empty."""
+    """Id of a detached run; else empty."""
     run_dir: str = ""
     """Absolute path of the run folder of a detached run; else empty."""
 
 
 def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> None:
-    """Note on this machine what the user named for a run.
-
+    """Note on this machine what the user named for a run, or remove the note if that is nothing. Errors are ignored.
     The note is beside the registry of clusters ($CPUFT_STATE), not in the run folder, whose content comes from a host.
-    An empty one is removed. If it cannot be written, nothing is raised, and the user has to name all of it again.
     """
     with suppress(CpuftError, OSError):
         path = _note_file(run_dir, environ)
@@ -140,9 +127,8 @@ def save_note(run_dir: str, note: LaunchNote, environ: Mapping[str, str]) -> Non
 
 
 def load_note(run_dir: str, environ: Mapping[str, str]) -> LaunchNote:
-    """Return what `save_note` noted for a run.
-
-    Empty for a run that was started elsewhere, and if the note cannot be read or others may have written to its folder.
+    """Return what `save_note` noted for a run. Empty for a run that was started elsewhere, and if the note cannot be
+    read or others may have written to its folder.
     """
     with suppress(CpuftError, OSError, ValueError):
         path = _note_file(run_dir, environ)
@@ -171,22 +157,10 @@ def _note_file(run_dir: str, environ: Mapping[str, str]) -> Path:
 def pack_training(
     cluster: Cluster, train: TrainConfig, allowed: Collection[str] | None = None
 ) -> tuple[TrainConfig, tuple[Bundle, ...]]:
-    """Find the local files that a training needs on hosts with disks of their own. Reads them to compute checksums.
+    """Return the training options with the paths on hosts that have disks of their own, and the bundles to send.
 
-    The options model, from_config, tokenizer, data_dir, train_file, validation_file, mining_model and chat_template may
-    name files. A name that is not an existing local path, such as a model of the hub, stays as it is.
-
-    Parameters
-    ----------
-    allowed: absolute paths that may be sent, if some options come from a record, which a host may have written; None if
-        the user gave all options.
-
-    Returns
-    -------
-    (training options with the paths on the hosts, bundles to send); (`train`, ()) if the hosts see this machine's
-    files. A file that an earlier launch of the run sent has a bundle without sources.
-
-    Raises CpuftError: a file would be sent that is not among `allowed`.
+    Reads the files to compute checksums. A file that an earlier launch of the run sent has a bundle without sources.
+    Some options may come from a record, which a host may have written: then only paths in `allowed` may be sent.
     """
     if not cluster.has_own_disks:
         return train, ()
@@ -213,14 +187,9 @@ def pack_training(
 
 
 def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictConfig, tuple[Bundle, ...]]:
-    """Find the local files that computing embeddings needs on hosts with disks of their own, and read their checksums.
+    """Return the request with the model in place of RUN and the paths on the hosts, and the bundles to send.
 
     All hosts get the model, if it is a folder, and the head host gets the files of --file, which rank 0 reads.
-
-    Returns
-    -------
-    (request with --model in place of RUN, and with the paths on the hosts; bundles to send). There are no bundles if
-    the hosts see this machine's files.
     """
     request = replace(request, model=request.model or f"{request.run}/{_MODEL}", run="")
     if not cluster.has_own_disks:
@@ -239,20 +208,11 @@ def pack_embedding(cluster: Cluster, request: PredictConfig) -> tuple[PredictCon
 
 
 def pack_script(cluster: Cluster, command: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[Bundle, ...]]:
-    """Find the local files that a user's script needs on hosts with disks of their own, and read their checksums.
+    """Return the command with the hosts' Python and the paths on the hosts, and the bundles to send.
 
     With a Python script, the modules and packages in its folder are sent; with `-m`, none are. A file or folder that an
     argument names, by itself or after `--option=`, is sent too, but neither the working directory nor a folder that
-    contains it. Devices and pipes are not sent, and their paths stay as they are.
-
-    Parameters
-    ----------
-    command: from `plan_script`.
-
-    Returns
-    -------
-    (command with the hosts' Python and the paths on the hosts, bundles to send); (`command`, ()) if the hosts see this
-    machine's files.
+    contains it. Devices and pipes are not sent.
     """
     if not cluster.has_own_disks:
         return command, ()
@@ -291,17 +251,10 @@ def _find_modules(script: Path) -> tuple[Path, ...]:
 
 
 def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
-    """Return the bundle of these files and folders, which must lie in one folder. Compiled modules are left out, and
-    links are followed.
+    """Return the bundle of these files and folders, which must lie in one folder. They are all read.
 
-    Its folder on the hosts is INPUTS/CHECKSUM; the checksum (24 hexadecimal digits) depends on the names, contents and
-    executable bits of the files, which are all read.
-
-    Parameters
-    ----------
-    inputs: the hosts' folder for all bundles.
-
-    Raises OSError: a file cannot be read. Raises CpuftError: a link leads to nothing, or to a folder that contains it.
+    The checksum in the name of its folder on the hosts depends on their names, contents and executable bits. Compiled
+    modules are left out, and links are followed.
     """
     try:
         found = [one for source in sources for one in transfer.walk(str(source), source.name)]
@@ -313,14 +266,7 @@ def make_bundle(sources: tuple[Path, ...], inputs: str) -> Bundle:
 
 
 def gather_missing(bundles: tuple[Bundle, ...], cluster: Cluster) -> dict[str, set[str]]:
-    """Ask all hosts at once of which bundles they do not have all files. Changes nothing there.
-
-    Returns
-    -------
-    For the name of each host the remote folders of the missing bundles, perhaps none; {} if there are no bundles.
-
-    Raises CpuftError: a host does not answer, or another user could have written the files that it has.
-    """
+    """Ask all hosts at once of which bundles they do not have all files; return their remote folders for each host."""
     hosts = [assignment.host for assignment in cluster.assignments]
 
     def ask(host: Host) -> set[str]:
@@ -343,17 +289,8 @@ def keep_bundles(plan: RunPlan, cluster: Cluster) -> None:
 
 
 def plan_sending(bundles: tuple[Bundle, ...], missing: Mapping[str, set[str]], cluster: Cluster) -> Stages:
-    """Plan to send every bundle to every host that needs it and does not have it.
-
-    The result has one stage for each bundle that some host does not have. The stage has one step for each such host, or
-    one step for all of them, which send a large bundle on to each other (`cpuft.launch.relay`). The result is empty if
-    nothing is missing.
-
-    Parameters
-    ----------
-    missing: for each host the remote folders of the bundles that it does not have, from `gather_missing`.
-
-    Raises CpuftError: a host does not have a bundle that was sent by an earlier launch, and neither has this machine.
+    """Plan to send every bundle to every host that needs it and is in `missing`, the answer of `gather_missing`. Each
+    bundle is a stage, with a step for each host or one for all, which send it on to each other (relay.py).
     """
     stages: list[tuple[Step, ...]] = []
     for bundle in bundles:
@@ -387,12 +324,7 @@ def _plan_copies(
     **options: Any,
 ) -> tuple[Step, ...]:
     """Plan to send files to hosts: as a tree if there is one reason for several hosts, else with a step for each.
-
-    Parameters
-    ----------
-    order: what is sent, without its receivers.
-    reach: returns the argv that runs another argv on a host.
-    options: fields of the steps.
+    `order` still lacks its receivers, and `reach` returns the argv that runs another argv on a host.
     """
     if len(whys) < len(hosts):
         env = [f"{name}={value}" for name, value in cluster.access.entry.settings.items()]
@@ -407,16 +339,8 @@ def _plan_copies(
 
 
 def plan_data_copies(cluster: Cluster, work: str, have: Collection[str] = ()) -> Stages:
-    """Plan to copy the prepared examples from the head host to the other hosts, if these have disks of their own.
-
-    The result has one stage, with a step on the head host for each other host, or with one step for at least 8 hosts,
-    which send the file on to each other (`cpuft.launch.relay`). It is empty if nothing has to be copied. A host has the
-    whole file or none.
-
-    Parameters
-    ----------
-    work: the run folder on the hosts.
-    have: names of hosts that have the file already.
+    """Plan to copy the prepared examples from the head host to the other hosts, if these have disks of their own. A
+    host has the whole file or none, and `have` names those that have it.
     """
     names = [assignment.host.name for assignment in cluster.assignments[1:] if assignment.host.name not in have]
     if not names or not cluster.has_own_disks:
@@ -440,17 +364,8 @@ def plan_secrets(
     Ranks on this machine inherit them. If other hosts take part, mpirun must not have them in its environment, because
     it hands its environment to the first process that claims to be its proxy on a host.
 
-    Parameters
-    ----------
-    run_dir: the run folder as the ranks see it.
-
-    Returns
-    -------
-    - For each host of the cluster, in order, its settings: one that says where its processes find their files with
-      secrets, or none if all ranks inherit the variables.
-    - Words to put before the mpirun command: ("env", "-u", NAME, ...) to hide the secrets from it, or () if it does not
-      see them or the ranks inherit them.
-    - Notes for the plan, which name the variables and not their values.
+    Returns for each host the settings that name its files with secrets, words to put before the mpirun command to hide
+    the secrets from it, and notes for the plan, which name the variables and not their values.
     """
     names = sorted(name for name, value in environ.items() if may_be_secret(name, value))
     notes = [f"not passed on, because no shell can set this name: {name}" for name in unexportable_names(environ)]
@@ -476,19 +391,12 @@ def secrets_on_hosts(
 ) -> Iterator[None]:
     """Provide the secret variables of a run on its hosts inside the `with` block: one private file for each process.
 
-    With them, each host with a disk of its own gets the first state of this start of the run. A host that has the state
-    of a later start, or of another launcher's start of the same number, refuses both.
-
     The variables are a new random key of the run and the user's tokens and proxies that training may need. Each process
     removes its file when it reads it. The others are removed at the end of the block, and by the hosts themselves if
     this machine has not been heard of for ten minutes. Nothing is sent if all ranks inherit the variables.
 
-    Parameters
-    ----------
-    work: the run folder as the ranks see it.
-
-    Raises CpuftError: naming every host that could not store the files, before the block begins. Raises
-    LaterStartError: likewise, and some of the hosts know a later start.
+    Each host with a disk of its own also gets the first state of this start of the run. A host that has the state of a
+    later start, or of another launcher's start of the same number, refuses both: LaterStartError.
     """
     text = format_state(state) + json.dumps({KEY: secrets.token_hex(32)} | secrets_for_ranks(environ))
     prepares = any(

@@ -9,9 +9,8 @@ from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.plan import Setting
 
 KEY = "CPUFT_RUN_KEY"
-"""Variable with the secret key by which the ranks of a run recognize each other. It is on no command line, because
-mpirun passes its own environment on over its own connections. With several hosts, the launcher sends another key over
-ssh, which replaces this one; a printed plan that is run by hand uses this one."""
+"""Variable with the secret key by which the ranks of a run recognize each other. It is on no command line: mpirun
+passes its environment on by itself, and with several hosts the launcher sends another key over ssh."""
 MAKE_KEY = ("sh", "-c", f'export {KEY}="$(od -vAn -N32 -tx1 /dev/urandom | tr -d " \\n")"; exec "$@"', "key")
 """Put before a command, these words run the command with a new random key in its environment."""
 
@@ -22,7 +21,6 @@ class RankGroup:
 
     host: str
     ranks: int
-    """Number of ranks."""
     settings: tuple[Setting, ...]
 
 
@@ -34,20 +32,8 @@ def plan_mpirun(
     logs: str,
     iface: str,
 ) -> tuple[str, ...]:
-    """Return the command that starts the ranks, with each host's number of ranks and settings.
-
-    The output of rank N goes to LOGS/rank-N.out and .err, or with Open MPI to LOGS/JOB/rank.N/stdout and stderr.
-
-    Parameters
-    ----------
-    mpi: the MPI implementation; "srun" as its name stands for Slurm's own launcher.
-    groups: the ranks of each host, the head host first.
-    shared: settings of all ranks.
-    command: what each rank runs.
-    logs: path of the folder for the output of the ranks.
-    iface: network interface for mpirun's own connections, such as "eth0"; srun ignores it.
-
-    Raises CpuftError: with Open MPI, `logs` has ':' or ','.
+    """Return the command that starts the ranks of each host; the head host's group is the first. The output of rank N
+    goes to LOGS/rank-N.out and .err, or with Open MPI to LOGS/JOB/rank.N/stdout and stderr.
     """
     if mpi.name == "srun":
         return _plan_srun(mpi, groups, shared, command, logs)
@@ -89,8 +75,8 @@ _SELECT_HOST = """until [ "${1:?this host is not in the plan}" = "@$SLURMD_NODEN
 while case $1 in @* | --) false ;; esac; do export "$1"; shift; done
 until [ "$1" = -- ]; do shift; done; shift; exec "$@"
 """
-"""Shell program of each task of srun, which has one environment for all tasks. It gets the settings of all hosts as
-@HOST NAME=VALUE ... -- COMMAND and exports those of its own host."""
+"""Shell program of each task of srun, whose tasks all have one environment. Its arguments are the settings of all hosts
+as @HOST NAME=VALUE ... -- COMMAND, of which it exports those of its own host."""
 
 
 def _plan_srun(
@@ -123,28 +109,15 @@ _SLURM = {
 
 
 _DIRECT_LOGINS = {"intel": 16, "openmpi": 64}
-"""Largest number of hosts for which mpirun logs in to all hosts itself, from the head host.
-
-With more hosts, other hosts log in to the rest, which often only the head host can do. The number of Intel MPI was
-observed with version 2021.18; that of Open MPI is the radix of its routing tree. MPICH has no such limit.
-"""
+"""Most hosts to which mpirun logs in itself. With more, other hosts log in to the rest, which often only the head host
+can do. Intel MPI's number was seen with 2021.18, Open MPI's is the radix of its routing tree; MPICH has no limit."""
 
 
 def mpirun_settings(
     mpi: MpiImplementation, ssh_options: tuple[str, ...], as_root: bool, bootstrap: str = "", hosts: int = 1
 ) -> tuple[Setting, ...]:
     """Return the environment of mpirun itself: how it reaches the other hosts, and the permission to run as root.
-
-    Empty if mpirun needs none, as for an ordinary user with the user's own ssh configuration.
-
-    Parameters
-    ----------
-    ssh_options: options for the ssh that mpirun starts, such as ("-F", PATH); may be empty.
-    as_root: whether cpuft runs as root, which only Open MPI has to be told.
-    bootstrap: "slurm" if srun starts mpirun's proxies on the hosts, "" for ssh.
-    hosts: number of hosts that have ranks.
-
-    Raises CpuftError: a path in `ssh_options` contains white space, at which all mpiruns split these options.
+    `bootstrap` is "slurm" if srun starts mpirun's proxies, "" for ssh.
     """
     names = {
         "intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",

@@ -60,8 +60,7 @@ from cpuft.rank.process import OWNER_VARIABLE
 from cpuft.tasks import FILE_TASKS
 
 LEAST_FREE_BYTES = 256 << 20
-"""Free bytes that the disk of a new run folder must have: 256 MiB. Records and logs are small; a trained encoder takes
-a few hundred MB."""
+"""Free bytes that the disk of a new run folder must have. A trained encoder takes a few hundred MB."""
 _LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "ipexrun", "mpirun", "mpiexec", "horovodrun")
 _LAUNCHER_MODULES = {"torch.distributed": "torchrun", "accelerate.commands": "accelerate", "deepspeed": "deepspeed"}
 """Prefixes of modules that are launchers, and the name of each launcher."""
@@ -79,9 +78,7 @@ class Job:
     """What is run: cpuft's own training, or a user's script."""
 
     config: LaunchConfig
-    """The number of ranks, the hosts, and how they communicate."""
     train: TrainConfig
-    """Options of cpuft's own training."""
     script: tuple[str, ...] = ()
     """The script's command, from `plan_script`; empty for cpuft's own training."""
     wrap: bool = False
@@ -89,7 +86,6 @@ class Job:
     independent: bool = False
     """Whether the ranks of the script are meant to be independent of each other."""
     progress: str = "lines"
-    """How rank 0 shows progress: "bar" or "lines"."""
     call_file: str = ""
     """This machine's file with a function of the user's, if the script is the module that calls it; else empty."""
     allowed_paths: frozenset[str] | None = None
@@ -111,23 +107,8 @@ def plan_run(
 ) -> RunPlan:
     """Plan a job on these hosts: a new run in `run_dir`, or with `resumed` the next attempt of a run in that folder.
 
-    Asks the hosts which input files they do not have, which takes a connection to each host, and reads the local files
-    to compute their checksums. Changes nothing on any machine and starts no rank.
-
-    Parameters
-    ----------
-    run_dir: absolute path of the run folder on this machine.
-    environ: this machine's environment variables. Values that the user has set are kept instead of cpuft's.
-
-    Returns
-    -------
-    The complete plan: make the run folder, send input files, prepare the examples (not for a script), start the ranks,
-    fetch the results and remove the run from the hosts.
-
-    Raises CpuftError: the options, data options or precision do not fit together or these hosts (see `plan_training`);
-    `job.wrap` is set and the command is not a Python script; a file that would be sent is not among
-    `job.allowed_paths`; a host cannot be reached, its folder for files is not safe, or it does not have a file that it
-    should have and that this machine does not have either; and what `plan_launch` raises.
+    Asks the hosts which input files they do not have, and reads the local files to compute their checksums. Changes
+    nothing on any machine and starts no rank. `run_dir` is the run folder on this machine.
     """
     work, config = cluster.work_dir(run_dir), job.config
     if job.script:
@@ -153,15 +134,8 @@ def plan_run(
 
 
 def add_call(plan: RunPlan, call_file: str, cluster: Cluster, work: str) -> RunPlan:
-    """Return the plan with a stage that copies the call of a function into the run's folder before the ranks start.
-
-    If the hosts have disks of their own, each of them gets the file, else only the head host. Only this user can read
-    it there.
-
-    Parameters
-    ----------
-    call_file: the file on this machine.
-    work: the run folder as the ranks see it.
+    """Return the plan with a stage that copies the call of a function, which this machine's `call_file` holds, into the
+    run folder before the ranks start: on each host that has a disk of its own, else on the head host only.
     """
     names = [one.host.name for one in cluster.assignments] if cluster.has_own_disks else [cluster.head]
     script = f"{PRIVATE}private {cluster.folder} && " if cluster.works_remotely else ""
@@ -175,11 +149,7 @@ def add_call(plan: RunPlan, call_file: str, cluster: Cluster, work: str) -> RunP
 
 
 def plan_fetching(cluster: Cluster, resumed: ResumedRun) -> RunPlan:
-    """Plan only to fetch a finished run from the head host, and then to remove it from all hosts. Asks no host.
-
-    The run is fetched into `resumed.run_dir`. The hosts are those of `cluster` and of `resumed.host_copies`. The
-    results part is empty if the ranks work in this machine's own folders (`cluster.works_remotely` is False).
-    """
+    """Plan only to fetch a finished run from the head host, and then to remove it from all hosts. Asks no host."""
     plan = RunPlan(command_prefixes=cluster.command_prefixes, resumed=True, owner=resumed.owner)
     return add_transfers(plan, (), {}, cluster, resumed.run_dir, resumed.host_copies)
 
@@ -195,19 +165,9 @@ def add_transfers(
 ) -> RunPlan:
     """Return the plan with what is sent to the hosts, what is fetched, and what is removed from the hosts.
 
-    The result has new `claim`, `inputs`, `prepare`, `results`, `partial_cleanup` and `command_prefixes`; everything
-    else is taken from `plan`. Nothing is prepared again if the head host is among `prepared_hosts`; the prepared
-    examples are then only copied to the other hosts that do not have them.
-
-    Parameters
-    ----------
-    missing: for each host the remote folders of the bundles that it does not have, from `gather_missing`.
-    run_dir: the run folder on this machine.
-    host_copies: what hosts have of earlier attempts of the run. The run is also removed from those that have a file of
-        it.
-    prepared_hosts: names of the hosts that have the prepared examples.
-
-    Raises CpuftError: a host does not have a bundle, and this machine does not have its files either.
+    `missing` has the remote folders of the bundles that a host does not have, `run_dir` is on this machine, and
+    `host_copies` are those of earlier attempts. If the head host is among `prepared_hosts`, which have the prepared
+    examples, nothing is prepared again, and the examples are only copied to other hosts.
     """
     work, used = cluster.work_dir(run_dir), {assignment.host.name for assignment in cluster.assignments}
     copies = plan_data_copies(cluster, work, prepared_hosts) if plan.prepare else ()
@@ -231,9 +191,7 @@ def add_transfers(
 def find_prepared_hosts(resumed: ResumedRun, cluster: Cluster) -> set[str]:
     """Return the names of the hosts that have the prepared examples of an automatic restart, without asking them.
 
-    Empty for a run that the user resumes, which prepares them again, because the files with the examples may have
-    changed. If the ranks work in this machine's folders, the result is the head host, provided that the run folder has
-    the file.
+    A run that the user resumes prepares them again, because the files with the examples may have changed.
     """
     if not resumed.restart_reason:
         return set()
@@ -254,19 +212,8 @@ def plan_training(
 ) -> RunPlan:
     """Plan to make the run folder, to prepare the examples once, and then to train. Asks no host and writes nothing.
 
-    The run folder holds all that ranks read and write. The plan does not yet send or fetch files: `add_transfers` adds
-    that. An automatic restart does not check again whether the training fits into the hosts' memory.
-
-    Parameters
-    ----------
-    run_dir: the run folder as the ranks see it.
-    progress: how rank 0 shows progress: "bar" or "lines".
-    independent: whether each rank trains by itself, to measure what the hosts can do without communication.
-    resumed: the run to continue; None for a new run.
-
-    Raises CpuftError: bf16 was requested and a host has no bf16 instructions; an option about data has no effect with
-    the task; training options exclude each other; the engine writes no checkpoints and there is an
-    --interruption-notice; `independent` with the engine deepspeed; and what `plan_launch` raises.
+    The plan does not yet send or fetch files: `add_transfers` adds that. `run_dir` is the run folder as the ranks see
+    it. `independent` means that each rank trains by itself, to measure what the hosts can do without communication.
     """
     train = check_training(cluster, train, environ)
     check_engine_for_launch(train.engine, bool(config.interruption_notice), independent)
@@ -294,13 +241,8 @@ def plan_training(
 
 
 def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> TrainConfig:
-    """Return the training options for these hosts.
-
-    The result is `train` itself, except that `precision` becomes "fp32" if it is "auto" and some of the hosts have bf16
-    instructions and others have not. ONEDNN_MAX_CPU_ISA in `environ` can hide these instructions.
-
-    Raises CpuftError: bf16 was requested without --emulate-bf16 and a host has no bf16 instructions; an option about
-    data has no effect with the task; or training options exclude each other.
+    """Check the training options, and return them with "fp32" for "auto" if only some hosts have bf16 instructions.
+    ONEDNN_MAX_CPU_ISA in `environ` can hide these instructions.
     """
     refuse_unused_data_options(train)
     refuse_conflicts(train)
@@ -314,23 +256,14 @@ def check_training(cluster: Cluster, train: TrainConfig, environ: Mapping[str, s
 
 
 def find_run_precision(cluster: Cluster, train: TrainConfig, environ: Mapping[str, str]) -> str:
-    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8".
-
-    Raises CpuftError: what `check_training` raises.
-    """
+    """Return the precision in which all ranks of a run on these hosts train: "bf16", "fp32" or "int8"."""
     train = check_training(cluster, train, environ)
     flags = effective_flags(cluster.facts[0].cpu_flags, environ.get("ONEDNN_MAX_CPU_ISA", ""))
     return choose_precision(train.precision, train.emulate_bf16, flags).name
 
 
 def refuse_unused_data_options(train: TrainConfig) -> None:
-    """Raise CpuftError if an option about data differs from its default and has no effect with `train.task`.
-
-    --train-file, --validation-file, --validation-split and --text-columns need a task of FILE_TASKS, such as "files";
-    so do --delimiter, --quoting and --encoding, but not "chat"; --skip-unlabelled needs one with labels;
-    --mlm-probability and --whole-word-mask need "text"; --data-dir needs a GLUE task such as "mrpc". An ignored option
-    would mean to train on other data than the user believes.
-    """
+    """Refuse options about data that have no effect with `train.task`, because the user believes in their effect."""
     default, text = TrainConfig(), ("mlm_probability", "whole_word_mask")
     forms = ("delimiter", "quoting", "encoding")
     files = ("train_file", "validation_file", "validation_split", "text_columns", "skip_unlabelled", *forms)
@@ -356,26 +289,7 @@ def refuse_unused_data_options(train: TrainConfig) -> None:
 def _describe_host_memory(
     cluster: Cluster, train: TrainConfig, environ: Mapping[str, str], independent: bool
 ) -> tuple[str, ...]:
-    """Return the argument that tells the preparation of the examples how much memory the hosts have.
-
-    Parameters
-    ----------
-    independent: whether each rank trains independently; it is passed on as it is.
-
-    Returns
-    -------
-    One argument `--host-memory=JSON`, or () if the free memory of a host is unknown or its control group has 0 bytes
-    left. The JSON object has:
-
-    - "hosts": for each host, in the order of `cluster.assignments`, its name "host", its number of "ranks",
-      "free_bytes" (the free memory of the machine, or what the control group leaves if that is less), "machine" (boot
-      id) and "machine_bytes" (free memory of the whole machine).
-    - "precision": "bf16", "fp32" or "int8", as `train.precision` means on the CPU of the head host.
-    - "independent".
-
-    Raises CpuftError: `train.precision` is "bf16" without `train.emulate_bf16`, and the CPU of the head host has no
-    bf16 instructions, or ONEDNN_MAX_CPU_ISA in `environ` hides them.
-    """
+    """Return the argument that tells the preparation how much memory the hosts have; () if that is unknown."""
     hosts = []
     for assignment, facts in zip(cluster.assignments, cluster.facts):
         free = min(facts.memory_free, facts.memory_left) if facts.memory_left >= 0 else facts.memory_free
@@ -387,15 +301,7 @@ def _describe_host_memory(
 def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
     """Return the command of a user's script, given as its argv (not empty). Looks at local files and PATH only.
 
-    - `train.py ARGS`, `python train.py ARGS` and `python -u train.py ARGS`: (this Python, absolute path of train.py,
-      ARGS...).
-    - `python -m train ARGS`: (this Python, "-m", "train", ARGS...).
-    - another existing file: (its absolute path, ARGS...).
-    - a program in PATH: `script` unchanged.
-
-    "python" is the Python that runs cpuft, also as `python3` or as a path into its bin folder.
-
-    Raises CpuftError: a .py file does not exist, or there is neither a file nor a program in PATH with this name.
+    A .py file is run by the Python that runs cpuft, which also stands for `python` and `python3`.
     """
     if len(script) > 1 and _is_own_python(script[0]):
         arguments = script[2:] if script[1] == "-u" else script[1:]
@@ -416,14 +322,7 @@ def plan_script(script: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def name_script(command: tuple[str, ...]) -> str:
-    """Return the name of the run of a user's script.
-
-    It is "train" for train.py and for `-m package.train`, and the file name without its suffix for another program.
-
-    Parameters
-    ----------
-    command: from `plan_script`.
-    """
+    """Return the name of the run of a user's script, such as "train" for train.py and for `-m package.train`."""
     if command[0] != sys.executable or len(command) == 1:
         return Path(command[0]).stem
     if command[1] == "-m" and len(command) > 2:
@@ -432,12 +331,7 @@ def name_script(command: tuple[str, ...]) -> str:
 
 
 def refuse_other_launchers(script: tuple[str, ...]) -> None:
-    """Refuse a script that another launcher starts. Every rank would start a job of its own, which trains by itself.
-
-    Raises CpuftError: the program is torchrun, accelerate, deepspeed, ipexrun, mpirun, mpiexec or horovodrun (a path to
-    it counts), or `python -m`, also with other options of Python, runs a module whose name begins with
-    torch.distributed, accelerate.commands or deepspeed.
-    """
+    """Refuse a script that another launcher starts. Every rank would start a job of its own, which trains by itself."""
     name = Path(script[0]).name
     if _is_own_python(script[0]):
         arguments = list(script[1:])
@@ -453,9 +347,8 @@ def refuse_other_launchers(script: tuple[str, ...]) -> None:
 
 
 def _is_own_python(program: str) -> bool:
-    """Whether a program is the interpreter that runs cpuft, so that `python train.py` means `train.py`.
-
-    A bare `python` or `python3` counts as that one, because it may be another one, or missing, on other hosts.
+    """Whether a program is the interpreter that runs cpuft, so that `python train.py` means `train.py`. A bare `python`
+    or `python3` counts as that one, because it may be another one, or missing, on other hosts.
     """
     if program in ("python", "python3"):
         return True
@@ -466,18 +359,8 @@ def _is_own_python(program: str) -> bool:
 
 
 def wrap_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str, ...]:
-    """Return the command that runs a Python script under cpuft's checks, and with `wrap` also with the fast path.
-
-    It is ("-m", "cpuft.rank.script", SCRIPT, ARGS...) or, with `wrap`, ("-m", "cpuft.train.wrap", SCRIPT, ARGS...),
-    where `-m MODULE` may stand for SCRIPT. A command that does not begin with `python` and a .py file or `-m` is
-    returned unchanged.
-
-    Parameters
-    ----------
-    command: from `plan_script` or `pack_script`.
-    python: path of the Python that runs the ranks.
-
-    Raises CpuftError: `wrap` is set for a command that would be returned unchanged.
+    """Return the command that runs a Python script under cpuft's checks, and with `wrap` also with the fast path. Any
+    other command is returned unchanged, or refused with `wrap`. `python` is the one that runs the ranks.
     """
     if len(command) < 2 or command[0] != python or not (command[1] == "-m" or command[1].endswith(".py")):
         if wrap:
@@ -489,15 +372,7 @@ def wrap_script(command: tuple[str, ...], python: str, wrap: bool) -> tuple[str,
 def plan_bench(
     cluster: Cluster, config: LaunchConfig, bench: BenchConfig, run_dir: str, environ: Mapping[str, str]
 ) -> RunPlan:
-    """Plan to make the run folder and to measure the communication backends there. The ranks write RUN_DIR/comm.jsonl.
-
-    Parameters
-    ----------
-    run_dir: the run folder as the ranks see it.
-
-    Raises CpuftError: an unknown backend, operation or dtype; sizes that are no list of bytes or not a multiple of the
-    size of a dtype; fewer than two ranks; and what `plan_launch` raises.
-    """
+    """Plan to make the run folder and to measure the communication backends: the ranks write RUN_DIR/comm.jsonl."""
     list_bench_cases(bench)
     if config.np < 2:
         raise CpuftError("bench comm measures the links between ranks: start two or more, e.g. --np 2")
@@ -508,17 +383,10 @@ def plan_bench(
 def plan_embedding(
     cluster: Cluster, config: LaunchConfig, request: PredictConfig, run_dir: str, environ: Mapping[str, str]
 ) -> RunPlan:
-    """Plan to compute embeddings on the ranks, into a file of the run folder.
+    """Plan to compute embeddings on the ranks, into the file of the run folder that `request.output` names.
 
     Asks the hosts which input files they do not have, and reads the local files to compute their checksums. Changes
-    nothing.
-
-    Parameters
-    ----------
-    request: its --output is the name of the file in the run folder, which ends in .npy or .parquet.
-    run_dir: absolute path of the run folder on this machine.
-
-    Raises CpuftError: a host cannot be reached, or its folder for files is not safe; and what `plan_launch` raises.
+    nothing. `run_dir` is the run folder on this machine.
     """
     work = cluster.work_dir(run_dir)
     request, bundles = pack_embedding(cluster, replace(request, output=f"{work}/{request.output}", overwrite=False))
@@ -555,22 +423,10 @@ def plan_launch(
 ) -> RunPlan:
     """Plan to make the run folder, and to start the ranks on all hosts with one mpirun or srun. Asks no host.
 
-    Parameters
-    ----------
-    run_dir: the run folder as the ranks see it. It exists if the run is `resumed`.
-    command: what each rank runs: a program and its arguments, or "-m", a module of cpuft and its arguments.
-    backend: the communication backend, or "auto"; it determines the cores for communication (none with "gloo").
-    extra: further settings for all ranks, in place of cpuft's usual ones of the same names. Values that the user has
-        set in `environ` are kept.
-
-    Returns
-    -------
-    A plan with the parts `make` and `ranks`, and with notes that list each setting and its reason. The parts for input
-    files, preparation and results are empty.
-
-    Raises CpuftError: --comm-cores leave a rank no core to compute on; a host has no interface --iface, or none that
-    leads to the other hosts; --interruption-notice is a URL that is not http or https; or `run_dir` has ':' or ',' with
-    Open MPI.
+    The parts for input files, preparation and results are empty. `run_dir` is the run folder as the ranks see it.
+    `command` is what each rank runs: a program, or "-m" and a module of cpuft, with arguments. `backend` determines the
+    cores for communication. `extra` are further settings, in place of cpuft's usual ones of the same names; values that
+    the user has set in `environ` are kept.
     """
     shared, per_host = plan_settings(cluster, config, backend, environ)
     secret_settings, without_secrets, notes = plan_secrets(cluster, run_dir, environ)
@@ -619,12 +475,7 @@ def plan_launch(
 
 
 def _find_notice(place: str) -> str:
-    """Return the place of an interruption notice: an http or https URL unchanged, a file as its absolute path.
-
-    The file need not exist.
-
-    Raises CpuftError: the URL has another scheme.
-    """
+    """Return the place of an interruption notice: a URL unchanged, a file, which need not exist, as absolute path."""
     scheme, colons, _ = place.partition("://")
     if not colons:
         return os.path.abspath(place)
@@ -663,18 +514,10 @@ def _settings_on_hosts(cluster: Cluster) -> tuple[Setting, ...]:
 def plan_settings(
     cluster: Cluster, config: LaunchConfig, backend: str, environ: Mapping[str, str]
 ) -> tuple[tuple[Setting, ...], tuple[tuple[Setting, ...], ...]]:
-    """Return the environment variables of the ranks. Values that the user has set in `environ` are kept.
+    """Return the environment variables of the ranks: those that all hosts share, and further ones of each host.
 
-    Parameters
-    ----------
-    backend: the communication backend, or "auto"; it determines the cores for communication.
-
-    Returns
-    -------
-    (settings that all hosts share, further settings of each host in the order of `cluster.assignments`). The shared
-    ones also contain the user's own variables for MPI, oneCCL, OpenMP and similar libraries.
-
-    Raises CpuftError: --comm-cores leave a rank no core, or a host has no suitable network interface.
+    Values that the user has set in `environ` are kept, and the user's own variables for MPI, oneCCL and OpenMP are
+    added. `backend` determines the cores for communication.
     """
     environ = environment.user_variables(environ)
     placements, reason = _plan_placements(cluster, config, backend)
@@ -700,21 +543,7 @@ def plan_settings(
 def _plan_placements(
     cluster: Cluster, config: LaunchConfig, backend: str
 ) -> tuple[tuple[tuple[RankCores, ...], ...], str]:
-    """Return which cores each rank uses.
-
-    Parameters
-    ----------
-    backend: the communication backend, or "auto". With "gloo", a single rank or fewer than 8 cores per rank, no core is
-        reserved for communication; otherwise one in eight, at most 4. `config.comm_cores` of 0 or more replaces this
-        number.
-
-    Returns
-    -------
-    (for each host in the order of `cluster.assignments` the cores of each of its ranks; why communication got as many
-    cores as it did, for the user)
-
-    Raises CpuftError: the reserved cores leave a rank no core to compute on.
-    """
+    """Return which cores each rank of each host uses, and why communication got as many cores as it did."""
     per_rank = min(len(f.cores) // a.ranks for a, f in zip(cluster.assignments, cluster.facts))
     comm_cores, reason = choose_comm_cores(per_rank, config.np, backend)
     if config.comm_cores >= 0:
@@ -724,16 +553,7 @@ def _plan_placements(
 
 
 def _plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:
-    """Return each host's network interface towards the others, in the order of the hosts.
-
-    Parameters
-    ----------
-    wanted: name of the interface to use on all hosts; "" for the one that routes to the other hosts, and for loopback
-        ("lo", 127.0.0.1) if there is one host only.
-
-    Raises CpuftError: a host has no interface `wanted` with an address, no route to the other hosts, or only one over
-    an interface that other hosts cannot use (loopback, docker, VPN).
-    """
+    """Return each host's network interface towards the others: `wanted`, or if it is "" the one that routes there."""
     if len(cluster.facts) == 1 and not wanted:
         return (Interface("lo", "127.0.0.1", "all ranks are on one host"),)
     return tuple(choose_interface(f, next(iter(f.routes)), wanted) for f in cluster.facts)
@@ -760,14 +580,8 @@ def _plan_notes(
 def choose_run_dir(wanted: str, name: str) -> str:
     """Return the absolute path of a new run folder, without links, and do not make it.
 
-    Parameters
-    ----------
-    wanted: path of the folder; "" for runs/NAME-YYYYMMDD-HHMMSS (local time) in the working directory, with -2 behind
-        it or a higher number if this process is not the first to get that name.
-    name: NAME in that path, such as "mrpc-np2".
-
-    Raises CpuftError: something exists at this path, the nearest existing folder above it is not writable, or its disk
-    has less than 256 MiB free.
+    It is `wanted`, or if this is "" runs/NAME-YYYYMMDD-HHMMSS (local time) in the working directory, with -2 behind it
+    or a higher number if this process is not the first to get that name.
     """
     # Hosts and caches know a run by its path, so the same folder must always have the same one.
     path = Path(os.path.realpath(wanted) if wanted else _find_unused_name(os.path.realpath(f"runs/{name}")))

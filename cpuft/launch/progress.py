@@ -1,7 +1,6 @@
 """The progress bar of a training, in the process that the user looks at: a terminal, or the kernel of a notebook.
 
-Rank 0 may run on another host, and prints lines that `cpuft.rank.progress` defines. Whichever way these lines come to
-this process, they end in its standard error, which `show_progress` replaces for the time of the run.
+Rank 0, on whichever host, prints the lines of `cpuft.rank.progress`, which end in this process's standard error.
 """
 
 from __future__ import annotations
@@ -26,21 +25,13 @@ def is_notebook() -> bool:
 
 
 def choose_progress() -> str:
-    """Return how a training shows its progress: `bar`, or `lines` in a log file.
-
-    It is `bar` if standard error is a terminal, or in a notebook, provided that tqdm is installed.
-    """
+    """Return how a training shows its progress: "bar" if a person watches and tqdm is installed, else "lines"."""
     is_watched = sys.stderr.isatty() or is_notebook()
     return "bar" if is_watched and importlib.util.find_spec("tqdm") else "lines"
 
 
 class ProgressBar:
-    """A progress bar of tqdm that follows the events of rank 0. Nothing is shown before the first event.
-
-    Parameters
-    ----------
-    stream: where the bar is drawn on a terminal. In a notebook, the bar is a widget if ipywidgets is installed.
-    """
+    """A progress bar of tqdm that follows the events of rank 0. Nothing is shown before the first event."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -88,7 +79,7 @@ class ProgressBar:
 
 
 def format_values(event: ProgressEvent) -> str:
-    """Return what stands behind the bar: "64.0 samples/s, loss 0.5312, accuracy 0.8603, 12 s left".
+    """Return what stands behind the bar, such as "64.0 samples/s, loss 0.5312, accuracy 0.8603, 12 s left".
 
     Speed and time are left out while the run warms up, and the metric before the first evaluation.
     """
@@ -111,19 +102,13 @@ def format_seconds(seconds: float) -> str:
 class StreamAboveBar:
     """A text stream whose lines appear above a progress bar. Lines with events move the bar and are not printed.
 
-    A line without its end is held back while the bar is shown, because the bar would be drawn behind it. All other
-    attributes are those of the stream.
-
-    Parameters
-    ----------
-    stream: where the lines are printed.
-    lock: shared by all streams of the same bar.
+    A line without its end is held back while the bar is shown, because the bar would be drawn behind it. All streams of
+    the same bar share one `lock`.
     """
 
     def __init__(self, stream: TextIO, bar: ProgressBar, lock: threading.RLock) -> None:
         self._stream, self._bar, self._lock = stream, bar, lock
         self._rest = ""
-        """The begin of a line whose end has not come yet."""
 
     def write(self, text: str) -> int:
         """Print the lines of a text above the bar, or show their events; return the number of characters."""
@@ -167,14 +152,9 @@ class StreamAboveBar:
 
 @contextmanager
 def show_progress(style: str) -> Iterator[None]:
-    """Show a progress bar for the trainings in the `with` block, and print other lines above it.
+    """Show a progress bar inside the `with` block if `style` is "bar", and print other lines above it.
 
-    For that time sys.stderr is replaced, and sys.stdout as well if it is a terminal or a notebook. The bar appears with
-    the first event of rank 0.
-
-    Parameters
-    ----------
-    style: "bar"; with "lines", nothing changes.
+    For that time sys.stderr is replaced, and sys.stdout as well if it is a terminal or a notebook.
     """
     if style != "bar":
         yield

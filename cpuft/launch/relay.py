@@ -1,12 +1,9 @@
 """Send files to many hosts as a tree: one copy goes to the first host, and the hosts send the files on to each other.
 
-`python -m cpuft.launch.relay` sends. Its standard input is a `RelayOrder` as JSON. On each host it starts
-`python -m cpuft.launch.relay receive` over ssh.
-
-Often only the head host can log in to the other hosts, so they do not send to each other by ssh. Each host listens on
-its address in the cluster's network until the hosts that it serves have connected. These connections use TLS 1.3, and
-both ends must show a certificate that the sender makes for one transfer. The certificate and its private key reach the
-hosts on the standard input of ssh, and are never on a disk. So the files are as safe on their way as over ssh.
+`python -m cpuft.launch.relay` reads a `RelayOrder` as JSON and starts `python -m cpuft.launch.relay receive` on each
+host over ssh. Hosts often cannot log in to each other, so each listens on its address in the cluster's network until
+the hosts that it serves have connected. Both ends must show a certificate that the sender makes for one transfer (TLS
+1.3). The certificate and its private key reach the hosts on the standard input of ssh, and are never on a disk.
 """
 
 from __future__ import annotations
@@ -34,8 +31,8 @@ from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 
 FAN_OUT = 2
-"""To how many hosts a host sends. Its link carries that many copies. In a chain it would carry one, but a host that is
-lost keeps the files from all hosts after it."""
+"""Number of hosts to which a host sends. Its link carries that many copies. In a chain it would carry one, but a host
+that is lost keeps the files from all hosts after it."""
 _READY = b"cpuft-relay-ready "
 """Beginning of the line with which a receiver tells its port. Earlier lines are of the host's shell."""
 _READY_SECONDS = 60.0
@@ -63,9 +60,8 @@ class Receiver:
     """A host that is to get the files."""
 
     host: str
-    """Its name in the hostfile."""
     address: str
-    """Its address in the cluster's network, on which it may listen; empty if it has none."""
+    """Address in the cluster's network, on which the host may listen; empty if it has none."""
     command: tuple[str, ...]
     """argv with which the sender starts `python -m cpuft.launch.relay receive` on the host."""
 
@@ -75,12 +71,10 @@ class RelayOrder:
     """What is sent to which hosts."""
 
     folder: str
-    """Folder of the sender that has the files."""
     names: tuple[str, ...]
-    """Names of the files and folders in `folder`. Links are followed, and __pycache__ is left out."""
+    """Files and folders in `folder`. Links are followed, and __pycache__ is left out."""
     place: tuple[str, ...]
-    """On the hosts: this user's private folder, the folder below it that gets the files, and for a bundle its
-    checksum."""
+    """On the hosts: this user's private folder, the folder below it that gets the files, and a bundle's checksum."""
     receivers: tuple[Receiver, ...]
 
 
@@ -89,7 +83,6 @@ class ReceiverOrder:
     """First line of a receiver's standard input."""
 
     place: tuple[str, ...]
-    """`RelayOrder.place`."""
     address: str
     """Address on which the receiver listens; empty if it is the only one."""
     certificate: str
@@ -103,23 +96,14 @@ class Place:
     parent: str
     """Address of the host that sends to this one. If it is empty, the files follow on standard input."""
     port: int
-    """Port of the parent."""
     children: int
-    """Number of hosts to which this one sends."""
 
 
 def send(order: RelayOrder) -> dict[str, tuple[int, str]]:
     """Send the files to all hosts, and wait until each host has stored them or has failed.
 
     A host that the tree does not serve, for example because the hosts cannot connect to each other, gets a copy of its
-    own from this process.
-
-    Returns
-    -------
-    Name of each host that does not have the files -> (exit code of its command, last lines of its errors). It is empty
-    if all hosts have them.
-
-    Raises CpuftError: the files cannot be read here.
+    own from this process. Returns the exit code and the last errors of each host that does not have the files.
     """
     in_tree = [receiver for receiver in order.receivers if receiver.address]
     failed = _send_tree(order, in_tree) if len(in_tree) > 1 else {}
@@ -169,7 +153,6 @@ class _Link:
         self.port = 0
         self._output = b""
         self._problem = ""
-        """Why this process has ended the receiver; empty if it has not."""
 
     def __enter__(self) -> _Link:
         self._process = execute.start_process(self.receiver.command, os.environ, execute.PIPE)
@@ -190,13 +173,11 @@ class _Link:
             self._process.stdin.flush()
 
     def open_stream(self) -> transfer.Stream:
-        """Return the stream of a transfer to the receiver, which has got its place."""
         assert self._process.stdin
         assert self._process.stdout
         return transfer.open_stream(self._process.stdout.fileno(), self._process.stdin.fileno())
 
     def close_input(self) -> None:
-        """End the receiver's standard input."""
         if self._process.stdin:
             with suppress(BrokenPipeError):
                 self._process.stdin.close()
@@ -238,8 +219,7 @@ class _Link:
 
 
 def _feed(order: RelayOrder, link: _Link, is_alone: bool) -> None:
-    """Send the files to the first host of a tree, which can answer if it is alone. Raises CpuftError: they cannot be
-    read."""
+    """Send the files to the first host of a tree, which can answer if it is alone."""
     try:
         found = transfer.walk_names(order.folder, order.names)
         # A bundle is compared with its checksum when all of it has come.
@@ -282,12 +262,7 @@ def _make_context(protocol: int, certificate: str) -> ssl.SSLContext:
 
 
 def receive(given: io.BufferedReader) -> None:
-    """Receive files as a `ReceiverOrder` and a `Place` on standard input say, send them on, and store them.
-
-    Raises CpuftError: there is no place. Raises TransferError, RefusedError: the files did not come to their end or are
-    wrong, or a folder for them is not private. Raises OSError: a file or folder could not be made, or there is no
-    connection to the host that has the files.
-    """
+    """Receive files as a `ReceiverOrder` and a `Place` on standard input say, send them on, and store them."""
     os.umask(0o077)
     told = load(ReceiverOrder, parse_json(given.readline().decode()))
     with ExitStack() as stack:

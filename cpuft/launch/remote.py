@@ -51,7 +51,7 @@ Say = Callable[[str], None]
 
 
 class _StillLockedError(CpuftError):
-    """Another process works for the run on the head host. The exit code is 75."""
+    """Another process works for the run on the head host."""
 
     exit_code = RESUMABLE
 
@@ -63,9 +63,7 @@ class AttemptOrder:
     plan: RunPlan
     """The parts that the head host executes: prepare the examples and start the ranks."""
     run_dir: str
-    """The run folder on the head host."""
     state: RunState
-    """The state of the run, with the host of each rank."""
     seconds: float
     """Time limit of the ranks; 0 for none."""
     ssh_config: str
@@ -84,32 +82,17 @@ def run_attempt(
 ) -> int:
     """Carry out a plan, wherever its head host is, wait for its end, and return the exit code.
 
-    Meanwhile the run is registered as active, and its hosts have the run's secret variables. A signal ends the run,
-    prints where its record is, and ends this program with SystemExit (128 + number of the signal).
+    The code is 0 if the run succeeded, 75 if it was interrupted or a host was lost, otherwise that of the worst rank; 2
+    if another head host rejects the options or data or the time limit passes there. Meanwhile the run is registered as
+    active, and its hosts have the run's secret variables. A signal ends the run and this program.
 
-    Parameters
-    ----------
-    run_dir: absolute path of the run folder on this machine.
-    time_limit: of the ranks, in seconds; 0 for none.
-    say: called with a line for the user.
-    grace: seconds from SIGTERM until the ranks are killed; None: no signal asks them for a checkpoint first.
-    ctrl_c_seconds: seconds from the first Ctrl-C until the ranks are killed; 0: at once.
-    stop_signals: gets the number of the first signal that asked the ranks to end, if one came, however the attempt
-        ends.
+    `grace` and `ctrl_c_seconds` are the seconds from SIGTERM and from Ctrl-C until the ranks are killed; with None as
+    `grace`, no signal asks them for a checkpoint first. `stop_signals` gets the first signal that asked the ranks to
+    end.
 
-    Returns
-    -------
-    0 if the run succeeded, 75 if it was interrupted or a host was lost, otherwise the exit code of the worst rank. If
-    another head host rejects the options or data, or the time limit passes there, its error line is printed and the
-    code is 2.
-
-    Raises CpuftError: a host could not store its secret variables, the run folder cannot be made, or input files cannot
-    be sent; with this machine as the head host also if the options or data were rejected, the time limit passed, or the
-    disk is full.
     Raises HeadHostLostError: another head host, or the connection to it, was lost.
-    Raises NotStoredError: the results could not be stored here or, of a finished run, not be fetched. The hosts keep
-        them.
-    Raises RuntimeError: the preparation on this machine failed in another way; the message is its output.
+    Raises NotStoredError: the results of the run could not be stored here or, if it has finished, not be fetched.
+    Raises CpuftError: the attempt could not begin, or failed on this machine. Raises RuntimeError: its preparation did.
     """
     work, transport, environ = cluster.work_dir(run_dir), cluster.access.transport, os.environ
     state = begin_state(cluster, run_dir, plan.owner)
@@ -152,24 +135,9 @@ def run_on_head_host(
 ) -> int:
     """Carry out a plan on another head host, fetch its run folder, clean up the hosts, and return the exit code.
 
-    The output of rank 0 appears here at once. If this process ends, so does the connection, and with it the run. A
-    finished run is removed from the hosts. Of another one, the checkpoints stay there, and everything stays if
-    `plan.keep_host_copies` is set.
-
-    Parameters
-    ----------
-    run_dir: absolute path of the run folder on this machine.
-    state: the first state of this start.
-    time_limit: of the ranks, in seconds; 0 for none.
-    say: called with a line for the user.
-    stop_request: asks the ranks to save a checkpoint first; None: every signal ends them at once.
-
-    Raises CpuftError: the run folder cannot be made, or input files cannot be sent. A new run is then removed from the
-    hosts and from this machine.
-    Raises HeadHostLostError: the head host or the connection to it was lost; the error says where results remain.
-    Raises NotStoredError: the results could not be stored here or, of a finished run, not be fetched. The hosts keep
-        them.
-    Raises Interrupted: a signal came. What the ranks recorded until then has been fetched.
+    If this process ends, so does the connection, and with it the run. A finished run is removed from the hosts, and so
+    is a new one whose input files could not be sent. Of any other run, the checkpoints stay there, and everything stays
+    if `plan.keep_host_copies` is set. Before Interrupted is raised, what the ranks recorded has been fetched.
     """
     config = cluster.access.entry.ssh_config_there or cluster.access.transport.config
     order = AttemptOrder(plan.for_head_host(), cluster.work_dir(run_dir), state, time_limit, config)
@@ -229,10 +197,8 @@ def plan_supervision(order: AttemptOrder, cluster: Cluster) -> Step:
 
 
 def main() -> None:
-    """Supervise the ranks on the head host. Standard input is an AttemptOrder as JSON.
-
-    Exits with the code of the run (at most 254), that of a CpuftError, after a line on standard error, or 128 + N for
-    signal N. Gets SIGTERM when the ssh connection ends. Holds the lock file RUN_DIR.lock until the end.
+    """Supervise the ranks on the head host, with an AttemptOrder as JSON on standard input. Gets SIGTERM when the ssh
+    connection ends. Holds the lock file RUN_DIR.lock until the end.
     """
     protect_streams()
     end_with_parent(signal.SIGTERM)

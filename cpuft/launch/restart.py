@@ -51,7 +51,6 @@ Start = Callable[[RunPlan, str, Cluster, float], int]
 Say = Callable[[str], None]
 
 DEFAULT_RESTARTS = 3
-"""Restarts allowed for a run on several hosts if the user gives no number."""
 _REPEATS = {2: "rejected its options or data", IO_ERROR: "found a full disk"}
 """Exit codes of a process that ended with a one-line error, which would be the same after a restart."""
 _FROM_OUTSIDE = (137, 143)
@@ -62,7 +61,6 @@ _LOST_HOST_SECONDS = 2.5
 """How long a host that was lost earlier may take to answer. A restart waits longer for the other hosts."""
 _RETRY_PAUSE_SECONDS = 2.0
 _RETRIES = 2
-"""How often planning is repeated if only a connection to a host failed."""
 
 
 @dataclass(frozen=True)
@@ -70,26 +68,24 @@ class AttemptResult:
     """How an attempt ended, as far as this machine can know."""
 
     code: int
-    """Exit code of the attempt; 0 for success."""
     failures: tuple[Failure, ...] = ()
     """The most likely cause first."""
     unreachable: frozenset[str] = frozenset()
-    """Names of the hosts of the attempt that do not answer."""
+    """Hosts of the attempt that do not answer."""
     update: int = 0
     """The last recorded update; 0 for none, and for a script."""
     leaving: frozenset[str] = frozenset()
-    """Names of the hosts of the attempt that received an interruption notice."""
+    """Hosts of the attempt that received an interruption notice."""
     hosts: tuple[str, ...] = ()
-    """The name of each rank's host, indexed by rank."""
+    """The host of each rank."""
     stopped_at: float = 0.0
     """Since when the run made no progress, in seconds since 1970."""
     error: CpuftError | None = None
-    """The error that ended the attempt; None if its ranks ended with an exit code."""
+    """None if the ranks of the attempt ended with an exit code."""
 
     @property
     def made_run_folder(self) -> bool:
-        """True if the attempt raised no error or lost its head host; another error may have come before the folder was
-        made."""
+        """Whether the run folder was surely made. Errors other than the loss of the head host may have come before."""
         return self.error is None or isinstance(self.error, HeadHostLostError)
 
     @property
@@ -104,7 +100,7 @@ class RestartHistory:
 
     first_cluster: Cluster
     leaving: frozenset[str] = frozenset()
-    """Names of the hosts that have received an interruption notice."""
+    """Hosts that have received an interruption notice."""
     used_hosts: dict[str, Host] = field(default_factory=dict)
     """Hosts of the attempts before the last one, by name."""
 
@@ -129,29 +125,12 @@ class RestartPolicy:
     """
 
     limit: int
-    """Restarts allowed."""
     restarts: int = 0
-    """Restarts so far."""
     errors: set[str] = field(default_factory=set)
     """`RestartDecision.error_id` of earlier attempts."""
 
     def decide(self, result: AttemptResult) -> RestartDecision:
-        """Decide what to do after an attempt that ended with another exit code than 0. Changes nothing in this object.
-
-        The first of these cases that applies decides:
-
-        - Hosts were lost or received an interruption notice, or a connection to a host failed: restart.
-        - No rank reported a failure: no restart for exit code 2 or 74, otherwise one restart.
-        - The first rank waited in vain for others: one restart.
-        - The first rank was interrupted (exit code 75): no restart.
-        - It ran out of memory: one restart.
-        - It was killed by SIGKILL or SIGTERM, or lost another rank: restart.
-        - It ended with 2 (options or data rejected) or 74 (disk full): no restart.
-        - It failed otherwise: one restart.
-
-        "One restart" means that there is none if `errors` has the same error at the same update; the caller adds the
-        `error_id` of each decision to `errors`. If `restarts` has reached `limit`, the result is never a restart.
-        """
+        """Decide what to do after an attempt that ended with another exit code than 0. Does not change this object."""
         decision = self._explain(result)
         if decision.restart and self.restarts >= self.limit:
             return RestartDecision(
@@ -160,7 +139,6 @@ class RestartPolicy:
         return decision
 
     def _explain(self, result: AttemptResult) -> RestartDecision:
-        """Decide without regard to the limit."""
         for names, what in ((result.unreachable, "{} lost"), (result.leaving, "received an interruption notice")):
             if names:
                 hosts = f"host{'s' * (len(names) > 1)} {', '.join(sorted(names))}"
@@ -209,13 +187,7 @@ def _identify_error(failure: Failure) -> str:
 
 
 def find_limit(job: Job, cluster: Cluster) -> int:
-    """Return how often this job may be restarted.
-
-    It is 0 for engines other than torch, which write no checkpoints; otherwise --max-restarts or, without this option,
-    3 on several hosts and 0 on one.
-
-    Raises CpuftError: --min-np is more than --np.
-    """
+    """Return how often this job may be restarted; 0 for engines other than torch, which write no checkpoints."""
     config = job.config
     if config.min_np > config.np:
         raise CpuftError(f"--min-np {config.min_np} is more than --np {config.np}: lower --min-np")
@@ -225,10 +197,7 @@ def find_limit(job: Job, cluster: Cluster) -> int:
 
 
 def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
-    """Return one line for a printed plan that tells when the run is restarted, in a tuple; () if it is not.
-
-    Raises CpuftError: --min-np is more than --np.
-    """
+    """Return the line of a printed plan that tells when the run is restarted, in a tuple; () if it is not."""
     limit = find_limit(job, cluster)
     if not limit:
         return ()
@@ -240,18 +209,7 @@ def describe_limit(job: Job, cluster: Cluster) -> tuple[str, ...]:
 
 
 def describe_restart(number: int, limit: int, reason: str, hosts: Sequence[str], ranks: int, update: int) -> str:
-    """Return the line that announces a restart.
-
-    For example "restart 1 of 3: host b was lost; 2 ranks on a, c continue after update 40".
-
-    Parameters
-    ----------
-    number: number of this restart, from 1.
-    limit: how many are allowed.
-    hosts: names of the hosts of the next attempt.
-    ranks: its number of ranks.
-    update: update of the checkpoint to continue from; 0 for none.
-    """
+    """Return the line that announces a restart. `update` is that of the checkpoint to continue from; 0 for none."""
     plural = "s" * (ranks == 1)
     start = f"continue{plural} after update {update}"
     if update <= 0:
@@ -264,24 +222,12 @@ def run_with_restarts(
 ) -> int:
     """Run a job until it succeeds or another attempt would not help; return the exit code of the last attempt.
 
-    Returns 0 also if the last attempt lost the connection to a head host on which the run had finished, and its results
-    could be fetched: a run that is known to have finished is never started again. Returns 128 + N if signal N had asked
-    the ranks to end and the head host was lost then. Before each restart, `say` gets a line that announces it. After
-    the last attempt has failed, ranks that are left are killed, the run is removed from its hosts except its
-    checkpoints, and an empty run folder is removed here.
+    A run that is known to have finished is never started again: the code is 0 also if the last attempt lost the head
+    host, and the results could be fetched from there later. `start` adds the number of a signal that asked the ranks to
+    end to `stop_signals`; then there is no restart, and an error of the attempt becomes the code 128 + that number.
 
-    Parameters
-    ----------
-    plan, cluster: of the first attempt.
-    start: carries out a plan, and returns its exit code.
-    say: called with a line for the user.
-    stop_signals: to which `start` adds the number of a signal that asked the ranks to end. There is no restart then.
-
-    Raises CpuftError: --min-np is more than --np; an attempt raised an error that no restart can mend; the time limit
-    is over; or the last attempt raised an error, such as HeadHostLostError, and no signal had asked the ranks to end.
-    Raises NotStoredError: the results could not be stored here or, of a finished run, not be fetched. The hosts keep
-        them.
-    Raises LaterStartError: another launcher has started the run again.
+    After the last attempt has failed, ranks that are left are killed, the run is removed from its hosts except its
+    checkpoints, and an empty run folder is removed here. NotStoredError and LaterStartError leave everything as it is.
     """
     is_new = not plan.resumed
     policy, history, begun = RestartPolicy(find_limit(launch.job, cluster)), RestartHistory(cluster), time.monotonic()
@@ -341,7 +287,7 @@ def run_with_restarts(
 
 
 def _time_left(job: Job, begun: float) -> float:
-    """Return the seconds left of the time limit; 0 for no limit. Raises CpuftError: none are left."""
+    """Return the seconds left of the time limit; 0 for no limit."""
     limit = job.config.time_limit
     left = limit - (time.monotonic() - begun)
     if limit and left < 1:
@@ -352,7 +298,7 @@ def _time_left(job: Job, begun: float) -> float:
 def make_attempt(launch: Launch, cluster: Cluster, owner: int, start: Callable[[], int]) -> AttemptResult:
     """Start the ranks once, as the start with this owner number, and find out how they ended.
 
-    Raises CpuftError: `start` raised it, and neither a lost host nor a failed connection is the reason.
+    Raises the CpuftError of `start` unless a lost host or a failed connection is the reason.
     """
     begun, hosts, transport = time.time(), cluster.rank_hosts, cluster.access.transport
     names = sorted(set(hosts))
@@ -404,15 +350,7 @@ def _find_last_progress(run_dir: str, begun: float) -> float:
 
 
 def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS) -> T:
-    """Return what `plan` returns. Call it up to two more times while only a connection to a host fails.
-
-    Parameters
-    ----------
-    pause: seconds between two calls.
-
-    Raises CpuftError: the error of the last call, or the first error that is not about a connection (`is_transient` is
-    False).
-    """
+    """Return what `plan` returns. Call it up to two more times while only a connection to a host fails."""
     for _ in range(_RETRIES):
         try:
             return plan()
@@ -426,25 +364,11 @@ def retry_connections(plan: Callable[[], T], pause: float = _RETRY_PAUSE_SECONDS
 def plan_next_attempt(
     launch: Launch, history: RestartHistory, plan: RunPlan, last: Cluster, tried: AttemptResult, reason: str
 ) -> tuple[RunPlan, Cluster, int]:
-    """Choose hosts for the next attempt and plan it. Kills ranks that are left on the hosts.
+    """Choose hosts for the next attempt and plan it. `last` and `tried` are cluster and end of the last attempt.
 
-    Asks all hosts of the hostfile which of them answer and what they have of the run, and removes the run, except its
-    checkpoints, from hosts that the next attempt does not use. Adds the hosts of the last attempt to
-    `history.used_hosts`.
-
-    Parameters
-    ----------
-    plan, last, tried: plan, cluster and end of the last attempt.
-    reason: why the run is restarted.
-
-    Returns
-    -------
-    The plan, its cluster, and the update of the checkpoint that the run continues from (0 for none). If the run has
+    Kills ranks that are left, and removes the run, except its checkpoints, from hosts that the next attempt does not
+    use. Returns the plan, its cluster, and the update of the checkpoint to continue from (0 for none). If the run has
     finished on a host that answers again, the plan only fetches it from there.
-
-    Raises CpuftError: no host is left, or fewer ranks fit on the remaining hosts than --min-np requires; the newest
-    checkpoint is on a host that would not be used; a host does not answer any more; or the job cannot be planned on
-    these hosts.
     """
     job, transport, run_dir = launch.job, last.access.transport, launch.run_dir
     history.used_hosts.update({one.host.name: one.host for one in last.assignments})
@@ -490,22 +414,10 @@ def _ask_hosts(hosts: Sequence[Host], cluster: Cluster, run_dir: str, owners: Se
 def choose_hosts(
     hosts: Sequence[Host], excluded: Collection[str], first_ranks: Mapping[str, int], np: int
 ) -> tuple[tuple[Host, ...], int]:
-    """Choose the hosts of the next attempt.
+    """Choose the hosts of the next attempt and the number of ranks to start on them, which is 0 if no host is left.
 
     No host gets more ranks than it had in the first attempt. A host that had none gets at most as many as the host with
     the most ranks, and not more than its slots.
-
-    Parameters
-    ----------
-    hosts: all hosts of the hostfile, in its order.
-    excluded: names of hosts that must not be used.
-    first_ranks: number of ranks of each host in the first attempt, by name; not empty.
-    np: number of ranks in the first attempt.
-
-    Returns
-    -------
-    (all hosts that are not excluded, in their order; number of ranks to start on them, at most `np`, and 0 if no host
-    is left)
     """
     left = tuple(host for host in hosts if host.name not in excluded)
     most = max(first_ranks.values())
@@ -514,9 +426,8 @@ def choose_hosts(
 
 
 def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Collection[str]) -> set[str]:
-    """Return the hosts that do not answer: those just lost, which are not asked again, and others.
-
-    A host that was lost in an earlier attempt may be back; it gets less time to answer than the others.
+    """Return the hosts that do not answer: those just lost, which are not asked again, and others. A host that was lost
+    in an earlier attempt may be back; it gets less time to answer than the others.
     """
     transport.hosts.update({host.name: host for host in hosts})
     names = [host.name for host in hosts if host.name not in just_lost]
@@ -529,13 +440,8 @@ def _find_unreachable(transport: Transport, hosts: Sequence[Host], just_lost: Co
 def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remaining: Sequence[Host]) -> None:
     """Remove the run, except its checkpoints, from hosts of the last attempt that the next one does not use.
 
-    Hosts that do not answer are left out. A former head host is also cleaned up if it is used further: it would look
-    like the current one, because it has the lock file of the run.
-
-    Parameters
-    ----------
-    plan, last: plan and cluster of the last attempt.
-    remaining: the hosts of the next attempt, the head host first.
+    A former head host is also cleaned up if it is used further: it would look like the current one, because it has the
+    lock file of the run. The new head host is the first of `remaining`.
     """
     names = {one.host.name for one in last.assignments}
     left_out = (names - {host.name for host in remaining}) | ({last.head} - {remaining[0].name})
@@ -545,13 +451,7 @@ def clean_up_left_out_hosts(launch: Launch, plan: RunPlan, last: Cluster, remain
 
 
 def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say) -> bool:
-    """Fetch the run if it had finished on the head host and only the connection was lost.
-
-    Returns True if the run was fetched, and then it is also removed from the hosts. False if the ranks work on this
-    machine, the head host does not answer, or the run has not finished there.
-
-    Raises NotStoredError: the results of the finished run could not be fetched or stored.
-    """
+    """Fetch the run if it had finished on the head host and only the connection was lost; return whether it was."""
     head_host = [one.host for one in cluster.assignments if one.host.name == cluster.head]
     if not cluster.works_remotely or cluster.access.transport.find_unresponsive([cluster.head]):
         return False
@@ -564,14 +464,7 @@ def _fetch_if_finished(launch: Launch, plan: RunPlan, cluster: Cluster, say: Say
 
 
 def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, owner: int, say: Say) -> None:
-    """Remove a finished run from the hosts that it lost, if they answer again, and name with `say` those that do not.
-
-    Kills its ranks there first. Does nothing if the ranks of the last attempt worked in this machine's folders.
-
-    Parameters
-    ----------
-    last, owner: cluster and number of the last attempt.
-    """
+    """Remove a finished run from hosts that it lost, if they answer again, and name with `say` those that do not."""
     used, transport = {one.host.name for one in last.assignments}, last.access.transport
     lost = [host for name, host in history.used_hosts.items() if name not in used] if last.works_remotely else []
     transport.find_unresponsive([host.name for host in lost], _LOST_HOST_SECONDS)
@@ -590,12 +483,7 @@ def clean_up_lost_hosts(history: RestartHistory, last: Cluster, run_dir: str, ow
 
 def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updates: int) -> ResumedRun:
     """Return what is known about a run that is restarted: its recorded options, or those of `job` without a record.
-
-    Parameters
-    ----------
-    copies: what the hosts have of the run.
-    updates: made before the restart; below 0 if the record of the last attempt is lost. Then it is the largest number
-        of updates that a host knows, or 0.
+    `updates` were made before the restart; it is below 0 if the record of the last attempt is lost.
     """
     batch = job.train.batch_size * job.train.gradient_accumulation * job.config.np
     try:
@@ -608,16 +496,8 @@ def find_resumed_run(job: Job, run_dir: str, copies: tuple[HostCopy, ...], updat
 
 
 def kill_ranks(cluster: Cluster, run_dir: str, owner: int, hosts: Sequence[Host] | None = None) -> None:
-    """Kill the processes of a run, of this start and earlier ones, that are left on hosts that answer.
-
-    A lost mpirun does not end its ranks.
-
-    Waits up to 15 s for each host, all at the same time. Errors are ignored.
-
-    Parameters
-    ----------
-    run_dir: the run folder on this machine.
-    hosts: None for those of the cluster if there are several; for a single host nothing is done then.
+    """Kill the processes of a run, of this start and earlier ones, on hosts that answer, because a lost mpirun does not
+    end its ranks. Errors are ignored. Without `hosts`, those of the cluster are asked if there are several.
     """
     command = cluster.access.any_python("-c", FROM_STDIN, cluster.work_dir(run_dir), str(owner))
     transport, program = cluster.access.transport, Path(kill.__file__).read_text(encoding="utf-8")

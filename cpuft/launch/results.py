@@ -1,8 +1,7 @@
 """Bring the results of a run back from its hosts, and remove the run there.
 
 `python -m cpuft.launch.results RUN_DIR COMMAND...` merges what COMMAND sends from the run's folder on a host
-(`cpuft.transfer`) into RUN_DIR. It comes from another machine, so nothing in it is trusted: only plain files and
-folders are stored.
+(`cpuft.transfer`) into RUN_DIR. A host is not trusted, so only plain files and folders are stored.
 """
 
 from __future__ import annotations
@@ -38,25 +37,20 @@ _FETCH_PAUSES = (2, 5, 10, 20, 40, *(60,) * 9)
 _REMOVE_SECONDS = 15.0
 _PARTIAL_REMOVE_SECONDS = 60.0
 _LAST_LINES = 6
-"""Lines of output of a failed step that its error shows."""
 _PART = ".cpuft-fetch.partial"
 """Folder in the run folder with what has come while it is fetched."""
 _SHOWN = 5
-"""Names of entries that were not stored, in the line that says so."""
 
 
 class HeadHostLostError(CpuftError):
     """The head host, or the connection to it, was lost."""
 
     unfetched_from = ""
-    """Name of the head host, if it has the only copy of the run's record; empty otherwise."""
+    """Name of the head host if it has the only copy of the run's record; empty otherwise."""
 
 
 class NotStoredError(CpuftError):
-    """The results of a run could not be stored here, or not be fetched although it has finished. The hosts keep them.
-
-    No restart can mend this. The exit code is 74.
-    """
+    """The results could not be stored here, or not be fetched although the run has finished. The hosts keep them."""
 
     exit_code = IO_ERROR
 
@@ -64,14 +58,8 @@ class NotStoredError(CpuftError):
 def plan_results(cluster: Cluster, work: str, run_dir: str, former_hosts: Sequence[str] = ()) -> Stages:
     """Plan to fetch the run folder from the head host, and then to remove the run from all hosts.
 
-    The result is () if the ranks work in this machine's own folders. Otherwise it has two stages: one step that
-    fetches, and a step for each host that removes.
-
-    Parameters
-    ----------
-    work: the run folder on the head host.
-    run_dir: the run folder on this machine, which is merged with what comes.
-    former_hosts: names of further hosts that have files of the run from earlier attempts.
+    The result is () if the ranks work in this machine's own folders. `work` is the run folder on the head host.
+    `former_hosts` have files of the run from earlier attempts.
     """
     if not cluster.works_remotely:
         return ()
@@ -84,13 +72,8 @@ def plan_results(cluster: Cluster, work: str, run_dir: str, former_hosts: Sequen
 
 
 def plan_partial_cleanup(cluster: Cluster, work: str) -> Stages:
-    """Plan to remove the run from all hosts, except its checkpoints: one stage with a step for each host.
-
-    Files that may hold secrets are removed first. Each step prints the name of the newest checkpoint that it leaves.
-
-    Parameters
-    ----------
-    work: the run folder on the hosts.
+    """Plan to remove the run from all hosts, except its checkpoints. Files that may hold secrets are removed first.
+    Each step prints the name of the newest checkpoint that it leaves.
     """
     secrets = os.path.dirname(cluster.sent_file(work, 0))
     command = ("sh", "-c", _REMOVE_ALL_BUT_CHECKPOINTS, "remove_all_but_checkpoints", cluster.folder, secrets, work)
@@ -115,24 +98,13 @@ def write_plan(plan: RunPlan, run_dir: str) -> None:
 def fetch_and_clean_up(
     plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], is_finished: bool, say: Say
 ) -> bool:
-    """Fetch the run from the head host, write `plan.sh` in the run folder, and remove the run from the hosts.
+    """Fetch the run from the head host, and remove it from the hosts; return whether the run is finished.
 
-    Copies of checkpoints in the run folder are removed from it if the run is finished. Nothing is removed from hosts
-    that do not answer. Of a run that is not finished, the checkpoints stay on the hosts, and everything stays there if
-    `plan.keep_host_copies` is set. Returns whether the run is finished, which its state says if the caller does not
-    know.
-
-    Parameters
-    ----------
-    plan: must have a results part, from `plan_results`.
-    run_dir: the run folder on this machine.
-    is_finished: whether the run is known to have succeeded. Fetching it is tried again for ten minutes.
-    say: called with a line for the user, for example about hosts that do not answer and so keep their files.
-
-    Raises HeadHostLostError: the head host could not send the run, which is not known to be finished, and its files
-        stay there.
-    Raises NotStoredError: this machine could not store the run, or a finished run could not be fetched; nothing is
-        removed from the hosts.
+    With `is_finished`, the run is known to be finished, and is fetched again for ten minutes if that fails. Otherwise
+    its state may say so, because the connection may have broken when the last rank ended. Of a run that is not
+    finished, the checkpoints stay on the hosts, and everything stays there if `plan.keep_host_copies` is set. Nothing
+    is removed from hosts that do not answer. Raises HeadHostLostError if the head host could not send a run that is not
+    known to be finished, and NotStoredError if results exist and could not be fetched or stored.
     """
     _, *cleanup = plan.results
     unreachable = cluster.access.transport.unresponsive
@@ -176,10 +148,7 @@ def fetch_and_clean_up(
 
 
 def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
-    """Fetch a run that has finished, and try again for a while: training it again would cost more.
-
-    Raises NotStoredError: it could not be fetched; the message says where it is and how it is fetched later.
-    """
+    """Fetch a run that has finished, and try again for a while: training it again would cost more."""
     name = ("--cluster", cluster.access.entry.name) if cluster.access.entry.name else ()
     command = shlex.join(("cpuft", "launch", "--resume", run_dir, *name))
     where = f"Its results are in {cluster.work_dir(run_dir)} on {cluster.head}, and {command} fetches them"
@@ -202,14 +171,8 @@ def _fetch_finished_run(plan: RunPlan, run_dir: str, cluster: Cluster, environ: 
 
 
 def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mapping[str, str], say: Say) -> None:
-    """Fetch the run's folder from the head host into `run_dir`, however long it takes while bytes arrive.
-
-    When this function returns, the whole folder is on this machine's disk, so that the copies on hosts may be removed.
-    They must stay if it raises. `say` gets a line every 30 s, and one that names links and devices, which are not
-    fetched.
-
-    Raises NotStoredError: the folder came, but this machine could not store it.
-    Raises CpuftError: the head host does not answer, could not send the folder, or has sent no byte for a minute.
+    """Fetch the run's folder from the head host into `run_dir`, however long it takes while bytes arrive. When this
+    returns, all of it is on this machine's disk, so the hosts' copies may be removed; they must stay if it raises.
     """
     if cluster.head in cluster.access.transport.unresponsive:
         raise CpuftError(f"the head host {cluster.head} does not answer: check it with cpuft doctor")
@@ -238,16 +201,8 @@ def fetch_results(plan: RunPlan, run_dir: str, cluster: Cluster, environ: Mappin
 def remove_all_but_checkpoints(
     plan: RunPlan, run_dir: str, environ: Mapping[str, str], without: Collection[str] = (), say: Say | None = None
 ) -> None:
-    """Remove a run from its hosts, except its checkpoints, with the steps of `plan.partial_cleanup`.
-
-    Waits up to 60 s for the hosts. If some hosts have checkpoints, they are noted in the state in the local run folder,
-    and `say` is told how to continue the run, and which hosts did not answer.
-
-    Parameters
-    ----------
-    run_dir: the run folder on this machine.
-    without: names of hosts on which nothing is removed.
-    say: called with a line for the user; None: the user is told nothing.
+    """Remove a run from its hosts except those in `without`, but leave its checkpoints. Note them in the run state
+    here, and tell the user how to continue the run.
     """
     steps = [step for stage in plan.partial_cleanup for step in stage if step.host not in without]
     commands = Plan(command_prefixes=plan.command_prefixes)
@@ -276,25 +231,14 @@ def _parse_newest_checkpoint(output: str) -> int:
 
 
 def fetch(run_dir: Path, command: Sequence[str], refuses_earlier: bool = False) -> list[str]:
-    """Merge the files that `command` sends (`transfer.connect`) into `run_dir`, when all of them are here.
+    """Merge the files that `command` sends (`transfer.connect`) into `run_dir`, when all of them are on the disk here.
 
-    What has come when the connection breaks stays in `run_dir`, and the next call goes on from there. All files are on
-    this machine's disk when this function returns. Files in `run_dir` are replaced by those with the same name, other
-    files stay, and older logs are kept as `logs-N`. Where a file takes a folder's place, or a folder a file's or a
-    link's, the older one is renamed to `NAME.old-N`.
+    What has come when the connection breaks stays in `run_dir`, and the next call goes on from there. Files with the
+    same name are replaced, other files stay, and older logs are kept as `logs-N`. Where a file takes a folder's place,
+    or a folder a file's or a link's, the older one is renamed to `NAME.old-N`. With `refuses_earlier`, nothing is
+    stored if what comes is of an earlier start of the run than what is here.
 
-    Parameters
-    ----------
-    refuses_earlier: whether nothing is stored if what comes is of an earlier start of the run than what is here.
-
-    Returns
-    -------
-    Names of the links, pipes and devices there, which are not sent, each with its kind, for example "logs/x (symbolic
-    link)".
-
-    Raises CpuftError: the command failed, or has sent nothing for a minute.
-    Raises NotStoredError: a path leads out of the folder, this machine's disk does not take the files, or they are of
-        an earlier start.
+    Returns names of the links, pipes and devices there, which are not sent, such as "logs/x (symbolic link)".
     """
     run_dir = Path(os.path.realpath(run_dir))
     try:
@@ -372,11 +316,7 @@ def _stop(signal_number: int, frame: object) -> None:
 
 
 def main() -> None:
-    """Store a run as `fetch` does. The arguments are RUN_DIR and the command that sends the run.
-
-    Exits with 0, 74 (EX_IOERR) if the results could not be stored here, 1 if they could not be sent, or 143 after
-    SIGTERM. Prints a line on standard error for an error, or on standard output if something was left out.
-    """
+    """Store a run as `fetch` does. Exits with 74 (EX_IOERR) if the files could not be stored here, 1 if not sent."""
     run_dir, *command = sys.argv[1:]
     signal.signal(signal.SIGTERM, _stop)
     try:

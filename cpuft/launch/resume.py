@@ -31,7 +31,7 @@ from cpuft.record import FILE_NAME, EarlierMeasurements, parse_record, read_meas
 from cpuft.serialization import load, parse_json
 
 CHECKPOINTS, BEST = "checkpoints", "best"
-"""Folder of checkpoints in the folder of a run, and the folder in it for the checkpoint of the best evaluation."""
+"""Folder of checkpoints in the run folder, and the folder in it for the checkpoint of the best evaluation."""
 _CHECKPOINT = re.compile(r"[0-9]{1,15}\.[0-9]{1,9}")
 """Name of a whole checkpoint: its update and the rank that wrote it."""
 PREPARED_DATA = "data.npz"
@@ -60,8 +60,7 @@ class HostCopy:
 
     @property
     def is_finished(self) -> bool:
-        """True if the run has finished on this host, so that only its results have to be fetched, and is never started
-        again."""
+        """Whether the run has finished on this host: it is never started again, only its results are to be fetched."""
         return self.state.phase == FINISHED
 
 
@@ -72,7 +71,6 @@ class ResumedRun:
     run_dir: str
     """Absolute path of the run folder on this machine, without links."""
     train: TrainConfig = TrainConfig()
-    """The recorded training options."""
     np: int = 0
     """Recorded number of ranks; 0 if nothing was recorded."""
     updates: int = 0
@@ -80,14 +78,13 @@ class ResumedRun:
     global_batch: int = 0
     """Examples per update; 0 if nothing was recorded."""
     host_copies: tuple[HostCopy, ...] = ()
-    """What the hosts with disks of their own have of the run, as far as these hosts answer; in the order of the
-    hostfile."""
+    """What the hosts that answer have of the run, in the order of the hostfile."""
     unreachable: tuple[str, ...] = ()
     """For each host that does not answer, an error message that names it."""
     stopped_at: float = 0.0
     """For an automatic restart: since when the run made no progress, in seconds since 1970."""
     restart_reason: str = ""
-    """For an automatic restart: its reason; empty for a run that the user resumes."""
+    """Reason of an automatic restart; empty for a run that the user resumes."""
     fetched_from: str = ""
     """Name of the head host whose logs have already been fetched; empty for none."""
     owner: int = 0
@@ -95,36 +92,20 @@ class ResumedRun:
     finished_on: str = ""
     """Name of the host on which the run finished and where its results still are; empty for none."""
     measured: EarlierMeasurements | None = field(default=None, compare=False)
-    """What the first attempt measured about the network and the ranks' speed."""
+    """What the first attempt measured about the network and the ranks' speed. It is valid between `hostnames`."""
     hostnames: frozenset[str] = field(default=frozenset(), compare=False)
-    """Host names that the run's ranks reported; `measured` is valid between these hosts."""
+    """Host names that the run's ranks reported."""
 
     @property
     def hosts(self) -> tuple[Host, ...]:
-        """The hosts that answered, in the order of the hostfile; empty if all hosts are this machine."""
+        """The hosts that answered; empty if all hosts are this machine."""
         return tuple(copy.host for copy in self.host_copies)
 
     def take_over(
         self, config: LaunchConfig, train: TrainConfig, given: Collection[str]
     ) -> tuple[LaunchConfig, TrainConfig]:
         """Return the launch and training options with which the run continues: its own, and new values where allowed.
-
-        The number of ranks is the recorded one unless "np" is among `given` or none was recorded. New values are
-        allowed for the options in `CHANGEABLE_ON_RESUME` (backend, grad_compression, shard, comm_timeout,
-        eval_batch_size, gradient_checkpointing, checkpoint_every, save_model, lora_merge), and for options that name
-        files which were sent to hosts.
-
-        Parameters
-        ----------
-        config, train: the options of this launch.
-        given: names of the options that the user gave in this launch, such as "batch_size".
-
-        Returns
-        -------
-        (launch options, training options)
-
-        Raises CpuftError: `config.run_dir` is set, or an option that must not change was given with another value than
-        the run has.
+        `config` and `train` are the options of this launch, and `given` names those that the user gave.
         """
         if config.run_dir:
             raise CpuftError("--resume and --run-dir both name the folder of the run: leave --run-dir out")
@@ -141,19 +122,10 @@ class ResumedRun:
 
 
 def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) -> ResumedRun:
-    """Return what is known about a run here and on the hosts that `config` names. Asks all of these hosts at once.
+    """Return what is known about a run here and on the hosts that `config` names, which are all asked at once.
 
     If every host is this machine, only the run folder here is read. Hosts that do not answer raise nothing and are
     listed in `unreachable` of the result.
-
-    Parameters
-    ----------
-    run: path of the run folder, absolute or in the working directory.
-    is_script: whether the user wants to resume a script's run.
-
-    Raises CpuftError: the cluster or hostfile of `config` cannot be used; there is no such run; it has finished and its
-    results are here; it is still active; it consists of independent ranks; its record is damaged or of another version;
-    or `is_script` is set for cpuft's own training.
     """
     hosts, access = read_hosts(config), find_access(config)
     if all(access.transport.is_here(host) for host in hosts):
@@ -172,21 +144,9 @@ def gather_resumed_run(run: str, config: LaunchConfig, is_script: bool = False) 
 def read_resumed_run(run: str, is_script: bool = False, host_copies: Sequence[HostCopy] = ()) -> ResumedRun:
     """Return what is known about a run from its record here or on a host. Asks no host.
 
-    - The run finished on a host and its results are still there: only `run_dir` and `finished_on` are set.
-    - A script's run, which has no record: only `run_dir` is set.
-    - Otherwise: what the record in the run folder says, or that of the first host that has one, or that of the newest
-      checkpoint in the run folder. `updates` is the largest number of updates that the record, a checkpoint in the run
-      folder or any host knows. `host_copies` of the result stays empty.
-
-    Parameters
-    ----------
-    run: path of the run folder, absolute or in the working directory.
-    is_script: whether the user wants to resume a script's run.
-    host_copies: what hosts have of the run.
-
-    Raises CpuftError: there is no such run; it has finished; it measured independent ranks; it is still active; its
-    record is damaged, of another version, or has options that this version does not accept; or `is_script` is set and
-    the record is that of cpuft's own training.
+    The record is that in the run folder, or of the first host that has one, or of the newest checkpoint here. A script
+    has none. `updates` is the largest number of updates that anything knows, and `host_copies` of the result stays
+    empty. If the run finished on a host and its results are still there, only `run_dir` and `finished_on` are set.
     """
     path = Path(os.path.realpath(run))
     is_active = any(copy.is_active for copy in host_copies)
@@ -246,14 +206,7 @@ def gather_host_copies(
 ) -> tuple[tuple[HostCopy, ...], list[CpuftError]]:
     """Ask all hosts at once what they have of this machine's run in `run_dir`. A silent host raises nothing.
 
-    Parameters
-    ----------
-    run_dir: absolute path of the run folder on this machine, which says which folder on the hosts is that of the run.
-
-    Returns
-    -------
-    (copies of the hosts that answered, errors of the hosts that did not), both in the order of `hosts`. A host that has
-    nothing of the run has a copy with `exists` False.
+    Returns the copies of the hosts that answered, and the errors of those that did not, both in the order of `hosts`.
     """
     folder = read_host_folder(run_dir)
     command = access.any_python("-c", FROM_STDIN, folder) if folder else ("echo", "{}")
@@ -269,10 +222,7 @@ def gather_host_copies(
 
 
 def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
-    """Return what a host has of a run, from the output of `cpuft.rank.describe_run` there. Damaged states are ignored.
-
-    Raises CpuftError: it is no such output; the message has the end of `errors`, its standard error.
-    """
+    """Return what a host has of a run, from the output of `cpuft.rank.describe_run`. Damaged states are ignored."""
     try:
         values = load(dict[str, Any], parse_json(output))
         texts = load(list[str], values.pop("states", []))
@@ -288,16 +238,7 @@ def parse_host_copy(output: str, host: Host, errors: str = "") -> HostCopy:
 
 
 def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, run_dir: str) -> None:
-    """Check that a host of the cluster, or the run folder here, has the newest known checkpoint. Asks no host.
-
-    Parameters
-    ----------
-    host_copies: what the hosts that answer have of the run; empty if all ranks worked on this machine.
-    run_dir: the run folder on this machine.
-
-    Raises CpuftError: only hosts that the cluster leaves out have the newest checkpoint; or there is none, and the
-    local run folder names hosts that had one.
-    """
+    """Check that a host of the cluster, or the run folder here, has the newest known checkpoint. Asks no host."""
     used = {assignment.host.name for assignment in cluster.assignments if cluster.works_remotely}
     here = find_newest_checkpoint(run_dir) if cluster.works_remotely else 0
     updates = {copy.host.name: copy.checkpoint_update for copy in host_copies if copy.checkpoint_update >= 0}
@@ -319,22 +260,14 @@ def check_newest_checkpoint(host_copies: Iterable[HostCopy], cluster: Cluster, r
 
 
 def find_newest_checkpoint(run_dir: str, host_copies: Iterable[HostCopy] = ()) -> int:
-    """Return the update of the newest checkpoint, in the folder `checkpoints` of the run folder here or on a host.
-
-    0 if there is none.
-    """
+    """Return the update of the newest checkpoint in the run folder here or on a host; 0 if there is none."""
     here = find_checkpoint_here(run_dir)
     updates = [int(here.stem)] if here else []
     return max([0, *updates, *(copy.checkpoint_update for copy in host_copies)])
 
 
 def find_checkpoint_here(run_dir: str, part: str = "") -> Path | None:
-    """Return the folder of the newest checkpoint in the run folder on this machine, damaged or not; None for none.
-
-    Parameters
-    ----------
-    part: "best" for the checkpoint of the best evaluation.
-    """
+    """Return the folder of the newest checkpoint here, damaged or not, or with "best" that of the best evaluation."""
     folder = Path(run_dir, CHECKPOINTS, part)
     names = os.listdir(folder) if folder.is_dir() else []
     found = [name for name in names if _CHECKPOINT.fullmatch(name)]
@@ -349,8 +282,7 @@ def has_begun(run_dir: str) -> bool:
 def remove_empty_run(run_dir: str) -> None:
     """Remove a run folder that holds nothing but the notes of a failed attempt, and leave any other folder as it is.
 
-    The notes are `plan.sh` and the run state, unless it says that hosts have checkpoints. Never raises OSError, even if
-    there is no such folder. Must not be called while a host has other files of the run, which would not be found again.
+    Must not be called while a host has other files of the run, which would not be found again. Never raises OSError.
     """
     logs, own = Path(run_dir, "logs"), ("plan.sh", STATE_FILE)
     with suppress(OSError, CpuftError):

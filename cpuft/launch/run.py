@@ -48,11 +48,9 @@ class LaunchRequest:
     script: tuple[str, ...]
     """The user's own script and its arguments; empty for a training."""
     resume: str
-    """The folder of the run to resume; empty for a new run."""
     given: frozenset[str]
     """Names of the options that the command line or the file of --config gives, such as "batch_size"."""
     progress: str
-    """How rank 0 shows its progress: `bar` or `lines`."""
     call_file: str = ""
     """This machine's file with a function of the user's, if the script is the module that calls it; else empty."""
 
@@ -78,19 +76,9 @@ def plan_request(
 ) -> PlannedLaunch:
     """Check a request and plan it. Asks the hosts for their facts; nothing starts, and nothing changes but the locks.
 
-    If the run to resume has finished on its head host, the plan only fetches its results, and `job` is None.
-
-    Parameters
-    ----------
-    say: called with a line for each host that does not answer and without which a run is resumed.
-    locks: gets the lock of the run's folder, which keeps other launches out; None for a dry run.
-    sessions: keeps the ssh sessions with the hosts open until it is closed, so that the check before the launch needs
-        no further logins.
-
-    Raises CpuftError: the script does not exist or another launcher starts it; options exclude each other or may not
-    change on resume; the run to resume does not exist, has finished, is active or has its newest checkpoint on a host
-    that is left out; the new run folder exists or cannot be made; another launch works in it; a host does not answer,
-    or the ranks do not fit.
+    If the run to resume has finished on its head host, the plan only fetches its results, and `job` is None. `locks`
+    gets the lock of the run's folder, and is None for a dry run. `sessions` keeps the ssh sessions with the hosts open
+    until it is closed, so that the check before the launch needs no further logins.
     """
     command = _check_script(request)
     if request.resume and locks:  # before the state of the run is read: another launch would change it
@@ -171,29 +159,16 @@ def _check_script(request: LaunchRequest) -> tuple[str, ...]:
 
 
 def describe_dry_run(planned: PlannedLaunch) -> RunPlan:
-    """Return the plan to print for a dry run.
-
-    Its first note says how often the run would be restarted, if it would be. A plan that only fetches results is
-    returned unchanged.
-
-    Raises CpuftError: --min-np is more than --np.
-    """
+    """Return the plan to print for a dry run. If the run would be restarted, its first note says how often."""
     if not planned.job:
         return planned.plan
     return replace(planned.plan, notes=(*describe_limit(planned.job, planned.cluster), *planned.plan.notes))
 
 
 def run_launch(request: LaunchRequest, planned: PlannedLaunch, environ: Mapping[str, str], say: Say) -> tuple[int, str]:
-    """Carry out a planned launch, with restarts, and wait until it ends. A signal ends this program with SystemExit.
+    """Carry out a planned launch, with restarts. Raises the CpuftError of the last attempt; a signal ends this program.
 
-    Returns
-    -------
-    (exit code, closing line for the user). After success, (0, "run: RUN_DIR"). If the ranks ended by themselves with
-    code 75, the line has the command that resumes the run. In all other cases it is empty. A code of 75 becomes 1 if
-    the run cannot be resumed.
-
-    Raises CpuftError: the last attempt raised one, for example because options or data were rejected or the time limit
-    passed; --min-np is more than --np; or the results of a finished run could not be fetched or stored.
+    Returns the exit code and a closing line for the user, which says where the run is or how to resume it, or is empty.
     """
     job, run_dir, cluster = planned.job, planned.run_dir, planned.cluster
     if not job:

@@ -33,18 +33,8 @@ _EXPORTED = "CPUFT_EXPORTED"
 def shared_settings(
     head: Interface, port: int, hosts: tuple[HostFacts, ...], world_size: int, by_srun: bool = False
 ) -> tuple[Setting, ...]:
-    """Return the settings that are equal on every host: addresses, transports of MPI and oneCCL, and OpenMP.
-
-    I_MPI_FABRICS is "shm" on one host, "ofi" if some of several hosts are one machine, otherwise "shm:ofi". FI_PROVIDER
-    is "efa" if there are several hosts and all have an EFA adapter, otherwise "tcp".
-
-    Parameters
-    ----------
-    head: the interface of the head host towards the others; its address becomes MASTER_ADDR.
-    port: a free port there, for MASTER_PORT.
-    hosts: the facts of all hosts of the run.
-    world_size: number of ranks.
-    by_srun: whether srun starts the ranks, not mpirun.
+    """Return the settings that are equal on every host: addresses, transports of MPI and oneCCL, and OpenMP. `head` is
+    the interface of the head host towards the others.
     """
     hydra = ("hydra", "oneCCL reads the rank numbers that mpirun provides")
     ranks = ("none", "the backend passes the rank numbers to oneCCL") if by_srun else hydra
@@ -67,12 +57,7 @@ def shared_settings(
 
 
 def script_settings(np: int, independent: bool) -> tuple[Setting, ...]:
-    """Return settings that make a user's script connect its `np` ranks, although libraries look for GPUs first.
-
-    There are three: one makes each rank check that its script connected to the others, ACCELERATE_USE_CPU makes
-    Accelerate and the Hugging Face Trainer use the CPU, and TORCHELASTIC_RUN_ID makes Lightning read RANK and
-    WORLD_SIZE. Empty for a single rank, or if the ranks are meant to be independent.
-    """
+    """Return settings that make a user's script connect its `np` ranks, although libraries look for GPUs first."""
     if np < 2 or independent:
         return ()
     return (
@@ -114,16 +99,7 @@ def host_settings(
 ) -> tuple[Setting, ...]:
     """Return the settings for all ranks of one host, from its topology: cores, pinning, network, memory allocator.
 
-    CPUFT_CORES lists the hardware threads of each rank, such as "0,1;2,3". OMP_NUM_THREADS is the number of compute
-    cores of the rank that has the fewest. LD_PRELOAD is set if the host has tcmalloc, jemalloc or Intel's OpenMP
-    runtime.
-
-    Parameters
-    ----------
-    interface: towards the other hosts.
-    ranks: the cores of each rank of this host, at least one.
-    pinned_by_mpi: whether Intel MPI pins the ranks; otherwise `cpuft.rank` does.
-    comm_reason: why communication got as many cores as it did.
+    The rank with the fewest compute cores sets OMP_NUM_THREADS of all ranks of the host.
     """
     threads = min(len(rank.compute) for rank in ranks)
     domains = ",".join(format_mask(rank.compute) for rank in ranks)
@@ -164,23 +140,19 @@ def _comm_settings(ranks: tuple[RankCores, ...], reason: str) -> tuple[Setting, 
 
 
 _JOIN_FREED_BLOCKS = "glibc.malloc.tcache_count=0:glibc.malloc.mxfast=0"
-"""glibc cuts the aligned block of a tensor out of a larger one, and puts the ends into lists of small blocks.
-
-There they are not joined with what is freed beside them, so that a later tensor of the same size does not fit where the
-first one was. Without these lists, four layers of Gemma-3-270M's sizes with gradient checkpointing at 4,096 tokens took
-0.6 GB for activations instead of 1.0, and a step of MiniLM took as long as before (three turns)."""
+"""glibc cuts a tensor's aligned block out of a larger one and puts the ends into lists of small blocks, where they are
+not joined with what is freed beside them, so that a later tensor of the same size does not fit where the first one was.
+Without these lists, four layers of Gemma-3-270M's sizes with gradient checkpointing at 4,096 tokens took 0.6 GB for
+activations instead of 1.0, and a step of MiniLM took as long as before (three turns)."""
 
 
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
-"""glibc 2.35 and newer then asks for pages of 2 MB for all that malloc returns, if Linux allows that (madvise(2)).
-
-The tensors and the packed factors of a step have more pages of 4 KB than a CPU remembers, and a virtual machine looks
-up each other page in two tables."""
+"""glibc 2.35 and newer then asks for pages of 2 MB for all that malloc returns, if Linux allows that (madvise(2)). A
+step touches more pages of 4 KB than a CPU remembers, and a virtual machine looks up each other page in two tables."""
 
 
 def memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Preload an allocator and Intel's OpenMP runtime if the host has them; ask for huge pages; make the allocator keep
-    freed memory."""
+    """Preload an allocator and Intel's OpenMP runtime if the host has them, keep freed memory, ask for huge pages."""
     allocator = next((name for name in ("tcmalloc", "tcmalloc_minimal", "jemalloc") if name in libraries), "")
     preload = [libraries[name] for name in (allocator, "iomp5") if name in libraries]
     # PyTorch's c10/core/alignment.h and c10/core/impl/alloc_cpu.cpp: for blocks of 2 MiB and more.
@@ -202,10 +174,7 @@ def memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
 
 
 def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
-    """Return what `cpuft env` exports: `settings` except CPUFT_*, and at the end a list of them in CPUFT_EXPORTED.
-
-    The list is a JSON object of names and values, by which `user_variables` recognizes them.
-    """
+    """Return what `cpuft env` exports: all settings but CPUFT_*, and a JSON object of them for `user_variables`."""
     exported = tuple(setting for setting in settings if not setting.name.startswith(OWN_PREFIX))
     listed = json.dumps({setting.name: setting.value for setting in exported})
     return (
@@ -215,10 +184,8 @@ def export_settings(settings: tuple[Setting, ...]) -> tuple[Setting, ...]:
 
 
 def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return a copy of `environ` without values that `cpuft env` exported, unless the user has changed them since.
-
-    CPUFT_EXPORTED says which these are; nothing is left out if it is missing or no JSON object of texts. In an MPIJob
-    (K_MPI_JOB_ROLE is set), I_MPI_HYDRA_* and I_MPI_PERHOST*, which its operator sets for mpirun, are left out as well.
+    """Return a copy of `environ` without values that `cpuft env` exported, unless the user has changed them since, and
+    without the variables that an MPIJob's operator (K_MPI_JOB_ROLE is set) sets for its own mpirun.
     """
     try:
         exported = load(dict[str, str], parse_json(environ.get(_EXPORTED, "{}")))
@@ -229,11 +196,7 @@ def user_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def keep_user_values(settings: tuple[Setting, ...], environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings with the user's value, and a reason that says so, for each variable that the user has set.
-
-    These have `from_user` True. A setting stays as it is if the user has not set it, has set the same value, or its
-    name begins with CPUFT_.
-    """
+    """Return the settings with the user's value, and a reason that says so, for each variable that the user has set."""
     return tuple(_keep_user_value(setting, environ) for setting in settings)
 
 
@@ -246,9 +209,7 @@ def _keep_user_value(setting: Setting, environ: Mapping[str, str]) -> Setting:
 
 def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) -> tuple[Setting, ...]:
     """Return the user's variables for MPI, oneCCL, OpenMP and similar libraries that ranks get besides our settings.
-
-    Their names begin with one of the prefixes in `_BY_VALUE`; they are sorted by name. Left out are variables in
-    `ours`, those that may be secret, and names that no shell can set. `from_user` is False.
+    Those that may be secret are left out, because the values are visible on command lines.
     """
     known = {setting.name for setting in ours}
     return tuple(
@@ -260,13 +221,10 @@ def forwarded_settings(environ: Mapping[str, str], ours: tuple[Setting, ...]) ->
 
 
 def unexportable_names(environ: Mapping[str, str]) -> list[str]:
-    """Return the names that `forwarded_settings` leaves out because no shell can set them, such as CCL_A-B.
-
-    The names are sorted, and each is in quotes for a message: ["'CCL_A-B'"].
-    """
+    """Return the names that `forwarded_settings` leaves out because no shell can set them, such as "'CCL_A-B'"."""
     return sorted(ascii(name) for name in environ if name.startswith(_BY_VALUE) and not _SHELL_NAME.fullmatch(name))
 
 
 def user_set_names(settings: tuple[Setting, ...]) -> list[str]:
-    """Return the names of the settings whose value is the user's, in their order."""
+    """Return the names of the settings whose value is the user's."""
     return [setting.name for setting in settings if setting.from_user]

@@ -61,7 +61,6 @@ class ActiveRun:
     hosts: tuple[Host, ...]
     """The host of each rank."""
     access: Access
-    """How the hosts are reached."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,6 @@ class PendingOperation:
     sequence: int
     """Number of the operation in its channel."""
     name: str
-    """For example "all_reduce"."""
     seconds: float
     """How long the operation has taken so far."""
     ranks: tuple[int, ...] = ()
@@ -115,33 +113,24 @@ class RankDump:
     holds_gil: bool = False
     """Whether the rank runs C code outside of collectives that keeps its other threads from running."""
     stacks: str = ""
-    """The stacks of all threads, as faulthandler writes them."""
     has_raised: bool = False
     """Whether an error ended the rank's script, whose place `frames` is."""
 
     @property
     def location(self) -> str:
-        """Innermost place in the user's code or cpuft's training, as "file:line in function".
-
-        The innermost frame at all if the stack shows neither; "" without a stack.
-        """
+        """Innermost place in the user's code or cpuft's training, else in any code, as "file:line in function"."""
         own = (one for one in self.frames if _TRAINING.search(one.file) or not _LIBRARIES.search(one.file))
         frame = next(own, self.frames[0] if self.frames else None)
         return f"{_shorten(frame.file)}:{frame.line} in {frame.function}" if frame else ""
 
     @property
     def is_in_collective(self) -> bool:
-        """True if the main thread's stack has a frame in torch.distributed, torch.autograd's graph, cpuft.comm or
-        mpi4py."""
+        """Whether the main thread's stack has a frame of torch.distributed, autograd's graph, cpuft.comm or mpi4py."""
         return any(_WAITING.search(frame.file) for frame in self.frames)
 
     @property
     def last_operations(self) -> str:
-        """The last operation that the rank started in each channel, such as "all_reduce #6 of the world".
-
-        Several are separated by ", ", at most three of them, then "...". Channels between two ranks of cpuft.comm are
-        left out. "" if no operation is known.
-        """
+        """The last operation that the rank started in each channel, except in those between two ranks of cpuft.comm."""
         groups = [(channel, *last) for channel, last in self.progress.items() if " from " not in channel]
         texts = [f"{name} #{number} of {channel}" for channel, number, name in groups]
         return ", ".join(texts[:_MOST_OPERATIONS] + ["..."] * (len(texts) > _MOST_OPERATIONS))
@@ -155,22 +144,14 @@ def _shorten(path: str) -> str:
 
 
 def describe_state(dump: RankDump) -> str:
-    """Return the state of a rank's process in words.
-
-    For example "running", "asleep in futex_wait_queue" (the kernel function, if it is known), "stopped (T)", "no such
-    process" for GONE, or "its host does not answer" for SILENT. An unknown letter X gives "state X".
-    """
+    """Return the state of a rank's process in words, such as "asleep in futex_wait_queue" or "stopped (T)"."""
     where = f" in {dump.wchan}" if dump.wchan and dump.state in ("S", "D") else ""
     where += " in C code that keeps the GIL" if dump.holds_gil else ""
     return _STATES.get(dump.state, f"state {dump.state}") + where
 
 
 def format_rank_dump(dump: RankDump) -> str:
-    """Return the text of a rank's `.stack` file.
-
-    It has a line each for the rank with its host and process, its state, its operations that have not finished, the
-    last operation and the location, and then the stacks of all threads.
-    """
+    """Return the text of a rank's `.stack` file."""
     lines = [f"rank {dump.rank} on {dump.host}, process {dump.pid}"]
     lines += [f"state: {describe_state(dump)}"]
     lines += [f"in operation: {one.text}, for {one.seconds:.1f} s" for one in dump.pending] or ["in no operation"]
@@ -217,16 +198,8 @@ class _Report:
 def parse_rank_dump(found_json: Any, host: str) -> RankDump:
     """Parse what `cpuft.rank.dump_stacks` printed about one rank. A report that the rank was just writing is ignored.
 
-    If the process is running and its report is older than 3 s, the rank holds the GIL, and `pending` is empty. If a
-    timeout ended the operation in which the rank waited, `pending` has this operation, with 0 seconds, and `frames` is
-    where the error was raised.
-
-    Parameters
-    ----------
-    found_json: the parsed JSON object of the rank.
-    host: name of the rank's host.
-
-    Raises ValueError: the object has wrong fields.
+    A running process whose report is older than 3 s holds the GIL, and `pending` is empty. If a timeout ended the
+    rank's operation, `pending` has this operation, with 0 seconds, and `frames` is where the error was raised.
     """
     found = load(_Found, found_json)
     try:
@@ -265,16 +238,7 @@ def _parse_frame(frame: list[Any]) -> Frame:
 
 
 def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: Iterable[str]) -> tuple[RankDump, ...]:
-    """Return the dumps of all ranks, indexed by rank.
-
-    A rank without a dump gets one with the state SILENT if its host does not answer, and GONE otherwise.
-
-    Parameters
-    ----------
-    found: dumps of some ranks, in any order.
-    hosts: the name of each rank's host, indexed by rank.
-    silent: names of the hosts that do not answer.
-    """
+    """Return the dumps of all ranks, indexed by rank. A rank without a dump gets the state SILENT or GONE."""
     by_rank, lost = {dump.rank: dump for dump in found}, set(silent)
     return tuple(
         by_rank.get(rank) or RankDump(rank, host, SILENT if host in lost else GONE) for rank, host in enumerate(hosts)
@@ -282,12 +246,10 @@ def complete_dumps(found: Iterable[RankDump], hosts: tuple[str, ...], silent: It
 
 
 def gather_dumps(run: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
-    """Ask all hosts at once what their ranks are doing. Waits up to 15 s. A host that does not answer raises nothing.
+    """Ask all hosts at once what their ranks are doing, for up to 15 s. A host that does not answer raises nothing.
 
-    Returns
-    -------
-    (dumps of all ranks, indexed by rank; for the name of each host that does not answer, or whose answer cannot be
-    read, the error message). The ranks of such a host have the state SILENT.
+    Returns the dumps of all ranks, indexed by rank, and the error message of each host without a readable answer. The
+    ranks of such a host have the state SILENT.
     """
     program = Path(dump_stacks.__file__).read_text(encoding="utf-8")
     command = run.access.any_python("-c", FROM_STDIN, run.work, str(DUMP_SECONDS))
@@ -310,11 +272,7 @@ def gather_dumps(run: ActiveRun) -> tuple[tuple[RankDump, ...], dict[str, str]]:
 
 
 def write_dumps(run: ActiveRun, dumps: tuple[RankDump, ...]) -> None:
-    """Write each rank's dump to logs/rank-N.stack in the run folder on the head host.
-
-    Raises CpuftError: the head host does not answer or could not store the files.
-    Raises OSError: this machine is the head host, and its disk does not take the files.
-    """
+    """Write each rank's dump to logs/rank-N.stack in the run folder on the head host."""
     files = {f"{run.work}/logs/rank-{dump.rank}.stack": format_rank_dump(dump) for dump in dumps}
     head_host = run.hosts[0]
     if run.access.transport.is_here(head_host):
@@ -333,7 +291,7 @@ class Diagnosis:
     """Which ranks the others wait for, if that can be said."""
 
     culprits: tuple[int, ...]
-    """These ranks, in ascending order; empty if none can be named."""
+    """Empty if no rank can be named."""
     text: str
     """One line that names them and what they are doing, or says why none can be named. For example "rank 1 on node2
     blocks the others (rank 0 waits in all_reduce #6 of the world): it is at train.py:12 in step, running"."""
@@ -342,21 +300,8 @@ class Diagnosis:
 def diagnose_run(
     run_dir: str, hosts: tuple[str, ...], transport: Transport, say: Callable[[str], None], least_seconds: float = 0.0
 ) -> tuple[Diagnosis, set[str]]:
-    """Gather and write the dumps of all ranks after some have waited long or in vain, and before any is ended.
-
-    Writes logs/rank-N.stack in the run folder on the head host, and names these files with `say`.
-
-    Parameters
-    ----------
-    run_dir: the run folder as the ranks see it.
-    hosts: the name of each rank's host, indexed by rank.
-    least_seconds: operations that have taken less time are ignored.
-
-    Returns
-    -------
-    (which ranks the others wait for, names of the hosts that do not answer)
-
-    Raises CpuftError: the dumps cannot be written on the head host.
+    """Gather and write the dumps of all ranks, and return whom the others wait for, and the hosts that do not answer.
+    Call this after some ranks have waited long or in vain, and before any is ended.
     """
     run = ActiveRun(run_dir, tuple(map(transport.find_host, hosts)), Access(transport))
     dumps, silent = gather_dumps(run)
@@ -371,14 +316,8 @@ def diagnose(dumps: Sequence[RankDump], least_seconds: float = LONG_SECONDS) -> 
     A rank is named if it has ended, is stopped or its host does not answer, or otherwise if others wait for it and it
     waits for none. If all wait for each other, because they are in different operations or at different lines, the
     minority is named. Lines count only if no operation of any rank is known, because the ranks of a healthy run are at
-    different lines. If there is no such rank, `culprits` is empty and `text` says why: all ranks are in the same
-    operation, which points to the network; no rank has waited long; or ranks wait for each other and no majority
-    agrees.
-
-    Parameters
-    ----------
-    dumps: of all ranks, indexed by rank.
-    least_seconds: operations that have taken less time are ignored.
+    different lines. If no rank can be named, the text says why; if all ranks are in the same operation, that points to
+    the network. Operations that have taken less than `least_seconds` are ignored.
     """
     waiting = {dump.rank for dump in dumps if _is_waiting(dump, least_seconds)}
     missed = {other for rank in waiting for other in _find_behind(dumps, dumps[rank])}
@@ -412,12 +351,7 @@ def _is_waiting(dump: RankDump, least_seconds: float) -> bool:
 def _find_behind(dumps: Sequence[RankDump], waiting: RankDump) -> set[int]:
     """Return the ranks because of which the oldest operation of a waiting rank cannot finish.
 
-    They have not started this operation yet, or have started another one with its number. Empty if all have started it.
-
-    Parameters
-    ----------
-    dumps: of all ranks.
-    waiting: the dump of the waiting rank, which must have a pending operation.
+    They have not started this operation yet, or have started another one with its number.
     """
     operation = waiting.pending[0]
     behind = set()

@@ -1,8 +1,7 @@
-"""The run state: one document that says where a run stands.
+"""The run state: one document, RUN/state.json, that says where a run stands. Figures come from the record instead.
 
-RUN/state.json is replaced as a whole by the process that supervises the ranks, on the head host. The run folder on the
-launcher's machine has a copy, and each host with a disk of its own has that of the last start beside its folder of the
-run. The newest whole one counts. Everything that has to know where a run stands reads it; figures come from the record.
+The process that supervises the ranks replaces it as a whole on the head host. The launcher's run folder has a copy, and
+each host with a disk of its own has that of the last start beside its run folder. The newest whole one counts.
 """
 
 from __future__ import annotations
@@ -26,14 +25,12 @@ from cpuft.serialization import load, parse_json
 from cpuft.transfer import sync
 
 SENDING, PREPARING, TRAINING, SAVING = "sending", "preparing", "training", "saving"
-"""Phases of an active run: files are sent to the hosts, the examples are prepared, the ranks work, and rank 0 saves the
-trained model."""
+"""Phases of an active run: files are sent to the hosts, examples are prepared, ranks work, rank 0 saves the model."""
 FINISHED, INTERRUPTED, FAILED = "finished", "interrupted", "failed"
 """Phases of a run that has ended: its results are whole, it can be resumed, or it failed."""
 PHASES = (SENDING, PREPARING, TRAINING, SAVING, FINISHED, INTERRUPTED, FAILED)
 LATER_START = 213
-"""Exit code of a step on a host, and of a supervisor, that knows a start of the run with a higher number. No signal has
-the number 85."""
+"""Exit code of a step or supervisor that knows a start of the run with a higher number. No signal has the number 85."""
 WAIT_FOR_OTHER = "wait until that one has ended, or stop it, and resume the run"
 _FORMAT = 1
 UNSAVED_MODEL = "model.[0-9]*.tmp"
@@ -48,27 +45,22 @@ class LaterStartError(CpuftError):
 
 @dataclass(frozen=True)
 class RunState:
-    """Where a run stands.
-
-    Whoever supervises the run writes it at each change of the phase. Each start of the run has a higher `owner`, and
-    each state of a start a higher `sequence`.
-    """
+    """Where a run stands. Each start of the run has a higher `owner`, and each state of a start a higher `sequence`."""
 
     id: str
     """12 hexadecimal digits, made at random when the run was started first."""
     name: str = "run"
-    """Of the run's folder. On hosts with disks of their own it is ID/NAME below the user's folder."""
+    """Name of the run folder. On hosts with disks of their own the folder is ID/NAME below the user's folder."""
     owner: int = 1
     """Number of the start (attempt) of the run."""
     sequence: int = 0
-    """Number of this state among those of the same owner."""
     start: str = ""
-    """8 random hexadecimal digits, which tell starts of the same number apart, if two launchers make them at once."""
+    """8 random hexadecimal digits, which tell apart two launchers that make a start of the same number at once."""
     phase: str = SENDING
     reason: str = ""
-    """Why the run was interrupted or failed; empty for other phases."""
+    """Empty unless the run was interrupted or failed."""
     exit_code: int = -1
-    """With which the supervisor of the ranks has ended; -1 while it is active, and if it was lost."""
+    """-1 while the supervisor of the ranks is active, and if it was lost."""
     hosts: tuple[str, ...] = ()
     """Name of each rank's host, as in the hostfile."""
     exit_codes: dict[str, int] = field(default_factory=dict)
@@ -86,12 +78,12 @@ class RunState:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the supervisor of the ranks has come to its end."""
+        """Whether the supervisor of the ranks has come to its end. It has not if the supervisor was lost."""
         return self.exit_code >= 0
 
 
 def newest(states: Iterable[RunState]) -> RunState | None:
-    """Return the state of the highest owner, and of its states that with the highest number; None if there is none."""
+    """Return the state with the highest owner and, within it, the highest sequence number; None if there is none."""
     return max(states, key=lambda state: (state.owner, state.sequence), default=None)
 
 
@@ -102,10 +94,7 @@ def format_state(state: RunState) -> str:
 
 
 def parse_state(text: str, place: str) -> RunState:
-    """Return the state of a JSON text. `place` says in messages where the text comes from.
-
-    Raises CpuftError: the text is damaged, was edited, or is of another version of cpuft.
-    """
+    """Return the state of a JSON text. `place` says in messages where the text comes from."""
     try:
         values = load(dict[str, Any], parse_json(text))
         version = values.get("format")
@@ -129,10 +118,7 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def read_state(run_dir: str) -> RunState | None:
-    """Return the state in a run folder on this machine; None if there is none.
-
-    Raises CpuftError: it cannot be read, is damaged, was edited, or is of another version of cpuft.
-    """
+    """Return the state in a run folder on this machine; None if there is none."""
     path = Path(run_dir, STATE_FILE)
     try:
         return parse_state(path.read_text(encoding="utf-8", errors="replace"), str(path))
@@ -143,7 +129,7 @@ def read_state(run_dir: str) -> RunState | None:
 
 
 def write_state(run_dir: str, state: RunState) -> None:
-    """Replace the state in a run folder, which must exist, on the disk. Raises OSError: it cannot be written."""
+    """Replace the state in a run folder on the disk. Without a run folder, nothing is written."""
     if Path(run_dir).is_dir():
         with write_atomically(Path(run_dir, STATE_FILE)) as beside:
             beside.write_text(format_state(state), encoding="utf-8")
@@ -159,10 +145,7 @@ def note_state(run_dir: str, **changes: Any) -> None:
 
 
 def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
-    """Return the first state of a start of the run, from that in the run folder on this machine. Nothing is written.
-
-    Raises CpuftError: the state there cannot be used.
-    """
+    """Return the first state of a start of the run, from that in the run folder on this machine. Nothing is written."""
     identity, _, name = cluster.name_folder(run_dir).partition("/")
     earlier = read_state(run_dir) or RunState(identity, name)
     return RunState(
@@ -178,10 +161,7 @@ def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
 
 
 def find_end(run_dir: str, owner: int) -> RunState | None:
-    """Return how the start with this owner number ended; None if its supervisor did not come to its end.
-
-    Read from the run folder on this machine. A state that cannot be used is as good as none.
-    """
+    """Return how the start with this owner number ended; None if its supervisor did not come to its end."""
     with suppress(CpuftError):
         state = read_state(run_dir)
         return state if state and state.owner == owner and state.has_ended else None
@@ -189,10 +169,7 @@ def find_end(run_dir: str, owner: int) -> RunState | None:
 
 
 class StateWriter:
-    """Keeps the state of a run on the head host up to date, while this process supervises the ranks.
-
-    As a context manager, it stores the error that ends the `with` block.
-    """
+    """Keeps the state of a run on the head host up to date, and stores the error that ends its `with` block."""
 
     def __init__(self, run_dir: str, state: RunState) -> None:
         self.state = state
@@ -234,7 +211,7 @@ class StateWriter:
             write_state(self._run_dir, self.state)
 
     def end(self, code: int, reason: str = "") -> int:
-        """Store how the attempt has ended: with this exit code, which is returned, and why."""
+        """Store how the attempt has ended, and return the exit code."""
         phase = FINISHED if not code else INTERRUPTED if code == RESUMABLE or code > 128 else FAILED
         if phase == FINISHED:
             self.note(checkpoints={})

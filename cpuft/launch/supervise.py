@@ -42,36 +42,31 @@ from cpuft.rank.process import ENDED_MARK, FAILED_MARK, MARKS, OWNER_VARIABLE, S
 from cpuft.record import FILE_NAME, InterruptedLine, parse_lines
 
 TRAINING_STOP_SECONDS = 120.0
-"""How long a training may take to end after the first Ctrl-C: to finish one or two updates and save a checkpoint."""
+"""How long a training may take after the first Ctrl-C to finish one or two updates and save a checkpoint."""
 SCRIPT_STOP_SECONDS = 30.0
-"""How long a user's Python script may take to end after the first Ctrl-C. Most scripts ignore the request, and the user
-should not wait for them long."""
+"""How long a user's script may take after the first Ctrl-C. Most ignore the request, and users should not wait long."""
 _STOP_REQUEST_SECONDS = 20.0
 _STOP_REQUEST_TRIES = 3
-"""How often the stop request is sent if only the connection to the head host fails."""
 _HOST_LOST = ("Error: Downstream from host", "assert (!closed) failed")
-"""What the mpirun of Intel MPI and MPICH prints when it has lost a host. It has ended all ranks by then. In a Slurm job
-it nevertheless does not exit until Slurm notices the loss, minutes later."""
+"""What Hydra's mpirun prints when it has lost a host and ended all ranks. In a Slurm job it exits minutes later."""
 _CANNOT_RUN = (126, 127)
 """Exit codes of a shell for a program that does not exist or cannot be executed. Another start would not help."""
 _REJECTED = 2
-"""Exit code of a step that rejected its input with a one-line error."""
 _CHECK_SECONDS = 0.5
-"""Time between two looks at the logs."""
 _END_SECONDS = 25.0
 """How long mpirun may run on after a rank has failed: other ranks may be saving something."""
 _HEARTBEAT_SECONDS = 30.0
-"""How long ranks may give no heartbeat before the hosts are asked whether they answer. Ranks give one every 5 s."""
+"""How long ranks, which give a heartbeat every 5 s, may give none before the hosts are asked whether they answer."""
 _STARTS_SECONDS = 10.0
 """How long ranks may take to start before the hosts are asked."""
 _ENDS_SECONDS = 5.0
 """How long ranks may run on after the first has ended before the hosts are asked."""
 _FAILURE_SECONDS = 0.5
-"""From the failure of a rank until the hosts are asked. A host that shuts down may still answer right after it."""
+"""Time from the failure of a rank until the hosts are asked, because a host that shuts down may still answer before."""
 _NEXT_CHECK_SECONDS = 10.0
-"""Until the hosts are asked again after all of them have answered."""
+"""Time until the hosts are asked again after all of them have answered."""
 _PREPARE_CHECK_SECONDS = 3.0
-"""The same while examples are prepared, when no rank is disturbed by it."""
+"""The same time while examples are prepared, when the question disturbs no rank."""
 _PREPARE_CHECK_PAUSE = 9.0
 """Least pause between two such questions, as a multiple of the time that the hosts took to answer."""
 _START_LIMIT = 45.0
@@ -81,10 +76,9 @@ _MOST_STARTS = 3
 """How often mpirun is started if no rank starts. Each time its port is another one and the limit is twice as long."""
 _BOOTSTRAP = "I_MPI_HYDRA_BOOTSTRAP"
 _MARK_BYTES = 4096
-"""Number of bytes at the beginning and at the end of a log that are searched for a rank's marks."""
 _REMOVE_SECONDS = 60.0
 _HIDDEN = (*MARKS, "|CCL_WARN| value of CCL_LOG_LEVEL changed")
-"""Lines of rank 0 that are not shown on the terminal: marks for this module, and oneCCL's warning about our setting."""
+"""Lines of rank 0 that the terminal does not show: marks for this module, and oneCCL's warning about our setting."""
 
 
 def _print(line: str) -> None:
@@ -93,41 +87,31 @@ def _print(line: str) -> None:
 
 @dataclass
 class StopRequest:
-    """Asks the ranks to save a checkpoint and end after Ctrl-C, SIGUSR1, or SIGTERM with a grace period.
-
-    The request is a file in the run folder on the head host, because mpirun does not forward signals.
+    """Asks the ranks to save a checkpoint and end after Ctrl-C, SIGUSR1, or SIGTERM with a grace period. The request is
+    a file in the run folder on the head host, because mpirun does not forward signals.
     """
 
     run_dir: str
     """The run folder as the ranks see it."""
     head_host: str
-    """Name of the head host."""
     command_prefixes: dict[str, tuple[str, ...]]
-    """For each host what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
+    """What to put before a shell line to run it on a host, such as `ssh HOST`; this machine has no entry."""
     grace: float
-    """Seconds from SIGTERM until the ranks are killed; with 0, SIGTERM kills them at once."""
+    """Seconds from SIGTERM until the ranks are killed; with 0, at once."""
     ctrl_c_seconds: float = 0.0
-    """Seconds from the first Ctrl-C until the ranks are killed; with 0, Ctrl-C kills them at once."""
+    """Seconds from the first Ctrl-C until the ranks are killed; with 0, at once."""
     signal_number: int = 0
     """The first signal that requested the end; 0 for none yet."""
     deadline: float = math.inf
     """When the ranks are killed, in seconds of the monotonic clock."""
     is_sent: bool = False
-    """Whether the request was written, or at least tried, so that it is not sent twice."""
+    """Whether the request was written, or at least tried."""
 
     def handle_signal(self, signal_number: int) -> bool:
         """Record a signal. Return True if it asks the run to end, and False if the ranks are to be killed at once.
 
-        Called in the signal handler; it sends nothing, `check` does.
-
-        - SIGUSR1: always True, without a deadline.
-        - SIGTERM: True if `grace` is above 0 and there is no deadline yet. Sets the deadline to `grace` seconds from
-          now.
-        - SIGINT: True if it is the first signal and `ctrl_c_seconds` is above 0. Sets the deadline likewise.
-        - every other case, such as a second Ctrl-C, Ctrl-C after SIGUSR1, SIGTERM after Ctrl-C, or SIGHUP: False, and
-          nothing is recorded.
-
-        `signal_number` keeps the first signal for which the result was True.
+        SIGUSR1 always asks, SIGTERM as long as there is no deadline, and SIGINT as the first signal only. Called in the
+        signal handler; `check` sends the request.
         """
         is_first = math.isinf(self.deadline) and not self.signal_number
         seconds = 0.0
@@ -143,13 +127,8 @@ class StopRequest:
         return False
 
     def check(self) -> None:
-        """Pass a recorded signal on to the ranks, once, and watch the deadline. Called regularly while the ranks run.
-
-        The first call after `handle_signal` returned True writes the request on the head host, which may take up to 20
-        s; if the connection fails, up to three times. After Ctrl-C it also prints a line for the user. If the request
-        cannot be written, it prints the reason.
-
-        Raises Interrupted: the deadline has passed; it names SIGINT if that was the first signal, otherwise SIGTERM.
+        """Pass a recorded signal on to the ranks, once, and raise Interrupted if the deadline has passed. Called
+        regularly while the ranks run; the sending may take up to 20 s, three times if the connection fails.
         """
         if self.signal_number and not self.is_sent:
             self.is_sent = True
@@ -169,10 +148,7 @@ class StopRequest:
             raise Interrupted(signal.SIGINT if self.signal_number == signal.SIGINT else signal.SIGTERM)
 
     def plan_request(self, name: str) -> Step:
-        """Return the step that asks the ranks to end, as a step of this machine (by ssh or srun to another head host).
-
-        It writes `name`, for example "SIGTERM", into the file logs/interrupt in the run folder.
-        """
+        """Return the step of this machine that writes `name`, such as "SIGTERM", as the request on the head host."""
         path = f"{self.run_dir}/{REQUEST_FILE}"
         command = ("sh", "-c", 'echo "$1" >"$0.new" && mv "$0.new" "$0"', path, name)
         return Plan(command_prefixes=self.command_prefixes).as_local(
@@ -187,13 +163,9 @@ class LogTail:
     path: Path
     stream: IO[str]
     position: int = 0
-    """Number of bytes that have been copied."""
 
     def copy(self) -> None:
-        """Copy what was appended since the last call, except lines that are not for users and the ranks' marks.
-
-        Does nothing while the log does not exist.
-        """
+        """Copy what was appended since the last call, except lines that are not for users and the ranks' marks."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.position)
@@ -226,26 +198,21 @@ class HostsLostError(Exception):
 
 @dataclass
 class Watchdog:
-    """Detects that a run cannot finish, because mpirun and srun wait without limit for a host that is lost.
-
-    All hosts are asked whether they answer whenever something looks wrong: ranks have not started, some ranks have
-    ended and others have not, no rank has given a heartbeat for a while, or a rank has failed.
+    """Detects that a run cannot finish, because mpirun and srun wait without limit for a host that is lost. All hosts
+    are asked whether they answer whenever something looks wrong.
     """
 
     logs: Path
-    """The folder `logs` of the run folder."""
     find_unreachable: Callable[[], set[str]]
-    """Asks all hosts, and returns the names of those that do not answer."""
+    """Asks all hosts, and returns those that do not answer."""
     diagnose_hang: Callable[[], tuple[Diagnosis, set[str]]]
-    """Gathers the stacks of ranks that hang. Returns which rank they wait for, and the names of the hosts that do not
-    answer."""
+    """Gathers the stacks of ranks that hang. Returns the rank that they wait for, and the hosts that do not answer."""
     ranks: int = 0
     """Number of ranks; 0: their starts and ends are not checked."""
     has_several_hosts: bool = False
     start_limit: float = 0.0
     """Seconds within which the first rank has to start; 0 for no limit."""
     diagnosis: Diagnosis | None = None
-    """Why the ranks hang; None unless a rank has reported that it waited in vain."""
     has_hang: bool = False
     """Whether a rank has reported that it waited in vain. `check` does nothing after that, even if a signal interrupts
     the diagnosis: by then the ranks are ended."""
@@ -255,42 +222,31 @@ class Watchdog:
     check_state: Callable[[], None] = lambda: None
     """Updates the run state. Raises LaterStartError if another launcher has started the run again."""
     waits: set[bytes] = field(default_factory=set)
-    """The long waits that ranks have reported."""
     begun: float = field(default_factory=time.monotonic)
-    """When mpirun was started, in seconds of the monotonic clock, as all times here that have no other unit."""
+    """In seconds of the monotonic clock, as all times here that have no other unit."""
     failed_at: float = 0.0
     """When the first failure of a rank was seen; 0 for none."""
     ended_at: float = 0.0
     """When the first successful end of a rank was seen; 0 for none."""
     checked_at: float = 0.0
-    """When `check` last looked at the logs."""
     heartbeat: int = 0
     """Time of the last heartbeat, in ns as the file system of the run folder gives it."""
     heartbeat_seen_at: float = 0.0
-    """When this process noticed the last heartbeat."""
     started: int = 0
-    """Number of ranks that have started."""
     unreachable: set[str] | None = None
     """Hosts that did not answer; None if they have not been asked."""
     host_check: Future[set[str]] | None = None
-    """The answer to the question which hosts do not answer. Nothing waits for it."""
+    """Nothing waits for this answer."""
     suspicion: str = "a host is lost"
-    """Why the hosts were asked."""
     next_host_check: float = 0.0
-    """Until when the hosts are not asked again, because all answered a moment ago."""
+    """The hosts are not asked again before, because all answered a moment ago."""
 
     def check(self) -> None:
         """Look at logs and heartbeats, at most every 0.5 s. Called regularly while mpirun runs.
 
-        Also calls `check` of the stop request. Hosts are asked on a thread, and a later call
-        sees their answer. A hang that a rank reports is diagnosed at once, which takes some seconds and writes a file
-        with the stacks of each rank.
-
-        Raises StuckError: a host is lost, mpirun still runs 25 s after a rank failed, or ranks wait in vain for others.
-        Raises NotStartedError: no rank has started within `start_limit`.
-        Raises Interrupted: the deadline of the stop request has passed.
-        Raises LaterStartError: another launcher has started the run again.
-        Raises CpuftError: the stacks of ranks that hang could not be stored.
+        Hosts are asked on a thread, and a later call sees their answer. A hang that a rank reports is diagnosed at
+        once, which takes some seconds. Raises StuckError or NotStartedError if the ranks must be ended, and what
+        `check` of the stop request and `check_state` raise.
         """
         now = time.monotonic()
         if now - self.checked_at < _CHECK_SECONDS or self.has_hang:
@@ -357,10 +313,8 @@ class Watchdog:
         return bool(self.heartbeat) and now - self.heartbeat_seen_at > _HEARTBEAT_SECONDS
 
     def find_lost_hosts(self) -> set[str]:
-        """Return the names of the hosts that do not answer, after mpirun has ended.
-
-        Waits for the hosts' answers if they are being asked. If all hosts answered or none was asked, they are asked
-        now, which takes some seconds: a host that was shutting down may have answered before.
+        """Return the hosts that do not answer, after mpirun has ended. If none is known yet, all are asked now, because
+        a host that was shutting down may have answered before.
         """
         if self.host_check:
             self.unreachable = self.host_check.result()
@@ -369,24 +323,17 @@ class Watchdog:
 
 @dataclass
 class HostMonitor:
-    """Asks now and then whether all hosts answer, while one step on the head host prepares the run.
-
-    The pause after each answer is three seconds, or nine times as long as the hosts took to answer if that is longer:
-    asking many hosts keeps the cores of the head host busy, which has to prepare the examples.
+    """Asks now and then whether all hosts answer, while one step on the head host prepares the run. Asking many hosts
+    keeps the head host busy, so the pause grows with the time that they took to answer.
     """
 
     find_unreachable: Callable[[], set[str]]
-    """Asks all hosts, and returns the names of those that do not answer."""
     host_check: Future[set[str]] | None = None
     asked_at: float = 0.0
-    """When the hosts were asked last, in seconds of the monotonic clock."""
     next_host_check: float = field(default_factory=lambda: time.monotonic() + _PREPARE_CHECK_SECONDS)
 
     def check(self) -> None:
-        """Start to ask on a thread, or look at the answers if they have come. Called regularly; returns at once.
-
-        Raises HostsLostError: hosts did not answer.
-        """
+        """Start to ask on a thread, or raise HostsLostError if an answer says so. Called regularly; returns at once."""
         now = time.monotonic()
         if self.host_check is None and now > self.next_host_check:
             self.host_check, self.asked_at = _start_thread(self.find_unreachable), now
@@ -423,7 +370,6 @@ def _read_start(log: Path) -> bytes:
 
 
 def _has_mark(texts: Iterable[bytes], *marks: str) -> bool:
-    """Whether one of the texts holds one of the marks."""
     return any(mark.encode() in text for text in texts for mark in marks)
 
 
@@ -436,37 +382,12 @@ def run_on_this_machine(
     transport: Transport,
     stop_request: StopRequest | None = None,
 ) -> int:
-    """Carry out a run's plan with this machine as the head host, and wait until the ranks have ended.
+    """Carry out a run's plan with this machine as the head host, wait for the ranks, and return the exit code.
 
-    Makes the run folder, prepares the examples, writes `plan.sh` there and starts mpirun, up to three times if no rank
-    of several hosts starts. Keeps the run state in the run folder up to date. The output of rank 0 appears on the
-    terminal. After a failure, its cause and the end of the failed rank's output are printed. Executes only the parts
-    `make`, `prepare` and `ranks` of the plan.
-
-    Parameters
-    ----------
-    run_dir: the run folder on this machine.
-    state: the first state of this start of the run.
-    time_limit: for the ranks, in seconds; 0 for none.
-    transport: how to ask the hosts whether they answer.
-    stop_request: asks the ranks to save a checkpoint first; None: every signal ends them at once.
-
-    Returns
-    -------
-    - 0 if all ranks succeeded.
-    - 75 if the ranks ended to be resumed, if a host was lost while the examples were prepared, or if a host was lost
-      and no rank reported a failure.
-    - Otherwise the exit code of the worst rank: the largest that a rank chose itself, else 128 + N for signal N. If no
-      rank reported a failure, it is that of mpirun, or 1 if mpirun had to be ended.
-
-    Raises CpuftError: the run folder cannot be made or exists, the preparation rejected the options or data, the time
-    limit passed, or the disk is full.
-    Raises LaterStartError: another launcher has started the run again, and the ranks of this start have been ended.
-    Raises RuntimeError: the preparation failed otherwise, although all hosts answer; the message is its output.
-    Raises Interrupted: a signal came, or the deadline of `stop_request` passed. All processes of the run have ended.
-
-    If an error or signal ends the run before the ranks start, a new run folder is removed again. From then on it stays,
-    with the record up to that moment.
+    Executes only the parts `make`, `prepare` and `ranks` of the plan, and keeps the run state up to date. The code is
+    75 if the ranks ended to be resumed, or a host was lost during the preparation or without a failure of a rank.
+    Otherwise it is that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the run ends
+    before its ranks start, a new run folder is removed again; later it stays.
     """
     here = plan.full_plan.as_local
     for (step,) in plan.make:
@@ -495,10 +416,7 @@ def run_on_this_machine(
 
 
 def _prepare(plan: RunPlan, run_dir: str, writer: StateWriter, environ: Mapping[str, str], transport: Transport) -> str:
-    """Prepare the examples, and write `plan.sh`; return which host was lost meanwhile, or "" if the ranks can start.
-
-    If it fails otherwise, a new run folder is removed.
-    """
+    """Prepare the examples, and write `plan.sh`; return which host was lost meanwhile, or "" if the ranks can start."""
     hosts = writer.state.hosts
     names = sorted(set(hosts))
     check_hosts = HostMonitor(lambda: transport.find_unresponsive(names)).check if len(names) > 1 else lambda: None
@@ -557,10 +475,6 @@ def _make_run_dir(step: Step, environ: Mapping[str, str]) -> None:
 
 
 def _run_step(step: Step, environ: Mapping[str, str], check_hosts: Callable[[], None] = lambda: None) -> None:
-    """Run a step that comes before the ranks.
-
-    Raises CpuftError: the step rejected its input. Raises RuntimeError: it failed otherwise; its output is the message.
-    """
     remind = execute.make_reminder(lambda passed: _print(f"{step.why}: not finished after {passed:.0f} s"))
 
     def watch() -> None:
@@ -624,7 +538,7 @@ def _run_ranks(
 
 
 def _find_leaving_hosts(run_dir: Path, hosts: Sequence[str]) -> tuple[str, ...]:
-    """Return the hosts that had received an interruption notice, by the last line of the record; () without one."""
+    """Return the hosts that had received an interruption notice, by the last line of the record."""
     try:
         *_, last = parse_lines((run_dir / FILE_NAME).read_text(encoding="utf-8"), FILE_NAME)
     except (OSError, ValueError, CpuftError):
@@ -653,12 +567,8 @@ def _mark_processes(step: Step, run_dir: Path, owner: int, environ: Mapping[str,
 def _start_ranks(
     step: Step, watchdog: Watchdog, environ: Mapping[str, str], time_limit: float
 ) -> tuple[int, bool, str]:
-    """Start mpirun once, and wait for its end.
-
-    Returns
-    -------
-    Its exit code; whether the watchdog had to end it; and what happened if no rank started and another start may help
-    ("" otherwise).
+    """Start mpirun once; return its exit code, whether the watchdog had to end it, and what happened if no rank started
+    and another start may help ("" otherwise).
     """
     logs = watchdog.logs
     tails = [LogTail(logs / "rank-0.out", sys.stdout), LogTail(logs / "rank-0.err", sys.stderr)]
