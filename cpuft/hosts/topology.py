@@ -66,7 +66,7 @@ class HostFacts:
 
     @property
     def cores(self) -> tuple[Core, ...]:
-        """Cores to use: the first of `seen_cores`, no more than the control group's CPU quota allows, and at least one."""
+        """Cores to use: the first of `seen_cores`, as many as the control group's CPU quota allows and at least one."""
         # With more threads than the quota the kernel would pause each in turn while the others wait for it.
         return self.seen_cores[: max(1, int(self.cpu_quota))] if self.cpu_quota else self.seen_cores
 
@@ -193,7 +193,7 @@ class Interface:
 
 
 def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
-    """Return the interface by which a host reaches `target`, one of the keys of its routes, or the interface `wanted`."""
+    """Return the interface by which a host reaches `target`, one of the keys of `routes`, or the interface `wanted`."""
     if wanted:
         if wanted not in facts.interfaces:
             known = ", ".join(sorted(facts.interfaces))
