@@ -25,7 +25,7 @@ class MpiImplementation:
     """The program that starts the ranks."""
 
     path: str
-    """On the head host; "srun" on a login node."""
+    """Path of the program on the head host; "srun" on a login node."""
     name: str
     """One of "intel", "mpich", "openmpi", and "srun", which takes the place of mpirun in a Slurm job."""
 

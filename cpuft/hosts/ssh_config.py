@@ -77,7 +77,7 @@ class Login:
     """How a host is reached by ssh, by the hostfile and the client configuration. Empty values are ssh's defaults."""
 
     address: str
-    """HostName, else the host's name."""
+    """Name or address to connect to (HostName)."""
     port: int
     user: str = ""
     identities: tuple[str, ...] = ()
@@ -225,7 +225,7 @@ class Member:
     address: str
     """Its address among the hosts of the cluster."""
     user: str = "root"
-    """Empty for ssh's own default."""
+    """User to log in as; empty for ssh's own default."""
     port: int = 22
     key: str = ""
     """Its public host key as in a .pub file; empty while it is not known."""

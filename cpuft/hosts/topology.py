@@ -29,12 +29,12 @@ class HostFacts:
     hostname: str
     python: str
     kernel: str
-    """As in uname -r."""
+    """Release of the kernel, as in uname -r."""
     boot_id: str
     """Equal on two hosts that are one machine under two addresses (network namespaces, containers)."""
     cpu_model: str
     cpu_flags: tuple[str, ...]
-    """As in /proc/cpuinfo, such as "avx512f"."""
+    """Flags of the first CPU in /proc/cpuinfo, such as "avx512f"."""
     lscpu: str
     """Output of `lscpu -p=CPU,CORE,SOCKET,NODE`; empty if lscpu failed."""
     allowed_cpus: tuple[int, ...]
@@ -42,10 +42,10 @@ class HostFacts:
     cpu_quota: float
     """Number of cores that the control group's CPU quota allows; 0 for no limit."""
     interfaces: dict[str, str]
-    """Network interface -> IPv4 address, with loopback."""
+    """IPv4 address by name of network interface, with loopback."""
     routes: dict[str, str]
-    """Target address -> local address from which it is reached, "" without a route. The only target is the head host,
-    or for that the next host."""
+    """Local address from which a target is reached, "" without a route. The target is the head host, or for that the
+    next."""
     free_port: int
     """A TCP port on which nothing listened."""
     libraries: dict[str, str]

@@ -49,8 +49,7 @@ _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _BEGIN = "cpuft: the command begins"
 
 UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
-"""Kinds of `HostError`: no connection or a broken one; the host's key is in no known_hosts file; another key is there.
-"""
+"""Kinds of `HostError`: no connection or a broken one; the host's key is in no known_hosts file; another is there."""
 LOGIN_REFUSED, TIMED_OUT, NO_COMMANDS = "login refused", "time-out", "no commands"
 """Kinds of `HostError`: the host accepts no key of this user; the host or the command took too long; the login shell
 prints something before each command, which would be taken for the command's output, or ends without running it."""
