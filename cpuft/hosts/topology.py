@@ -45,7 +45,8 @@ class HostFacts:
     """IPv4 address by name of network interface, with loopback."""
     routes: dict[str, str]
     """Local address from which a target is reached, "" without a route. The target is the head host, or for that the
-    next."""
+    next
+    host."""
     free_port: int
     """A TCP port on which nothing listened."""
     libraries: dict[str, str]

@@ -13,8 +13,7 @@ from cpuft.errors import CpuftError, install_command
 from cpuft.schedulers.base import ContainerOptions, JobLaunch, JobStatus, JobSweep, Scheduler, fill_template
 
 NODE_COMMAND = ("python", "-m", "cpuft.schedulers.aws_batch_node", "/work")
-"""Beginning of every node's command, up to the folder to work in; the main node runs what follows when all nodes are
-up."""
+"""Beginning of every node's command, up to the folder to work in; the main node runs the rest when all nodes are up."""
 _SECRET = "CPUFT_BATCH_TOKEN"
 """Environment variable in which Batch gives the job's secret to every node."""
 _DEFAULTS = ("--grace-period", "20")

@@ -90,7 +90,7 @@ class Node:
     count: int
     """Number of nodes."""
     address: str
-    """Of the main node; empty on the main node itself, to which Batch does not tell it."""
+    """Address of the main node; empty on the main node itself, to which Batch does not tell it."""
     seconds: int
     """Seconds within which all nodes must have registered."""
     token: str = field(repr=False)
@@ -194,7 +194,7 @@ def _listens(place: tuple[str, int]) -> bool:
 
 
 def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
-    """Return a node's (address, the main node's address as it sees that, index, port, whether it sees the main folder)."""
+    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder)."""
     found = _REGISTRATION.fullmatch(text)
     if not found or int(found[4]) > 65_535 or not (_is_address(found[1]) and _is_address(found[2])):
         raise CpuftError(f"{text[:80]!r} is not the registration of a node: start the same image on all nodes")
@@ -238,7 +238,7 @@ class OtherNode:
     """-1 until it has registered."""
     address: str = ""
     port: int = 0
-    """Of its ssh server."""
+    """Port of its ssh server."""
     shares_folder: bool = False
     """Whether it sees the main node's folder."""
     is_leaving: bool = False
@@ -266,7 +266,7 @@ class OtherNode:
 
 
 class Registry:
-    """The other nodes that have registered with the main node through the Unix socket at `path`, which is made at once."""
+    """The other nodes that registered with the main node through the Unix socket at `path`, which is made at once."""
 
     def __init__(self, node: Node, path: str, say: Say) -> None:
         self._node, self._say = node, say
@@ -276,7 +276,7 @@ class Registry:
         self._listener.setblocking(False)
         self._connections: list[OtherNode] = []
         self.nodes: dict[int, OtherNode] = {}
-        """By index."""
+        """The other nodes by index."""
         self.address = ""
         """Address of the main node, by which the others reach it."""
 
