@@ -52,7 +52,7 @@ INSTANCE_COLUMNS = tuple(Instance.__dataclass_fields__)
 
 
 def parse_instances(text: str, path: str) -> dict[str, Instance]:
-    """Return the instances of a CSV table (INSTANCE_COLUMNS) by name; of lines with the same name, the last one counts."""
+    """Return the instances of a CSV table (INSTANCE_COLUMNS) by name. Of lines with equal names, the last counts."""
     lines = csv.reader(io.StringIO(text, newline=""))
     found: dict[str, Instance] = {}
     try:
@@ -202,9 +202,7 @@ class Job:
         return hosts if sent_as in COMPRESSIONS_WITH_FEEDBACK else hosts * self.ranks_per_host
 
     def sent_numbers(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return (numbers that an update on `hosts` hosts sends in the backward pass, those of embedding rows after
-        it).
-        """
+        """Return the numbers that an update on `hosts` hosts sends in the backward pass, and those of rows after it."""
         sizes = GradientSizes(tokens=self.words)
         tokens = sizes.count_tokens(hosts * self.ranks_per_host)
         if sent_as in COMPRESSIONS_WITH_FEEDBACK:  # a host sends only its own rows, and the means of all rows arrive
@@ -565,7 +563,7 @@ def describe_job(job: Job, network: Network, source: str) -> list[str]:
 
 
 def format_estimates(estimates: Sequence[Estimate], notes: Sequence[str], title: str) -> str:
-    """Return the estimates as a table for a terminal, then as notes how many hosts are worth it, and the given notes."""
+    """Return the estimates as a table for a terminal, with notes: how many hosts are worth it, and the given ones."""
     worth = count_worthwhile_hosts(estimates)
     verdict = (
         f"worth it: up to {counted(worth, 'host')}; the hosts that were added last do at least half of what they would "
