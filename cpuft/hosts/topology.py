@@ -44,9 +44,8 @@ class HostFacts:
     interfaces: dict[str, str]
     """IPv4 address by name of network interface, with loopback."""
     routes: dict[str, str]
-    """Local address from which a target is reached, "" without a route. The target is the head host, or for that the
-    next
-    host."""
+    """Target address -> local address from which it is reached, "" without a route. The only target is the head host,
+    or for that the next host."""
     free_port: int
     """A TCP port on which nothing listened."""
     libraries: dict[str, str]
@@ -111,8 +110,7 @@ def parse_facts(text: str, host: str) -> HostFacts:
 
 
 def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
-    """Return the cores with hardware threads in `allowed`, by `lscpu -p=CPU,CORE,SOCKET,NODE`, ordered by node and
-    socket.
+    """Return the cores in the output of `lscpu -p=CPU,CORE,SOCKET,NODE` that have hardware threads in `allowed`.
 
     If `text` has none, each allowed hardware thread counts as a core of socket 0 and NUMA node 0.
     """
@@ -144,8 +142,7 @@ def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[in
 
 
 def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tuple[RankCores, ...]:
-    """Return the cores of each rank on one host, in the order of the local ranks; cores that are left over are not
-    used.
+    """Return the cores of each rank on one host, in the order of the local ranks. Left-over cores are not used.
 
     All ranks get equal numbers of cores, and if the ranks divide evenly over the NUMA nodes, all of a rank's are on one
     node. Ranks may outnumber cores where slots in a hostfile allow it: they share cores then.

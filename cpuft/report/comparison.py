@@ -78,11 +78,9 @@ def compare_with_ideal(run: Record, ideal: Record) -> IdealComparison | None:
 
 
 def count_common(steps: Sequence[StepLine], most: int) -> int:
-    """Return how many steps every rank of an ideal had made when the first rank had made all of its own, at most
-    `most`.
+    """Return how many steps all ranks of an ideal had made when the first rank had made all of its own.
 
-    Until then all hosts were busy. The result is more than a tenth of `most` (unless that is 0), even if fewer are
-    common.
+    Until then all hosts were busy. The result is at most `most`, and more than a tenth of it even if fewer are common.
     """
     ends = [list(itertools.accumulate(rank)) for rank in _by_rank(steps)]
     first = min((rank[-1] for rank in ends), default=0.0)
@@ -325,7 +323,7 @@ def _refuse_differences(records: list[Record]) -> None:
 
 
 def group_jobs(records: Sequence[Record]) -> list[list[Record]]:
-    """Return the records in groups of the same job, in the order of their first records; no groups of ideals alone."""
+    """Return the records in groups of the same job, in the order of their first records. Ideals alone are left out."""
     groups: list[list[Record]] = []
     for record in records:
         for group in groups:
@@ -344,7 +342,6 @@ def _seed_of(record: Record) -> str:
 
 
 def _find_scaling(records: list[Record]) -> str:
-    """Return the kind of scaling of these runs (`Comparison.scaling`)."""
     per_rank = {record.header.global_batch / record.header.world_size for record in records}
     in_all = {record.header.global_batch for record in records}
     if len({record.header.world_size for record in records}) == 1:
@@ -355,7 +352,6 @@ def _find_scaling(records: list[Record]) -> str:
 
 
 def _count_cores(record: Record) -> int:
-    """Return the number of different hardware threads that the ranks were pinned to, on all hosts together."""
     ranks, is_one = record.header.ranks, record.header.simulated  # simulated hosts have the threads of one machine
     return len({("" if is_one else place.host, cpu) for place in ranks for cpu in place.cpus})
 

@@ -202,7 +202,7 @@ class Job:
         return hosts if sent_as in COMPRESSIONS_WITH_FEEDBACK else hosts * self.ranks_per_host
 
     def sent_numbers(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return the numbers that an update on `hosts` hosts sends in the backward pass, and those of rows after it."""
+        """Return (numbers sent in the backward pass of an update on `hosts` hosts, those of embedding rows later)."""
         sizes = GradientSizes(tokens=self.words)
         tokens = sizes.count_tokens(hosts * self.ranks_per_host)
         if sent_as in COMPRESSIONS_WITH_FEEDBACK:  # a host sends only its own rows, and the means of all rows arrive
@@ -242,7 +242,7 @@ class Estimate:
     taken_seconds: float
     """Seconds of a step that communication takes from computing."""
     sent_as: str = ""
-    """Compression level of the gradients: the fastest one that the job may use."""
+    """Compression level of the gradients: the first of the job's levels that is within 2 % of the fastest one."""
 
 
 def read_job(record: Record, compression: str = "auto") -> Job:
@@ -374,7 +374,7 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
 
 
 def read_doctor_links(text: str, path: str) -> Network | None:
-    """Return the median latency and rate of the links in the output of `cpuft doctor --bandwidth --json`, or None."""
+    """Return the median latency and rate of the links in the output of `cpuft doctor --json`; None for another text."""
     try:
         links = load(list[Link], load(dict[str, Any], parse_json(text)).get("links"), "links")
     except ValueError:
@@ -407,9 +407,8 @@ def _fit(rows: Sequence[Measurement]) -> Network:
 def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -> Estimate:
     """Estimate a step and the whole training on `hosts` hosts, at this price of a host per hour (0 if unknown).
 
-    The compression level is the first of the job's levels that is within 2 % of the fastest one. The interval of
-    samples per second reaches from twice the known CPU cost of communication to none, and includes two standard errors
-    of the recorded step.
+    The interval of samples per second reaches from twice the known CPU cost of communication to none, and includes two
+    standard errors of the recorded step.
     """
     steps = {level: _step(job, network, hosts, level)[0] for level in job.levels}
     sent_as = next(level for level in job.levels if steps[level] <= TIE_RATIO * min(steps.values()))
@@ -497,8 +496,7 @@ def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
 def find_least_rate(job: Job, network: Network, hosts: Sequence[int]) -> float:
     """Return the least rate of the network, in bit/s, at which the most hosts of a list are still worth it.
 
-    It is infinite if they are not worth it at any rate, because of the CPU time that communication takes or the latency
-    of the network, and 0 if they are worth it at every rate from 1 Mbit/s on.
+    It is infinite if they are not worth it at any rate, and 0 if they are worth it at every rate from 1 Mbit/s on.
     """
 
     def is_worth(rate: float) -> bool:
@@ -594,7 +592,7 @@ def estimates_to_json(
     """Return the estimates as one JSON object.
 
     `worth` is the largest number of hosts that is worth it, `least_bits_per_second` the least rate at which the most
-    hosts are (None if they are not at any rate, or if it is not known).
+    hosts are; that is None if it is infinite or not known.
     """
     return {
         "predictions": [asdict(one) for one in estimates],

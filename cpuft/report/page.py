@@ -108,7 +108,7 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
 
 
 def format_verdict(comparison: Comparison) -> str:
-    """Return the main result in one or two sentences: the run with the most ranks compared with that with the fewest."""
+    """Return the main result in one or two sentences: how the run with the most ranks compares with the baseline."""
     base, last = comparison.rows[0], comparison.rows[-1]
     speed = _judge_speed(base, last)
     if not last.seeds or last is base:

@@ -119,7 +119,7 @@ def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
 
 
 def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: str = "", counts: bool = False) -> str:
-    """Draw lines in one panel (`Panel`) and return the SVG as text, for an HTML page with the colours --c0 and so on."""
+    """Draw lines in one panel (`Panel`) and return the SVG as text, for an HTML page with the colours --c0, --c1 ..."""
     found: list[str] = []
     with _figure(name, 3.2, found) as figure:
         _draw_panel(figure.subplots(), Panel("", name, axes, list(lines), marker, counts), _colour)
