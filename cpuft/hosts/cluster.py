@@ -28,7 +28,6 @@ from cpuft.plan import Plan, Step
 from cpuft.serialization import load, parse_json
 
 LOCAL = Host("localhost")
-"""The only host of a run without cluster, hostfile or scheduler: this machine."""
 JOB = "CPUFT_JOB"
 """Environment variable with the folder of the cluster entry that a node of an AWS Batch job wrote for its job."""
 WORK_ROOT = "/var/tmp"
@@ -41,11 +40,10 @@ FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 
 @dataclass(frozen=True)
 class Assignment:
-    """A host and the number of ranks on it."""
+    """A host and the number of ranks on it, at least 1."""
 
     host: Host
     ranks: int
-    """At least 1."""
 
 
 @dataclass(frozen=True)
@@ -62,20 +60,12 @@ class Access:
         return self.entry.python or sys.executable
 
     def any_python(self, *arguments: str) -> tuple[str, ...]:
-        """Return the argv that runs the environment's Python, or `python3` where that is missing, with `arguments`.
-
-        It is a command of sh, which chooses on the host. Any Python can report at least the facts of its host.
-        """
+        """Return the argv that runs `arguments` in the environment's Python, or in `python3` where that is missing."""
         script = 'python=$(command -v "$0" || echo python3); exec "$python" "$@"'
         return ("sh", "-c", script, self.python, *arguments)
 
     def transfer_command(self, *words: str) -> tuple[str, ...]:
-        """Return the argv that starts the other side of a transfer (`transfer.connect`) on the host where it runs.
-
-        Parameters
-        ----------
-        words: what it does there (`transfer.ROLES`), and the arguments of this.
-        """
+        """Return the argv of the other side of a transfer (`transfer.connect`); `words` are its role and arguments."""
         return self.any_python("-IS", "-c", transfer.FROM_STREAM, *words)
 
     def run_transfer(self, host: Host, *words: str) -> Answer:
@@ -85,11 +75,7 @@ class Access:
 
     @property
     def mpirun_options(self) -> tuple[str, ...]:
-        """Options of the ssh commands by which mpirun starts its proxies: ("-F", path of ssh's client configuration).
-
-        The path is the entry's on the head host's own disk, else that of the transport; the tuple is empty if both are
-        empty.
-        """
+        """Options of the ssh by which mpirun starts its proxies: ("-F", PATH), or () for the user's own ssh."""
         path = self.entry.ssh_config_there or self.transport.config
         return ("-F", path) if path else ()
 
@@ -104,7 +90,6 @@ class Cluster:
     """Of each assignment's host, in the same order."""
     mpi: MpiImplementation
     as_root: bool = False
-    """Whether this process runs as root."""
     access: Access = Access()
     works_remotely: bool = False
     """Whether the ranks work in a folder on the head host's own disk, from which the results are fetched."""
@@ -113,8 +98,7 @@ class Cluster:
     uid: int = 0
     """This user's id on the head host."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """`Transport.command_prefix` by host name, such as ("ssh", ..., "node1"), where steps of the plan run on hosts
-    (`works_remotely`); otherwise empty."""
+    """`Transport.command_prefix` by host name; empty unless steps of the plan run on hosts (`works_remotely`)."""
     token: str = field(default_factory=partial(secrets.token_hex, 16), compare=False)
     """Makes the folders of new runs on hosts differ from those of all other launches, whatever their paths are here."""
 
@@ -131,10 +115,7 @@ class Cluster:
 
     @property
     def bootstrap(self) -> str:
-        """How mpirun starts its proxies on other hosts: "slurm" in a Slurm job, "" for by ssh.
-
-        Also "" where there are no proxies: all ranks are on one host, and this machine is not a login node.
-        """
+        """How mpirun starts its proxies on other hosts: "slurm", or "" for by ssh and where there are no proxies."""
         return self.access.transport.bootstrap if len(self.assignments) > 1 or self.on_login_node else ""
 
     @property
@@ -148,32 +129,19 @@ class Cluster:
         return f"{self.folder}/inputs"
 
     def work_dir(self, run_dir: str) -> str:
-        """Return the folder in which the ranks of a run work: `run_dir`, or a folder on the head host's own disk.
-
-        The latter if `works_remotely`. Nothing is made. It is the folder that `read_host_folder` finds, so that a run
-        is resumed in its folder by whichever machine has its run folder, and for a new run a folder that no other has.
-        """
+        """Return the folder in which the ranks of a run work: with `works_remotely` one on the head host's own disk."""
         if not self.works_remotely:
             return run_dir
+        # Whichever machine has the run folder resumes the run in its folder there; that of a new run is no other run's.
         return f"{self.folder}/{self.name_folder(run_dir)}"
 
     def name_folder(self, run_dir: str) -> str:
-        """Return "ID/NAME" of the run in a folder on this machine. The id has 12 hexadecimal digits; that of a new run
-        is made at random."""
+        """Return "ID/NAME", the path of a run's folder below `folder` on its hosts; ID has 12 hexadecimal digits."""
         name = os.path.basename(run_dir).encode(errors="replace").decode()
         return read_host_folder(run_dir) or f"{hash_text(self.token + run_dir, 12)}/{name}"
 
     def command_on(self, host: str, argv: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the argv with which this machine runs `argv` on a host.
-
-        With `works_remotely`, that is the ssh or srun command of the host, followed by the shell line `exec ARGV`.
-        `argv` comes back unchanged if the host is this machine, without `works_remotely`, and for a host that is not in
-        the cluster. Never raises.
-
-        Parameters
-        ----------
-        host: name of the host, as in the hostfile.
-        """
+        """Return the argv that runs `argv` on a host from here: by ssh or srun with `works_remotely`, else as it is."""
         return Plan(command_prefixes=self.command_prefixes).as_local(Step("", argv, host=host)).command
 
     def transfer_on(self, host: str, *words: str) -> tuple[str, ...]:
@@ -182,11 +150,7 @@ class Cluster:
 
     @property
     def addresses(self) -> dict[str, str]:
-        """Each host's own address in the network over which it reaches the head host, or the head host another one.
-
-        By name of the host, as in the hostfile. Empty for a host without a route to them; hosts whose facts are not
-        known are missing.
-        """
+        """Each host's own address, by name, in the network to the head host; "" without a route."""
         pairs = zip(self.assignments, self.facts)
         return {assignment.host.name: next(iter(found.routes.values()), "") for assignment, found in pairs}
 
@@ -197,23 +161,11 @@ class Cluster:
 
     @property
     def has_own_disks(self) -> bool:
-        """Whether the files that a run reads must be sent to its hosts.
-
-        True if the ranks work on the head host's own disk and the hosts do not see this machine's files.
-        """
+        """Whether the files that a run reads must be sent to its hosts, which do not see this machine's."""
         return self.works_remotely and not self.access.entry.shares_files
 
     def sent_file(self, work: str, index: int) -> str:
-        """Return the beginning of the paths of the files that were sent to a run's processes on one host.
-
-        It is FOLDER/HASH.sent/INDEX, to which the caller adds "-NAME"; FOLDER is `folder`, HASH 12 hexadecimal digits
-        of `work`.
-
-        Parameters
-        ----------
-        work: the folder in which the run's ranks work, as `work_dir` returns it.
-        index: place of the host in `assignments`, from 0.
-        """
+        """Return the path of files that were sent to the processes on `assignments[index]`; callers add "-NAME"."""
         mark = hash_text(work, 12)
         return f"{self.folder}/{mark}.sent/{index}"
 
@@ -229,15 +181,12 @@ class Cluster:
 
     @property
     def rank_hosts(self) -> tuple[str, ...]:
-        """The host name of each rank, in the order of the ranks, as in the hostfile."""
+        """The host name of each rank, in the order of the ranks."""
         return tuple(a.host.name for a in self.assignments for _ in range(a.ranks))
 
 
 def read_host_folder(run_dir: str) -> str:
-    """Return the path of a run's folder on its hosts, "ID/NAME" below the user's folder; "" if it has none yet.
-
-    The run state in the run's folder on this machine says it.
-    """
+    """Return "ID/NAME" of a run's folder on its hosts, from the run state in its folder here; "" if it has none yet."""
     try:
         values = load(dict[str, Any], parse_json(Path(run_dir, STATE_FILE).read_text(encoding="utf-8")))
     except (OSError, ValueError):
@@ -247,14 +196,7 @@ def read_host_folder(run_dir: str) -> str:
 
 
 def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Entry | None:
-    """Return the entry of a run's provisioned cluster in the registry; None for a run without one.
-
-    With --cluster it is the cluster of that name, with --hostfile the one that has this hostfile (None if no cluster
-    has it). With neither it is the cluster that a node of an AWS Batch job wrote (CPUFT_JOB); None if that is not set.
-
-    Raises CpuftError: --cluster and --hostfile are both given; there is no cluster of that name, or CPUFT_JOB names
-    none; or an entry that was read, or the registry, is damaged or other users may write to it.
-    """
+    """Return the entry of a run's provisioned cluster, by --cluster, --hostfile or CPUFT_JOB; None without one."""
     if config.cluster and config.hostfile:
         raise CpuftError("--cluster and --hostfile both say where to run: give one of them")
     if not config.cluster and not config.hostfile:
@@ -267,15 +209,7 @@ def find_entry(config: LaunchConfig, environ: Mapping[str, str]) -> registry.Ent
 
 
 def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
-    """Return the hosts that `config` names, the head host first.
-
-    These are the hosts of the provisioned cluster (`find_entry`), else of --hostfile, else of the hostfile of an MPIJob
-    in whose launcher this runs, else of the Slurm job in which this runs (scontrol is asked); else LOCAL alone. Of
-    these, --only-hosts chooses some.
-
-    Raises CpuftError: the entry or the hostfile cannot be used, srun has started this process several times, Slurm does
-    not answer, or --only-hosts names another host.
-    """
+    """Return the hosts of the cluster, hostfile, MPIJob or Slurm job of the run, the head host first, else LOCAL."""
     entry = find_entry(config, os.environ)
     hostfile = entry.hostfile if entry else config.hostfile or find_job_hostfile(os.environ)
     if hostfile:
@@ -290,10 +224,6 @@ def read_hosts(config: LaunchConfig) -> tuple[Host, ...]:
 
 
 def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
-    """Return the hosts that --only-hosts names, in its order.
-
-    Raises CpuftError: there is no host of this name, or a name is there twice.
-    """
     found, known = list[Host](), {host.name: host for host in hosts}
     for name in (part.strip() for part in names.split(",")):
         if name not in known:
@@ -305,10 +235,7 @@ def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
 
 
 def find_slurm(environ: Mapping[str, str]) -> Transport | None:
-    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job.
-
-    The module for Slurm is imported only in a job. Raises CpuftError: srun has started this process several times.
-    """
+    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job."""
     if "SLURM_JOB_ID" not in environ:
         return None
     from cpuft.hosts import slurm
@@ -317,21 +244,12 @@ def find_slurm(environ: Mapping[str, str]) -> Transport | None:
 
 
 def find_access(config: LaunchConfig) -> Access:
-    """Return how the hosts of a run are reached, and what is installed there.
-
-    In this order: as the provisioned cluster's entry says (--ssh-config wins over its ssh configuration); in the
-    launcher of an MPIJob, unless another --hostfile or an --ssh-config is given, with the job's key (this writes the
-    job's ssh files, `mpijob.make_transport`); in a Slurm job without --hostfile by srun; else by ssh with --ssh-config
-    or the user's own configuration.
-
-    Raises CpuftError: the entry cannot be used (`find_entry`), the pod has no key of its MPIJob, or srun has started
-    this process several times.
-    """
+    """Return how the hosts of a run are reached, and what is installed there."""
     entry, of_job = find_entry(config, os.environ), find_job_hostfile(os.environ)
     if entry is None and of_job and config.hostfile in ("", of_job) and not config.ssh_config:
         from cpuft.hosts import mpijob
 
-        return Access(mpijob.make_transport())
+        return Access(mpijob.make_transport())  # this writes the job's ssh files
     if entry is None:
         in_job = None if config.hostfile else find_slurm(os.environ)
         transport = in_job or SshTransport(config.ssh_config)
@@ -342,18 +260,8 @@ def find_access(config: LaunchConfig) -> Access:
 def assign_ranks(hosts: tuple[Host, ...], np: int, ppn: int, cores: Mapping[str, int]) -> tuple[Assignment, ...]:
     """Distribute `np` ranks over hosts, in the order of the hostfile; hosts that get none are left out.
 
-    Without `ppn` every host gets the same number, np divided by the number of hosts and rounded up, or as many as it
-    has slots, until none are left. If ranks remain and the slots of all hosts are known, every host is filled before
-    the next one instead.
-
-    Parameters
-    ----------
-    hosts: at least one.
-    ppn: ranks on each host; 0 for as even as possible.
-    cores: number of cores by host name, where known. They and `max_slots` limit the ranks of a host without
-        `slots`. A host with none of these takes any number.
-
-    Raises CpuftError: the ranks do not fit into the slots, or into the hosts at `ppn` ranks each.
+    `ppn` is the number of ranks on each host, 0 for as even as possible. The number of a host's `cores` (by host name,
+    where known) and `max_slots` limit the ranks of a host without `slots`; a host with none of these takes any number.
     """
     limits = {host.name: (cores.get(host.name, 0), host.max_slots) for host in hosts}
     slots = {host.name: host.slots or min(filter(None, limits[host.name]), default=0) for host in hosts}
@@ -397,19 +305,9 @@ def gather_cluster(
 ) -> Cluster:
     """Query all hosts that a run needs at the same time, distribute the ranks, and find mpirun.
 
-    Each host runs a program that reports its facts, for at most 60 s, and the head host runs `mpirun --version`.
-    Without slots and --ppn, only the first --np hosts are queried, if it is given.
-
-    Parameters
-    ----------
-    hosts: the hosts to choose from, the head host first; without, all that `config` names (`read_hosts`).
-    access: how they are reached; without, `find_access` finds out.
-    is_on_host_disk: whether the run began in a folder on the disk of a host. It stays in such a folder, even if the
-        remaining hosts alone would not need one: its checkpoints are there.
-
-    Raises CpuftError: hosts did not answer (each is named, with its message) or the lease of the cluster has ended, two
-    names are the same host, the ranks do not fit, there is no mpirun that can be used, or `read_hosts` or `find_access`
-    fails.
+    `hosts` are those to choose from, the head host first. `is_on_host_disk` says that the run began in a folder on the
+    disk of a host: it stays in such a folder, even if the remaining hosts alone would not need one, because its
+    checkpoints are there.
     """
     hosts, access = hosts or read_hosts(config), access or find_access(config)
     access.transport.hosts.update({host.name: host for host in hosts})
@@ -464,14 +362,7 @@ def _refuse_twins(hosts: tuple[Host, ...], identities: Sequence[object]) -> None
 
 
 def gather_facts(hosts: tuple[Host, ...], access: Access) -> tuple[HostFacts, ...]:
-    """Return the facts of every host, in the order of `hosts` (at least one); all are queried at the same time.
-
-    Each host runs the program `cpuft.hosts.facts` for at most 60 s. It reports its route to the head host, the first of
-    `hosts`; the head host reports its route to the second one, or to itself if it is alone.
-
-    Raises CpuftError: names every host that failed, with its message, or the first one that has no address; or says
-    that the lease of the cluster has ended.
-    """
+    """Return the facts of every host, in the order of `hosts`; all are queried at the same time, for at most 60 s."""
     addresses = [access.transport.address(host) for host in hosts]
     # Each host reports its route to the head host, and the head host its route to the first other host.
     targets = {host.name: addresses[0] for host in hosts[1:]} | {hosts[0].name: addresses[:2][-1]}

@@ -1,8 +1,7 @@
 """A program that reports the facts of the host on which it runs, as one JSON object on standard output.
 
 The launcher sends this file to the Python of hosts that may not have cpuft, so it imports only the standard library.
-Its arguments are addresses of other hosts; the facts contain the local address from which each is reached. Nothing is
-sent to them: connecting a UDP socket only asks the kernel for the route.
+Its arguments are addresses of other hosts.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _PRELOADS = ("tcmalloc", "tcmalloc_minimal", "jemalloc", "iomp5")
 
 
 def read_interfaces() -> dict[str, str]:
-    """Return interface name -> IPv4 address, such as {"lo": "127.0.0.1"}, of the interfaces that have one."""
+    """Return interface name -> IPv4 address of the interfaces that have one."""
     import fcntl
 
     addresses = {}
@@ -37,13 +36,10 @@ def read_interfaces() -> dict[str, str]:
 
 
 def read_route(target: str) -> str:
-    """Return the local IPv4 address from which `target` (name or address) is reached; "" without a route.
-
-    Nothing is sent to `target`.
-    """
+    """Return the local IPv4 address from which `target` (name or address) is reached; "" without a route."""
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((target, 9))
+            probe.connect((target, 9))  # of UDP: this only asks the kernel, and sends nothing
             return str(probe.getsockname()[0])
     except OSError:
         return ""
@@ -66,13 +62,7 @@ def _find_library(name: str) -> str:
 
 
 def has_efa(devices: str, library: str) -> bool:
-    """Return whether the kernel has a driver for an Elastic Fabric Adapter, and libefa is installed.
-
-    Parameters
-    ----------
-    devices: the kernel's folder of such devices, /sys/class/infiniband; it may be missing.
-    library: path of libefa; empty if it is not installed.
-    """
+    """Return whether there is an Elastic Fabric Adapter of AWS among `devices`, and `library`, the path of libefa."""
     drivers = [os.path.basename(os.path.realpath(path)) for path in glob.glob(f"{devices}/*/device/driver")]
     return "efa" in drivers and bool(library)
 
@@ -88,11 +78,8 @@ def _lscpu() -> str:
 
 
 def _cpu_quota() -> float:
-    """Return the number of cores that the control group allows (v2, then v1); 0 for no limit.
-
-    Runs that share this machine each have a part of it, which CPUFT_CPU_QUOTA says.
-    """
-    if share := os.environ.get("CPUFT_CPU_QUOTA"):
+    """Return the number of cores that the control group allows (v2, then v1); 0 for no limit."""
+    if share := os.environ.get("CPUFT_CPU_QUOTA"):  # the part of a run that shares this machine with others
         return float(share)
     quota, _, period = _read_text("/sys/fs/cgroup/cpu.max").partition(" ")
     if not quota:
@@ -110,8 +97,7 @@ def read_free_memory(root: str = "") -> int:
 def read_memory_left(root: str = "") -> int:
     """Return the bytes that the limits of control groups (v1, v2) leave this process; -1 if there is no limit.
 
-    The smallest rest of this process's group and those above it counts, and at least 0. The cache of files counts as
-    free. `root` is for tests.
+    The cache of files counts as free. `root` is for tests.
     """
     found = []
     for line in _read_text(f"{root}/proc/self/cgroup").splitlines():
@@ -130,7 +116,6 @@ def read_memory_left(root: str = "") -> int:
 
 
 def _read_numbers(path: str) -> dict[str, int]:
-    """Return the whole numbers in a file of lines `NAME NUMBER`, by name."""
     lines = [line.split() for line in _read_text(path).splitlines()]
     return {words[0].rstrip(":"): int(words[1]) for words in lines if len(words) > 1 and words[1].isdecimal()}
 
@@ -143,16 +128,7 @@ def find_free_port() -> int:
 
 
 def gather(targets: list[str]) -> dict[str, object]:
-    """Return all facts of this host as values for JSON; `cpuft.hosts.topology.parse_facts` makes `HostFacts` of them.
-
-    Most keys are fields of `HostFacts`, which says what they mean. Instead of `cpu_model` and `cpu_flags` there are
-    `machine` (as in uname -m) and `cpuinfo` (the first CPU in /proc/cpuinfo). What cannot be read is "" or 0. lscpu
-    runs for at most 10 s.
-
-    Parameters
-    ----------
-    targets: addresses of other hosts, the keys of `routes`.
-    """
+    """Return the facts of this host for `cpuft.hosts.topology.parse_facts`; `targets` are the keys of `routes`."""
     return {
         "hostname": socket.gethostname(),
         "python": platform.python_version(),

@@ -17,7 +17,6 @@ _KEYS = {"slots": "slots", "max_slots": "max_slots", "max-slots": "max_slots", "
 _RANGES = re.compile(r"([^\[\]]*)\[(R(?:,R)*)\](.*)".replace("R", "[0-9]{1,9}(?:-[0-9]{1,9})?"))
 """A name with numbers in brackets, as Slurm writes them: what is before the first brackets, in them, and after them."""
 _MOST_EXPANDED = 9999
-"""Most hosts that one line may name by numbers in brackets."""
 NEEDS_IPV4 = "is an IPv6 address, and ranks connect over IPv4: write the IPv4 address, or a name that has one"
 
 _MPIJOB_VARIABLES = ("I_MPI_HYDRA_HOST_FILE", "HYDRA_HOST_FILE", "OMPI_MCA_orte_default_hostfile")
@@ -33,7 +32,7 @@ class Host:
     slots: int = 0
     """Most ranks on it; 0 when the line does not say."""
     user: str = ""
-    """User to log in as; empty for ssh's own default."""
+    """Login name; empty for ssh's own default."""
     port: int = 0
     """Port of its ssh server; 0 for ssh's own default."""
     max_slots: int = 0
@@ -44,17 +43,9 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
     """Return the hosts in the order of the text; the first is the head host.
 
     Each line is `[user@]host[:slots] [slots=N] [max_slots=N] [user=U] [port=P]`, or SGE's `host slots queue
-    processors`; `#` begins a comment. A host `node[01-04,07]` is five hosts. Of a key that comes twice, the last
-    counts. The slots of a host on several lines add up. Where a host is on several lines without slots, as in the lists
-    of PBS and LSF, each line without slots is one slot.
-
-    Parameters
-    ----------
-    source: name of the hostfile for messages.
-
-    Raises CpuftError: a malformed line (with `source` and the line's number), a number out of range (slots 1 to 9999, a
-    valid port), a user name with a control character or a dash in front, a host on several lines that disagree about
-    its user, its port or whether it has slots, or no host at all.
+    processors`; `#` begins a comment. A host `node[01-04,07]` is five hosts. The slots of a host on several lines add
+    up. Where a host is on several lines without slots, as in the lists of PBS and LSF, each line without slots is one
+    slot.
     """
     hosts: dict[str, list[Host]] = {}
     lines_of: dict[str, int] = {}
@@ -112,7 +103,6 @@ def _parse_words(words: list[str], where: str) -> list[Host]:
 
 
 def _expand(name: str, where: str) -> Iterator[str]:
-    """Yield the names that a name with numbers in brackets stands for, or the name itself if it has none."""
     found = _RANGES.fullmatch(name)
     if not found:
         yield name
@@ -136,10 +126,7 @@ def _number(text: str, what: str, where: str) -> int:
 
 
 def format_hostfile(hosts: tuple[Host, ...]) -> str:
-    """Return text that `parse_hostfile` reads back as the same hosts; "" for no hosts.
-
-    Each host is a line `NAME [slots=N] [max_slots=N] [user=U] [port=P]`.
-    """
+    """Return text that `parse_hostfile` reads back as the same hosts."""
     lines = []
     for host in hosts:
         given = [(key, getattr(host, key)) for key in ("slots", "max_slots", "user", "port")]
@@ -148,11 +135,7 @@ def format_hostfile(hosts: tuple[Host, ...]) -> str:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """Return the hosts of the hostfile at `path`, the head host first.
-
-    Raises CpuftError: the file does not exist or cannot be read, a line is malformed, lines contradict each other, or
-    there is no host.
-    """
+    """Return the hosts of the hostfile at `path`, the head host first."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:
@@ -165,11 +148,7 @@ def read_hostfile(path: str) -> tuple[Host, ...]:
 
 
 def find_job_hostfile(environ: Mapping[str, str]) -> str:
-    """Return the path of the hostfile of an MPIJob, in its launcher; "" in any other process. The file is not checked.
-
-    It is the launcher if K_MPI_JOB_ROLE is "launcher"; the path is that of the operator's variables, else
-    /etc/mpi/hostfile.
-    """
+    """Return the path of an MPIJob's hostfile, which may be missing, in the job's launcher; "" in any other process."""
     if environ.get("K_MPI_JOB_ROLE") != "launcher":
         return ""
     return next((environ[name] for name in _MPIJOB_VARIABLES if environ.get(name)), "/etc/mpi/hostfile")

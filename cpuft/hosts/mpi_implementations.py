@@ -18,7 +18,6 @@ _VERSION_TEXTS = (
     ("HYDRA", "mpich"),
     ("slurm", "srun"),
 )
-"""What the text of `--version` contains, and the implementation that it shows."""
 
 
 @dataclass(frozen=True)
@@ -37,10 +36,7 @@ class MpiImplementation:
 
 
 def parse_version(path: str, text: str) -> MpiImplementation:
-    """Return the implementation of the program at `path`, whose `--version` prints `text`.
-
-    Raises CpuftError: the implementation is not Intel MPI, Open MPI, MPICH (Hydra) or Slurm's srun.
-    """
+    """Return the implementation of the program at `path`, whose `--version` prints `text`."""
     for part, name in _VERSION_TEXTS:
         if part in text:
             return MpiImplementation(path, name)
@@ -52,22 +48,11 @@ def parse_version(path: str, text: str) -> MpiImplementation:
 
 
 def find_mpi(head: Host, wanted: str, python: str, transport: Transport) -> MpiImplementation:
-    """Return what starts the ranks, as it is found on the head host, where this runs its `--version` for at most 30 s.
+    """Return what starts the ranks, as it is found on the head host: --mpirun (`wanted`), or the first that exists.
 
-    That is the program `wanted`; without one the mpirun beside `python`, else the mpirun on PATH, else srun in a Slurm
-    job. On a login node with an allocation (salloc) it is srun, without asking any host, because the job's hosts may
-    not reach back here.
-
-    The mpirun of Intel MPI and MPICH is a shell script that looks for mpiexec.hydra on PATH and passes no signals on.
-    Where mpiexec.hydra is beside it, `path` is that.
-
-    Parameters
-    ----------
-    wanted: path or name of --mpirun; empty for none.
-    python: path of the training environment's Python on the head host.
-
-    Raises CpuftError: there is no such program, it is none of the known implementations, it is srun outside of a Slurm
-    job, `wanted` is not srun on a login node, or the head host cannot be reached.
+    On a login node with an allocation (salloc) it is srun, because the job's hosts may not reach back here. The mpirun
+    of Intel MPI and MPICH is a shell script that looks for mpiexec.hydra on PATH and passes no signals on: where
+    mpiexec.hydra is beside it, `path` is that.
     """
     on_login_node = bool(transport.bootstrap) and not transport.is_here(head)
     if on_login_node and not wanted:

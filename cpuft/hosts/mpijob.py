@@ -28,7 +28,6 @@ from cpuft.hosts.transport import KEY_CHANGED, UNREACHABLE, HostError, SshTransp
 PORT = 2222
 """As in the operator's own images: users other than root may listen there, and it is not the port of a node's sshd."""
 _KEYS = Path("~/.ssh")
-"""Where the operator puts the job's key pair."""
 _FOLDER = Path(f"/var/tmp/cpuft-mpijob-{os.geteuid()}")
 """The same on all pods, because mpirun's ssh on a worker reads it, too."""
 _START_SECONDS, _RETRY_SECONDS = 60.0, 1.0
@@ -38,34 +37,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class MpiJobTransport(SshTransport):
-    """The pods of an MPIJob, reached by ssh with the job's key.
-
-    Until `deadline`, a pod that cannot be reached is tried again once a second. Other errors are raised at once.
-    """
+    """The pods of an MPIJob, reached by ssh with the job's key."""
 
     deadline: float = 0.0
     """A value of time.monotonic. Until then a pod that cannot be reached is tried again, because it may be starting."""
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is the launcher's own pod, or is called "localhost".
-
-        A pod's hostname is the first part of its name in the hostfile.
-        """
+        """Return whether a host is the launcher's own pod, or is called "localhost"."""
+        # A pod's hostname is the first part of its name in the hostfile.
         return host.name.partition(".")[0] in (socket.gethostname(), "localhost")
 
     def address(self, host: Host) -> str:
-        """Return a pod's IPv4 address. While its name has none, it is looked up again every second until `deadline`.
-
-        Raises CpuftError: the name still has no address then.
-        """
+        """Return a pod's IPv4 address. While its name has none, it is looked up again every second until `deadline`."""
         return self._retry(host, partial(super().address, host))
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
-        """Run a command on another pod; until `deadline`, try again every second while the pod cannot be reached.
-
-        Raises CpuftError: the pod does not show the job's key. Raises HostError: it cannot be used for another reason,
-        or the command takes longer than `seconds`.
-        """
         return self._retry(host, partial(super()._run_remotely, host, argv, stdin, seconds))
 
     def _retry(self, host: Host, call: Callable[[], T]) -> T:
@@ -85,18 +71,12 @@ class MpiJobTransport(SshTransport):
 
 
 def make_transport(keys: Path = _KEYS, folder: Path = _FOLDER) -> MpiJobTransport:
-    """Write the ssh files of an MPIJob, and return the transport to the job's pods; it works in any of them.
-
-    For 60 s from now, pods that cannot be reached are tried again, because they may still be starting.
-    """
+    """Write the ssh files of an MPIJob, and return the transport to the job's pods; it works in any of them."""
     return MpiJobTransport(write_ssh_config(keys.expanduser(), folder), deadline=time.monotonic() + _START_SECONDS)
 
 
 def write_ssh_config(keys: Path, folder: Path) -> str:
-    """Write ssh's files for hosts whose host key is the key in `keys`; return the client configuration's path.
-
-    Raises CpuftError: there is no id_rsa.pub in `keys`, or `folder` cannot be made or is not this user's alone.
-    """
+    """Write ssh's files for hosts whose host key is the key in `keys`; return the client configuration's path."""
     try:
         kind, key = (keys / "id_rsa.pub").read_text(encoding="utf-8").split()[:2]
     except (OSError, ValueError) as error:
@@ -111,16 +91,13 @@ def write_ssh_config(keys: Path, folder: Path) -> str:
 
 
 def sshd_command(keys: Path) -> tuple[str, ...]:
-    """Return the argv of a worker's ssh server on port 2222, whose host key is `keys`/id_rsa. Nothing is checked."""
+    """Return the argv of a worker's ssh server on port 2222, whose host key is `keys`/id_rsa."""
     # The folder of a mounted secret is writable by all, and only this pod sees it.
     return ssh_config.sshd_command(f"{keys}/id_rsa", PORT, StrictModes="no")
 
 
 def main() -> None:
-    """Become a worker's ssh server: write ssh's files for logins to other pods, and replace this process by sshd.
-
-    Exit with code 2 and a message when the pod has no key or no sshd.
-    """
+    """Become a worker's ssh server: write ssh's files for logins to other pods, and replace this process by sshd."""
     keys = _KEYS.expanduser()
     try:
         write_ssh_config(keys, _FOLDER)

@@ -21,7 +21,7 @@ from cpuft.errors import CpuftError
 from cpuft.serialization import find_control, load, parse_json
 
 FILE_NAME = "cluster.json"
-"""Name of the file with a cluster's entry, in the cluster's directory of the registry."""
+"""The file with a cluster's entry, in the cluster's directory of the registry."""
 HOSTFILES = "hostfiles"
 """Folder of the hostfiles that `cpuft provision` writes, in its working directory; each has its cluster's name."""
 _NAME = re.compile(r"[a-z][a-z0-9]{0,62}")
@@ -32,10 +32,9 @@ INSIDE = "inside"
 
 @dataclass(frozen=True)
 class Entry:
-    """One cluster, as stored in `cluster.json` in its directory. The field names are keys of that file."""
+    """One cluster, as stored in `cluster.json` in the directory of its name. The fields are keys of that file."""
 
     name: str
-    """Also the name of its directory."""
     kind: str
     """One of `cpuft.provision.base.PROVIDERS`, or `INSIDE`."""
     hostfile: str
@@ -45,7 +44,7 @@ class Entry:
     python: str = ""
     """Python of the training environment, the same path on every host; empty for this process's Python."""
     settings: dict[str, str] = field(default_factory=dict)
-    """Environment variables that cpuft's own commands need on the hosts, by name."""
+    """Environment variables that cpuft's own commands need on the hosts."""
     options: dict[str, str] = field(default_factory=dict)
     """The options it was made with, for `status` and `diff`."""
     ssh_config_there: str = ""
@@ -67,12 +66,9 @@ NO_CLUSTER = Entry("", "", "")
 
 
 def state_root(environ: Mapping[str, str]) -> Path:
-    """Return the folder of the registry: $CPUFT_STATE, else $XDG_STATE_HOME/cpuft/clusters, else below ~/.local/state.
+    """Return the absolute path of the registry's folder, which need not exist, from CPUFT_STATE or as XDG says.
 
-    The path is absolute; the folder need not exist, and is not made.
-
-    Raises CpuftError: the path contains white space, which ssh's configuration and mpirun's options cannot hold; or it
-    exists and other users may write there (`refuse_untrusted`) and so choose the commands that run on a cluster.
+    It must not contain white space, which ssh's configuration and mpirun's options cannot hold.
     """
     home = environ.get("XDG_STATE_HOME") or f"{environ.get('HOME', '/root')}/.local/state"
     root = Path(environ.get("CPUFT_STATE") or f"{home}/cpuft/clusters").absolute()
@@ -89,7 +85,7 @@ _OF_CLUSTERS = ("decide which commands cpuft runs", "set CPUFT_STATE to a folder
 
 
 def refuse_untrusted(path: Path, harm: tuple[str, str] = _OF_CLUSTERS) -> None:
-    """Check that nobody but root and this user can have written `path`, which exists, or can replace it.
+    """Raise CpuftError when others than root and this user can have written `path`, which exists, or can replace it.
 
     The owner and the write permission of `path` and of all folders above it are checked, along the path as it is
     written and along the one that its symbolic links lead to. A folder above may be writable when it is sticky, as /tmp
@@ -147,12 +143,7 @@ def _name_user(number: int) -> str:
 
 
 def make_state_root(root: Path) -> None:
-    """Make the folder of the registry and the missing folders above it, with mode 700.
-
-    A folder that exists is not changed.
-
-    Raises CpuftError: other users may write to it or above it. Raises OSError: it cannot be made.
-    """
+    """Make the folder of the registry and the missing folders above it, with mode 700; existing ones keep theirs."""
     for folder in [*reversed(root.parents), root]:
         with suppress(FileExistsError):
             folder.mkdir(mode=0o700)
@@ -160,22 +151,14 @@ def make_state_root(root: Path) -> None:
 
 
 def search_roots(environ: Mapping[str, str], prefix: str = sys.prefix) -> tuple[Path, ...]:
-    """Return the registries in which a run looks for its cluster: this user's, then that of this host's cluster.
-
-    The second one is the folder `clusters` beside `prefix`, if the last part of `prefix` is "env", as of the Python
-    environment that `cpuft provision` installs on hosts. Neither need exist.
-
-    Raises CpuftError: this user's registry cannot be used (`state_root`).
-    """
+    """Return the registries in which a run looks for its cluster: this user's, then that of this host's cluster."""
     own = state_root(environ)
+    # "env" is the Python environment that cpuft provision installs on hosts, with the cluster's entry beside it.
     return (own, Path(prefix).parent / "clusters") if Path(prefix).name == "env" else (own,)
 
 
 def check_name(name: str) -> str:
-    """Return `name` unchanged. It becomes part of paths and of names of network links and control groups.
-
-    Raises CpuftError: it is not 1 to 63 small letters and digits with a letter first.
-    """
+    """Return a cluster's `name` if it is valid: it becomes part of paths, network links and control groups."""
     if not _NAME.fullmatch(name):
         raise CpuftError(
             f"{reprlib.repr(name)} is not a valid cluster name: use small letters and digits, a letter first"
@@ -184,11 +167,7 @@ def check_name(name: str) -> str:
 
 
 def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
-    """Return the entry of a cluster from the first registry that has it.
-
-    Raises CpuftError: no registry has it (the message lists the known names), the name is not valid, or the entry is
-    damaged or other users may write to it.
-    """
+    """Return the entry of a cluster from the first registry that has it."""
     check_name(name)
     for root in roots:
         if os.path.exists(root / name / FILE_NAME):
@@ -198,21 +177,14 @@ def find_entry(roots: tuple[Path, ...], name: str) -> Entry:
 
 
 def read_entry_if_exists(root: Path, name: str) -> Entry | None:
-    """Return the entry of a cluster; None where there is none.
-
-    Raises CpuftError: the name is not valid, or the entry is damaged or other users may write to it.
-    """
+    """Return the entry of a cluster; None where there is none."""
     return read_entry(root, name) if os.path.exists(root / check_name(name) / FILE_NAME) else None
 
 
 def read_entry(root: Path, name: str) -> Entry:
     """Return the entry of a cluster of the registry `root`.
 
-    An entry of an earlier version, without `shares_files`, has that True if it has `settings`.
-
-    Raises CpuftError: there is none (the message lists the known names), the name is not valid, the entry was not
-    written by `cpuft provision` or is damaged, or other users may write to it or the ssh files beside it, because
-    commands act on what an entry names.
+    Raises CpuftError, too, if other users may write to it or to the ssh files beside it: commands obey what these say.
     """
     path = root / check_name(name) / FILE_NAME
     for beside in (FILE_NAME, "ssh_config", "known_hosts"):
@@ -231,11 +203,7 @@ def read_entry(root: Path, name: str) -> Entry:
 
 
 def _check_entry(entry: Entry, directory: Path) -> None:
-    """Check an entry that was read from `directory`.
-
-    Raises ValueError when it contains a control character, is another cluster's, or names a path that a cluster of its
-    kind does not own.
-    """
+    """Raise ValueError when an entry read from `directory` is another cluster's or names a path that it cannot own."""
     values = dataclasses.asdict(entry)
     for name, value in [*values.items(), *entry.settings.items(), *entry.options.items()]:
         if odd := find_control(name) or find_control(value if isinstance(value, str) else ""):
@@ -255,37 +223,28 @@ def _check_entry(entry: Entry, directory: Path) -> None:
 
 
 def carries_mark(text: str) -> bool:
-    """Return whether `cpuft provision` wrote a text file, so that it may overwrite or remove the file.
-
-    True if the first line of `text`, the file's content, contains "made by cpuft provision", in any case of letters.
-    """
+    """Return whether `cpuft provision` wrote a text file, so that it may overwrite or remove the file."""
     return _MARK in text.partition("\n")[0].lower()
 
 
 def _unknown(name: str, known: list[str], advice: str = "") -> CpuftError:
-    """Return the error for a name that no cluster has; `advice` is what else the user may do."""
     others = f"the clusters that exist are {', '.join(known)}" if known else "no cluster exists yet"
     return CpuftError(f"there is no cluster named {name!r} ({others}): make one with cpuft provision{advice}")
 
 
 def list_names(root: Path) -> list[str]:
-    """Return the names of all clusters of a registry, sorted; empty if `root` does not exist. No entry is read."""
+    """Return the names of all clusters of a registry, sorted; empty if `root` does not exist."""
     names = sorted(path.parent.name for path in root.glob(f"*/{FILE_NAME}"))
     return [name for name in names if _NAME.fullmatch(name)]
 
 
 def find_by_hostfile(roots: tuple[Path, ...], hostfile: str) -> Entry | None:
-    """Return the entry of the cluster that has this hostfile; None if no cluster has it.
-
-    Paths are compared after symbolic links are resolved; the file need not exist.
-
-    Raises CpuftError: an entry that was read on the way is damaged, or other users may write to it.
-    """
+    """Return the entry of the cluster that has this hostfile; None if no cluster has it."""
     wanted = str(Path(hostfile).resolve())
     entries = (read_entry(root, name) for root in roots for name in list_names(root))
     return next((entry for entry in entries if str(Path(entry.hostfile).resolve()) == wanted), None)
 
 
 def format_entry(entry: Entry) -> str:
-    """Return the JSON text of an entry's file, which `read_entry` reads back as the same entry."""
+    """Return the JSON text of an entry's file."""
     return json.dumps(dataclasses.asdict(entry), indent=2, sort_keys=True) + "\n"

@@ -39,12 +39,7 @@ class SlurmTransport(Transport):
         return host.name in (self.own, "localhost")
 
     def address(self, host: Host) -> str:
-        """Return the IPv4 address to which a host's name resolves here, else that of Slurm's NodeAddr.
-
-        The second asks `scontrol show node` (at most 20 s).
-
-        Raises CpuftError: there is neither, or Slurm does not answer.
-        """
+        """Return the IPv4 address to which a host's name resolves here, else that of Slurm's NodeAddr."""
         try:
             return socket.gethostbyname(host.name)
         except OSError:
@@ -58,14 +53,10 @@ class SlurmTransport(Transport):
             ) from None
 
     def command_prefix(self, host: Host) -> tuple[str, ...]:
-        """Return the argv that a shell line is appended to; () where the host is this one.
-
-        It is ("srun", ..., "--nodelist=NAME", "sh", "-c"). Nothing is run.
-        """
+        """Return the argv ("srun", ..., "sh", "-c") that a shell line is appended to; () where the host is this one."""
         return () if self.is_here(host) else (*self._srun(host), "sh", "-c")
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
-        """Run a command by srun. Raises CpuftError: srun cannot start it, or it takes longer than `seconds`."""
         answer = execute.run_command([*self._srun(host), *argv], seconds, stdin)
         if answer.exit_code and not _COMMAND_FAILED.search(answer.errors):
             message = last_line(answer.errors, "no answer")
@@ -77,12 +68,7 @@ class SlurmTransport(Transport):
 
 
 def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
-    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job.
-
-    It is a job if SLURM_JOB_ID and SLURM_JOB_NODELIST are set and not empty.
-
-    Raises CpuftError: srun has started this process several times.
-    """
+    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job."""
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_JOB_NODELIST"):
         return None
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "1") if "SLURM_STEP_ID" in environ else "1"
@@ -97,15 +83,7 @@ def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
 def read_hosts(environ: Mapping[str, str]) -> tuple[Host, ...]:
     """Return the hosts of the Slurm job in which this process runs, this one first and then in Slurm's order.
 
-    scontrol is asked for their names (at most 20 s). Where the job asked for tasks, their number on a host is its
-    number of slots; otherwise `slots` is 0. On a login node with an allocation the first host of Slurm's order is
-    first.
-
-    Parameters
-    ----------
-    environ: variables of Slurm; SLURM_JOB_NODELIST must be set.
-
-    Raises CpuftError: Slurm does not answer.
+    Where the job asked for tasks, their number on a host is its number of slots; otherwise `slots` is 0.
     """
     names = _query_slurm(("scontrol", "show", "hostnames", environ["SLURM_JOB_NODELIST"])).split()
     has_tasks = {"SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"} & environ.keys()

@@ -34,7 +34,6 @@ _CLIENT = """  StrictHostKeyChecking yes
   ServerAliveInterval 5
   ServerAliveCountMax 3
 """
-"""Options in every client configuration that cpuft writes."""
 COMMAND_OPTIONS = (
     *("-o", "BatchMode=yes"),
     *("-o", "ConnectTimeout=5"),
@@ -54,7 +53,7 @@ _FOR_PEOPLE = {
     "remoteforward": "ClearAllForwardings=yes",
     "dynamicforward": "ClearAllForwardings=yes",
 }
-"""Options of a client configuration that suit a person at a terminal and break commands, and what replaces them.
+"""Options that suit a person at a terminal and break commands, and what replaces them.
 
 They are given only where the configuration has them, because older clients do not know some of them."""
 _SSHD = "/usr/sbin/sshd"
@@ -68,31 +67,29 @@ _SERVER = {
     "ClientAliveCountMax": "3",
     "PidFile": "none",
 }
-"""Options of the ssh servers that cpuft starts in containers."""
 _MOST_BASTIONS = 8
 _MOST_INCLUDES = 16
-"""Files that include each other, as many as OpenSSH's client follows."""
+"""How deep files may include each other, as in OpenSSH's client."""
 
 
 @dataclass(frozen=True)
 class Login:
-    """How a host is reached by ssh, according to the hostfile and then to ssh's client configuration."""
+    """How a host is reached by ssh, by the hostfile and the client configuration. Empty values are ssh's defaults."""
 
     address: str
     """Name or address to connect to (HostName)."""
     port: int
     user: str = ""
-    """Empty for ssh's own default."""
     identities: tuple[str, ...] = ()
-    """Files of private keys; empty for ssh's own."""
+    """Files of private keys."""
     known_hosts: tuple[str, ...] = ()
-    """Files of host keys; empty for ssh's own."""
+    """Files of host keys."""
     alias: str = ""
-    """HostKeyAlias: the name under which the host key is known; empty for address and port."""
+    """HostKeyAlias: the name under which the host key is known, instead of address and port."""
     jumps: tuple[Host, ...] = ()
     """Bastions on the way, the first one first."""
     proxy: str = ""
-    """ProxyCommand, whose standard streams are the connection; empty for none."""
+    """ProxyCommand, whose standard streams are the connection."""
     replaced: tuple[str, ...] = ()
     """Values of ssh's -o that replace what the configuration says for people at a terminal."""
 
@@ -100,13 +97,7 @@ class Login:
 def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[str, ...]:
     """Return the argv of OpenSSH's client that a shell line is appended to, to run it on a host.
 
-    For example ("ssh", "-F", config, *COMMAND_OPTIONS, "-l", user, "-p", port, name); options without a value are left
-    out. Nothing is checked.
-
-    Parameters
-    ----------
-    config: path of a client configuration; empty for the user's own.
-    replaced: `Login.replaced`.
+    `config` is the path of a client configuration, empty for the user's own; `replaced` is `Login.replaced`.
     """
     argv: tuple[str, ...] = ("ssh", "-F", config) if config else ("ssh",)
     argv += COMMAND_OPTIONS + tuple(word for option in replaced for word in ("-o", option))
@@ -118,15 +109,7 @@ def ssh_command(host: Host, config: str, replaced: Sequence[str] = ()) -> tuple[
 def read_login(host: Host, config_path: str = "") -> Login:
     """Return how a host is reached, by the hostfile's user and port and otherwise by ssh's client configuration.
 
-    Without a configuration, or an entry in it, the address is the host's name and the port 22. A leading ~ of paths is
-    expanded.
-
-    Parameters
-    ----------
-    config_path: path of a client configuration, which need not exist; empty for ~/.ssh/config.
-
-    Raises CpuftError: the configuration cannot be read, or its port or ProxyJump for the host is not valid; or this
-    user has no entry in /etc/passwd.
+    `config_path` need not exist; it is empty for ~/.ssh/config.
     """
     import paramiko
 
@@ -162,8 +145,7 @@ def read_login(host: Host, config_path: str = "") -> Login:
 
 
 def _split_paths(text: str) -> tuple[str, ...]:
-    """Return the paths in a value, from which paramiko has removed the first and the last of its quotation marks if it
-    began and ended with one."""
+    """Return the paths in a value, from whose ends paramiko has removed quotation marks if there was one at both."""
     first, words = text.find('"'), [text]
     if first >= 0 or not os.path.exists(os.path.expanduser(text)):
         whole = f'"{text}"' if first > 0 and not text[first - 1].isspace() else text
@@ -172,7 +154,6 @@ def _split_paths(text: str) -> tuple[str, ...]:
 
 
 def _read_stamp(path: str) -> tuple[int, int, int]:
-    """Return what tells one state of a file from another."""
     found = os.stat(path)
     return found.st_mtime_ns, found.st_size, found.st_ino
 
@@ -181,8 +162,7 @@ def _read_stamp(path: str) -> tuple[int, int, int]:
 def _read_config(path: str, changed: int, size: int, inode: int) -> paramiko.SSHConfig:
     """Return a client configuration, which is parsed again only if the file has changed.
 
-    A cluster's configuration has an entry for each host, so that parsing it for each host would take a time that grows
-    with the square of their number.
+    A cluster's configuration has an entry per host: parsing it again for each host would take quadratic time.
     """
     import paramiko
 
@@ -208,12 +188,7 @@ def _read_lines(path: str, depth: int = 0) -> Iterator[str]:
 
 
 def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
-    """Return the bastions in a value of ProxyJump or -J: `[user@]name[:port]`, separated by commas.
-
-    A prefix ssh:// is accepted. The tuple is empty for "" and "none". A bastion without user or port has "" or 0.
-
-    Raises CpuftError: a name or port is not valid; the message begins with `where`.
-    """
+    """Return the bastions in a value of ProxyJump or -J; a bastion without user or port has "" or 0 there."""
     jumps = []
     for word in text.split(",") if text and text != "none" else ():
         user, _, place = word.strip().removeprefix("ssh://").rpartition("@")
@@ -225,17 +200,9 @@ def parse_jumps(text: str, where: str) -> tuple[Host, ...]:
 
 
 def find_bastions(login: Login, config_path: str = "") -> list[tuple[Host, Login]]:
-    """Return (bastion, how it is reached) for each bastion on the way to a host, the first one first; [] for none.
+    """Return (bastion, how it is reached) for each bastion on the way to a host, the first one first.
 
     As for ssh, only the first of several bastions may need bastions itself.
-
-    Parameters
-    ----------
-    login: how the host is reached, as `read_login` returns it.
-    config_path: path of the client configuration with the bastions; empty for ~/.ssh/config.
-
-    Raises CpuftError: the configuration leads through more than eight bastions, probably in a circle, or it cannot be
-    read or is not valid for a bastion.
     """
     found: list[tuple[Host, Login]] = []
     while login.jumps:
@@ -280,14 +247,7 @@ Bastions = tuple[tuple[str, Login], ...]
 def format_ssh_config(members: Sequence[Member], key: str, known_hosts: str, bastions: Bastions = ()) -> str:
     """Return the text of a client configuration for all hosts of a cluster, by address and by name.
 
-    Parameters
-    ----------
-    key: path of the private key to log in with; empty for ssh's own keys.
-    known_hosts: path of the file with the hosts' keys; no other host keys are accepted.
-    bastions: those on the way to all hosts.
-
-    Raises CpuftError: a value contains a control character or a quotation mark, which would begin another option, or
-    bytes that are not UTF-8.
+    `key` is the path of the private key, empty for ssh's own keys. Only host keys in `known_hosts` are accepted.
     """
     parts = ["# Made by cpuft provision: how to reach the hosts of this cluster."]
     parts += [_format_bastion(name, login) for name, login in bastions]
@@ -320,15 +280,7 @@ def _format_bastion(name: str, login: Login) -> str:
 
 
 def format_shared_key_config(alias: str, key: str, known_hosts: str, port: int) -> str:
-    """Return a client configuration for any host that shows one shared host key. Values are not checked.
-
-    Parameters
-    ----------
-    alias: name of the shared key in the file `known_hosts`.
-    key: path of the private key to log in with.
-    known_hosts: path of the file with the shared key.
-    port: ssh port of all hosts.
-    """
+    """Return a client configuration for any host that shows the host key named `alias` in the file `known_hosts`."""
     return (
         f"Host *\n  Port {port}\n  HostKeyAlias {alias}\n  IdentityFile {key}\n  IdentitiesOnly yes\n"
         f"  UserKnownHostsFile {known_hosts}\n  GlobalKnownHostsFile /dev/null\n"
@@ -337,10 +289,6 @@ def format_shared_key_config(alias: str, key: str, known_hosts: str, port: int) 
 
 
 def _check_line(option: str, value: str) -> str:
-    """Return `value`.
-
-    Raises CpuftError when it contains a control character, which would end its line, or bytes that are not UTF-8.
-    """
     if any("\ud800" <= character <= "\udfff" for character in value):
         raise CpuftError(f"{option} {value[:80]!r} is not UTF-8 text, which ssh_config needs: rename the file")
     if odd := find_control(value):
@@ -358,10 +306,7 @@ def _quote(option: str, value: str) -> str:
 
 
 def format_known_hosts(members: Sequence[Member]) -> str:
-    """Return the known_hosts lines `NAME TYPE KEY [MARK]` of the members whose host keys are known; "" if none is.
-
-    NAME is `Member.known_name`.
-    """
+    """Return the known_hosts lines `NAME TYPE KEY [MARK]` of the members whose host keys are known."""
     lines = [(one.known_name, *one.key.split()[:2], one.mark) for one in members if one.key]
     return "".join(f"{' '.join(words).rstrip()}\n" for words in lines)
 
@@ -376,19 +321,8 @@ def format_inside(
 ) -> dict[str, str]:
     """Return file name -> text of the files with which a host of a cluster reaches all of its hosts.
 
-    The names are "known_hosts", "ssh_config", "hostfile" and "cluster.json" (the registry entry). They belong into
-    `folder` on the host's own disk, beside the cluster's key `id_ed25519`.
-
-    Parameters
-    ----------
-    members: all hosts, the head host first. Their addresses from this machine (`reached`) are left out.
-    folder: absolute path; its last part is the cluster's name.
-    python: path of the training environment's Python on the hosts.
-    notice: file or URL that announces a host's interruption; empty for none.
-    renewal: command that extends a host's lease; empty for none.
-    shares_files: whether the hosts see each other's files under the same paths.
-
-    Raises CpuftError: a value cannot stand in ssh's configuration (`format_ssh_config`).
+    They belong into `folder`, whose name is the cluster's, beside the cluster's key `id_ed25519`. The head host is the
+    first of `members`. The other parameters are as in `Entry`, seen from the hosts.
     """
     name, members = folder.rpartition("/")[2], [replace(member, reached="") for member in members]
     config = f"{folder}/ssh_config"
@@ -405,23 +339,14 @@ def format_inside(
 def sshd_command(host_key: str, port: int, *arguments: str, **options: str) -> tuple[str, ...]:
     """Return the argv that starts an ssh server in a container, in the foreground, with its messages on stderr.
 
-    Nothing is checked; `prepare_sshd` makes what sshd needs.
-
-    Parameters
-    ----------
-    host_key: path of the private host key.
-    arguments: more arguments of sshd, before all options.
-    options: values of sshd_config by name; they win over those that cpuft always gives.
+    `options` are values of sshd_config, which win over those that cpuft always gives.
     """
     given = [f"-o{name}={value}" for name, value in (_SERVER | options).items()]
     return (_SSHD, "-D", "-e", *arguments, "-p", str(port), "-h", host_key, *given)
 
 
 def prepare_sshd() -> None:
-    """Make what sshd needs to start in a container: as root the folder /run/sshd, otherwise nothing.
-
-    Raises CpuftError: the container has no /usr/sbin/sshd. Raises OSError: the folder cannot be made.
-    """
+    """Make what sshd needs to start in a container: as root the folder /run/sshd, otherwise nothing."""
     if not os.path.exists(_SSHD):
         raise CpuftError(f"there is no {_SSHD}: use a container image that has openssh-server")
     if not os.geteuid():
@@ -431,20 +356,13 @@ def prepare_sshd() -> None:
 def format_sshd_config(address: str, directory: str, own_home: bool) -> str:
     """Return the text of sshd_config for a simulated host, whose keys are in `directory`.
 
-    Parameters
-    ----------
-    address: IPv4 address on whose port 22 it listens.
-    directory: path of the folder with host_key and authorized_keys.
-    own_home: the host has a home of its own, so that keys in its ~/.ssh/authorized_keys are accepted, too: they are
-        meant for it and not for this machine.
+    With a home of its own, the host accepts the keys in its ~/.ssh/authorized_keys, too: they are meant for it.
     """
     text = Path(__file__).with_name("sshd_config.in").read_text(encoding="utf-8")
     return text.format(address=address, directory=directory, also=" .ssh/authorized_keys" if own_home else "")
 
 
 def format_hosts(members: tuple[Member, ...]) -> str:
-    """Return the text of an /etc/hosts with a line `ADDRESS NAME` for each member, after those of localhost.
-
-    No host's name is a loopback address there, because gloo would bind to that.
-    """
+    """Return the text of an /etc/hosts with a line `ADDRESS NAME` for each member, after those of localhost."""
+    # No host's name may be a loopback address there, because gloo would bind to that.
     return "127.0.0.1 localhost\n::1 localhost\n" + "".join(f"{m.address} {m.name}\n" for m in members)

@@ -14,14 +14,12 @@ from cpuft.serialization import load, parse_json
 
 @dataclass(frozen=True)
 class Core:
-    """A physical core."""
+    """A physical core; all numbers are the kernel's."""
 
     socket: int
-    """The kernel's number of its CPU socket."""
     numa_node: int
-    """The kernel's number of its NUMA node."""
     threads: tuple[int, ...]
-    """The kernel's numbers of its hardware threads; a rank uses only the first."""
+    """Its hardware threads; a rank uses only the first."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,7 @@ class HostFacts:
     """Facts of a host, as `cpuft.hosts.facts` reports them."""
 
     hostname: str
-    """As `socket.gethostname` returns it there."""
     python: str
-    """Version of the Python that reported, such as "3.11.4"."""
     kernel: str
     """Release of the kernel, as in uname -r."""
     boot_id: str
@@ -48,12 +44,12 @@ class HostFacts:
     interfaces: dict[str, str]
     """IPv4 address by name of network interface, with loopback."""
     routes: dict[str, str]
-    """Target address -> local address from which it is reached, "" without a route. There is one target for each host:
-    the head host, or for that the next host."""
+    """Target address -> local address from which it is reached, "" without a route. The only target is the head host,
+    or for that the next host."""
     free_port: int
     """A TCP port on which nothing listened."""
     libraries: dict[str, str]
-    """Path by name of the libraries among tcmalloc, tcmalloc_minimal, jemalloc and iomp5 that are installed."""
+    """Path by name of the libraries for LD_PRELOAD that are installed, such as jemalloc."""
     uid: int
     """Id of the user that runs commands there."""
     efa: bool = False
@@ -70,10 +66,8 @@ class HostFacts:
 
     @property
     def cores(self) -> tuple[Core, ...]:
-        """Cores to use: the first of `seen_cores`, no more than the control group's CPU quota allows, and at least one.
-
-        With more threads than that the kernel would pause each in turn while the others wait for it.
-        """
+        """Cores to use: the first of `seen_cores`, as many as the control group's CPU quota allows and at least one."""
+        # With more threads than the quota the kernel would pause each in turn while the others wait for it.
         return self.seen_cores[: max(1, int(self.cpu_quota))] if self.cpu_quota else self.seen_cores
 
     @property
@@ -83,8 +77,7 @@ class HostFacts:
 
 
 def spread_cores(hosts: Sequence[HostFacts]) -> list[tuple[Core, ...]]:
-    """Return the cores that each host is to use: as many as `HostFacts.cores` has, and others than those of the hosts
-    before it on the same machine, as long as there are any.
+    """Return the cores that each host is to use: on one machine different ones, as long as there are any.
 
     Containers that share a machine and have a CPU quota see all of its cores, and each would begin with the first one.
     """
@@ -100,25 +93,14 @@ def spread_cores(hosts: Sequence[HostFacts]) -> list[tuple[Core, ...]]:
 
 @dataclass(frozen=True)
 class RankCores:
-    """The kernel's numbers of one rank's hardware threads: `compute` for OpenMP, `comm` for communication workers.
-
-    No number is in both.
-    """
+    """One rank's hardware threads: `compute` for OpenMP, `comm` for communication workers; no number is in both."""
 
     compute: tuple[int, ...]
     comm: tuple[int, ...] = ()
 
 
 def parse_facts(text: str, host: str) -> HostFacts:
-    """Return the facts that `cpuft.hosts.facts` printed on a host.
-
-    Parameters
-    ----------
-    text: the output, a JSON object.
-    host: name of the host for the message.
-
-    Raises CpuftError: `text` is not that output; the message shows its last line.
-    """
+    """Return the facts that `cpuft.hosts.facts` printed on a host."""
     try:
         values = load(dict[str, Any], parse_json(text))
         cpuinfo, machine = (load(str, values.pop(name, None), name) for name in ("cpuinfo", "machine"))
@@ -135,9 +117,7 @@ def parse_facts(text: str, host: str) -> HostFacts:
 def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
     """Return the cores in the output of `lscpu -p=CPU,CORE,SOCKET,NODE` that have hardware threads in `allowed`.
 
-    They are ordered by NUMA node, socket and core; lines of another form are left out, and without a NUMA node a core
-    has the number of its socket as that. A core has only its allowed threads. If there are no such cores in `text`,
-    each allowed hardware thread counts as a core of socket 0 and NUMA node 0.
+    If `text` has none, each allowed hardware thread counts as a core of socket 0 and NUMA node 0.
     """
     threads: dict[tuple[int, int, int], list[int]] = {}
     for line in text.splitlines():
@@ -154,41 +134,23 @@ def parse_lscpu(text: str, allowed: tuple[int, ...]) -> tuple[Core, ...]:
 
 
 def choose_comm_cores(cores_per_rank: int, ranks: int, backend: str) -> tuple[int, str]:
-    """Return (number of cores that each rank leaves to communication workers, reason as a phrase for the user).
-
-    It is one core in eight, at most 4: the recipe that cpuft follows gives oneCCL 4 of 32 cores. It is 0 for a single
-    rank, with the backend "gloo", whose threads share the cores of their rank, and with fewer than 8 cores per rank.
-
-    Parameters
-    ----------
-    ranks: number of ranks of the run.
-    backend: "gloo", "mpi" or "ccl".
-    """
+    """Return (number of cores that each rank leaves to communication workers, reason as a phrase for the user)."""
     if ranks == 1:
         return 0, "a single rank sends nothing"
     if backend == "gloo":
         return 0, "gloo's threads share the cores of their rank"
     if cores_per_rank < 8:
         return 0, f"{cores_per_rank} cores per rank are too few to give any away"
+    # The recipe that cpuft follows gives oneCCL 4 of 32 cores.
     count = min(4, cores_per_rank // 8)
     return count, f"{count} of {cores_per_rank} cores per rank carry communication"
 
 
 def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tuple[RankCores, ...]:
-    """Return the cores of each rank on one host, in the order of the local ranks.
+    """Return the cores of each rank on one host, in the order of the local ranks. Left-over cores are not used.
 
     All ranks get equal numbers of cores, and if the ranks divide evenly over the NUMA nodes, all of a rank's are on one
-    node. Cores that are left over are not used. The first `comm_cores` of a rank are for communication, the others for
-    computing. Of each core only the first hardware thread is used. With more ranks than cores, which slots in a
-    hostfile allow, rank R gets core R modulo the number of cores, and none for communication.
-
-    Parameters
-    ----------
-    cores: cores of the host; at least one.
-    ranks: number of ranks on this host, at least 1.
-    comm_cores: number of cores of each rank for communication.
-
-    Raises CpuftError: `comm_cores` leave a rank no core to compute on.
+    node. Ranks may outnumber cores where slots in a hostfile allow it: they share cores then.
     """
     cpus = [core.threads[0] for core in cores]
     if ranks > len(cpus):
@@ -204,7 +166,6 @@ def plan_placement(cores: tuple[Core, ...], ranks: int, comm_cores: int) -> tupl
 
 
 def _even_groups(cores: tuple[Core, ...], ranks: int) -> list[list[int]]:
-    """Return the first hardware threads of each rank's cores: within NUMA nodes where the ranks divide evenly."""
     nodes: dict[int, list[int]] = {}
     for core in cores:
         nodes.setdefault(core.numa_node, []).append(core.threads[0])
@@ -235,16 +196,7 @@ class Interface:
 
 
 def choose_interface(facts: HostFacts, target: str, wanted: str = "") -> Interface:
-    """Return the interface by which a host reaches `target`, or the interface `wanted`.
-
-    Parameters
-    ----------
-    target: address of another host, one of the keys of `facts.routes`; not used with `wanted`.
-    wanted: name of an interface, as of --iface; it is taken whatever its kind. Empty for the one of the route.
-
-    Raises CpuftError: the host has no interface `wanted` with an address, no route to `target` is known, or its
-    interface leads to no other host, by its name (loopback, bridges, containers, VPN).
-    """
+    """Return the interface by which a host reaches `target`, one of the keys of `routes`, or the interface `wanted`."""
     if wanted:
         if wanted not in facts.interfaces:
             known = ", ".join(sorted(facts.interfaces))

@@ -40,8 +40,8 @@ _CONNECTIONS = 32
 _DIAL_SECONDS = 5.0
 """Time limit for a TCP connection: a host that is up answers at once; one that was cut off must not delay others."""
 _PROBE_DIAL_SECONDS = 3.5
-"""The same for `find_unresponsive`: the kernel of a host that is up has answered one of three SYN packets by then.
-They are 1 and 2 s apart (RFC 6298)."""
+"""The same for `find_unresponsive`: the kernel of a host that is up has answered one of three SYN packets by then. They
+are 1 and 2 s apart (RFC 6298)."""
 _PROBE_SECONDS = 6.0
 """Time limit for the key exchange in `find_unresponsive`."""
 _PROHIBITED = 1  # RFC 4254, section 5.1: SSH_OPEN_ADMINISTRATIVELY_PROHIBITED
@@ -49,8 +49,7 @@ _IPV4 = re.compile(r"[0-9]{1,3}(\.[0-9]{1,3}){3}")
 _BEGIN = "cpuft: the command begins"
 
 UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED = "unreachable", "key unknown", "key changed"
-"""Kinds of `HostError`: no connection or a broken one; the host's key is in no known_hosts file; it differs from the
-one there."""
+"""Kinds of `HostError`: no connection or a broken one; the host's key is in no known_hosts file; another is there."""
 LOGIN_REFUSED, TIMED_OUT, NO_COMMANDS = "login refused", "time-out", "no commands"
 """Kinds of `HostError`: the host accepts no key of this user; the host or the command took too long; the login shell
 prints something before each command, which would be taken for the command's output, or ends without running it."""
@@ -70,17 +69,10 @@ _DROPPED_PAUSES = (0.3, 0.6, 1.2, 2.4, 4.8)
 
 
 class HostError(CpuftError):
-    """A host could not be used over ssh.
-
-    Callers act on `kind`: UNREACHABLE, KEY_UNKNOWN, KEY_CHANGED, LOGIN_REFUSED, TIMED_OUT or NO_COMMANDS. `host` is the
-    host's name. `is_transient` is True for UNREACHABLE and TIMED_OUT.
-    """
+    """A host could not be used over ssh. Callers act on `kind`, one of the six constants above."""
 
     def __init__(self, host: str, kind: str, what: str, advice: str = "") -> None:
-        """Make the message of `what` happened and what to do next.
-
-        `advice` is what to do next; without it, what usually helps against this kind.
-        """
+        """Make the message of `what` happened and of what to do: `advice`, or what usually helps against this kind."""
         super().__init__(f"host {host} cannot be used over ssh ({what}: {advice or _ADVICE[kind]})")
         self.host, self.kind = host, kind
         self.is_transient = kind in (UNREACHABLE, TIMED_OUT)
@@ -143,13 +135,7 @@ class Transport(ABC):
         """Run a command on a host, wait for its end, and return its exit code and output, whatever they are.
 
         Every argument reaches the command as it is. On this machine a command that does not exist returns exit code
-        127, and one that takes longer than `seconds` or cannot be started 126.
-
-        Parameters
-        ----------
-        argv: the command.
-        stdin: text of its standard input.
-        seconds: time limit of the command; logging in has limits of its own.
+        127, and one that takes longer than `seconds` or cannot be started 126. Logging in has time limits of its own.
 
         Raises CpuftError (over ssh HostError, with its kind): another host cannot be reached, its host key is unknown
         or has changed, it refuses the login, or the command takes longer than `seconds`.
@@ -159,17 +145,11 @@ class Transport(ABC):
         return self._run_remotely(host, argv, stdin, seconds)
 
     def find_unresponsive(self, names: Sequence[str], seconds: float = _PROBE_SECONDS) -> set[str]:
-        """Return the names of the hosts that do not answer in time, because they are off, cut off or frozen.
+        """Return the names of the hosts that do not answer within `seconds`, because they are off, cut off or frozen.
 
         A host that cannot be asked for another reason is among them, too; no CpuftError is raised. All hosts are asked
-        at the same time. This machine is never among those found. Over ssh only the key exchange is tried, so that a
-        host that would refuse the login answers, too. The attribute `unresponsive` is updated for `names`. Ports are
-        those of `hosts`.
-
-        Parameters
-        ----------
-        names: names of hosts, as in the hostfile; may be empty.
-        seconds: time limit for the answer of a host.
+        at the same time, and this machine is never among those found. Over ssh only the key exchange is tried, so that
+        a host that would refuse the login answers, too. The attribute `unresponsive` is updated for `names`.
         """
         hosts = [self.find_host(name) for name in names]
         answers = try_hosts(lambda host: self.is_here(host) or self._probe(host, seconds), hosts)
@@ -209,16 +189,10 @@ class SshTransport(Transport):
     sessions: _Sessions = field(default_factory=_Sessions, compare=False, repr=False)
 
     def is_here(self, host: Host) -> bool:
-        """Return whether a host is this machine: as `here` says, else by its address.
-
-        By address it is False for a host with an ssh port of its own (it is a container or a tunnel), behind a bastion
-        or a ProxyCommand, and without an address.
-
-        Raises CpuftError: ssh's configuration cannot be read or is not valid for the host.
-        """
+        """Return whether a host is this machine: as `here` says, else by its address."""
         if self.here is not None:
             return host.name == self.here
-        if host.port:
+        if host.port:  # it is a container or a tunnel
             return False
         login = self._read_login(host)
         try:
@@ -233,8 +207,6 @@ class SshTransport(Transport):
         """Return a host's IPv4 address; behind a bastion the host's name, where only the other hosts resolve it.
 
         A host that the hostfile names by its address has that one, even if ssh's configuration gives another.
-
-        Raises CpuftError: the name has no address, or ssh's configuration cannot be read or is not valid for the host.
         """
         if _IPV4.fullmatch(host.name):
             return host.name
@@ -254,10 +226,7 @@ class SshTransport(Transport):
             ) from None
 
     def command_prefix(self, host: Host) -> tuple[str, ...]:
-        """Return the argv ("ssh", ..., NAME) that a shell line is appended to; () where the host is this machine.
-
-        Raises CpuftError: ssh's configuration cannot be read or is not valid for the host.
-        """
+        """Return the argv ("ssh", ..., NAME) that a shell line is appended to; () where the host is this machine."""
         return () if self.is_here(host) else ssh_command(host, self.config, self._read_login(host).replaced)
 
     def _run_remotely(self, host: Host, argv: Sequence[str], stdin: str, seconds: float) -> Answer:
@@ -283,8 +252,8 @@ class SshTransport(Transport):
     def keep_sessions(self) -> Iterator[None]:
         """Inside, log in to each host only once for all commands that are run one after another.
 
-        A session that has ended, or in which a command failed to run, is closed, and the next command logs in again.
-        All are closed at the end; of nested calls, at the end of the outer one.
+        A session that has ended, or in which a command failed to run, is closed, and the next command logs in again. Of
+        nested calls, the outer one closes the sessions.
         """
         if self.sessions.keep:
             yield
@@ -315,11 +284,7 @@ class SshTransport(Transport):
             raise
 
     def _read_login(self, host: Host) -> Login:
-        """Return how a host is reached (`read_login`).
-
-        For "localhost" no configuration is read, because that needs paramiko, which a launch on this machine must not
-        import.
-        """
+        # read_login needs paramiko, which a launch on this machine must not import.
         return read_login(host, self.config) if host.name != "localhost" else Login(host.name, host.port or 22)
 
 
@@ -331,10 +296,8 @@ def _is_active(client: paramiko.SSHClient) -> bool:
 def map_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNECTIONS) -> list[T]:
     """Call a function for all hosts at the same time and return its results in the order of the hosts.
 
-    At most `most` calls run at once; all have ended when this returns or raises. The list is empty for no hosts.
-
-    Raises CpuftError: the function raised it for some hosts; the message joins theirs by "; ", and `is_transient` is
-    True if it is for all of them. Any other exception of the function is raised as it is.
+    Raises CpuftError if the function raised it for some hosts, with all messages; all calls have ended then. It is
+    transient if all of them are.
     """
     results = try_hosts(function, hosts, most)
     failures = [result for result in results if isinstance(result, CpuftError)]
@@ -345,11 +308,7 @@ def map_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNE
 
 
 def try_hosts(function: Callable[[H], T], hosts: Sequence[H], most: int = _CONNECTIONS) -> list[T | CpuftError]:
-    """Call a function for all hosts at the same time; return its result for each, or the CpuftError that it raised.
-
-    The list has the order of the hosts and is empty for no hosts. At most `most` calls run at once. An exception of
-    another class is raised as it is.
-    """
+    """Call a function for all hosts at the same time; return its result for each, or the CpuftError that it raised."""
 
     def call(host: H) -> T | CpuftError:
         try:
@@ -368,13 +327,6 @@ def open_session(host: Host, config_path: str = "") -> Iterator[paramiko.SSHClie
     """Log in to a host, through its bastions, for the time of the block; the value is paramiko's client.
 
     An unknown or changed host key is refused, and never learnt here.
-
-    Parameters
-    ----------
-    config_path: path of ssh's client configuration; empty for the user's own.
-
-    Raises HostError: the host or a bastion cannot be reached or does not answer in time, its key is unknown or has
-    changed, or it refuses the login. Raises CpuftError: the configuration cannot be read or is not valid.
     """
     login = read_login(host, config_path)
     with ExitStack() as stack:
@@ -447,8 +399,6 @@ def _load_host_keys(client: paramiko.SSHClient, path: str, name: str) -> None:
 
     paramiko's own `load_host_keys` compares every line with all lines before it, in every session: with N hosts of a
     cluster in the file that is N * N * N comparisons for one question to all of them.
-
-    Raises OSError: the file cannot be read.
     """
     from paramiko.hostkeys import HostKeyEntry, InvalidHostKey
     from paramiko.ssh_exception import SSHException
@@ -548,10 +498,7 @@ def _raise_host_errors(host: Host, seconds: float = ssh_config.CONNECT_SECONDS) 
 
 
 def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds: float) -> Answer:
-    """Run a shell line. Three threads serve its streams, because neither end may wait for the other to read.
-
-    Raises TimeoutError: it takes longer than `seconds`. Raises EOFError: no exit code came.
-    """
+    """Run a shell line. Three threads serve its streams, because neither end may wait for the other to read."""
     import paramiko
 
     link = client.get_transport()
@@ -595,18 +542,10 @@ def _run_in_session(client: paramiko.SSHClient, line: str, stdin: bytes, seconds
 
 
 def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> str:
-    """Return the public key that a host's ssh server shows, "ssh-ed25519 AAAA...". It proves nothing by itself.
+    """Return the public key that a host's ssh server shows, "ssh-ed25519 AAAA...", without a login. It is not verified.
 
-    Nobody logs in to the host, but to the bastions on the way.
-
-    Parameters
-    ----------
-    config_path: path of ssh's client configuration; empty for the user's own.
-    seconds: time limit for the key exchange with a server that may be busy; its kernel has 3.5 s to accept the
-        connection. 0 for the limits of a session (10 s, 5 s to accept).
-
-    Raises HostError: no ssh server answers, or a bastion cannot be used. Raises CpuftError: the configuration cannot be
-    read or is not valid.
+    `seconds` is the time limit for the key exchange; 0 for the limits of a session. A server may be busy so long, but
+    its kernel has only 3.5 s to accept the connection.
     """
     import paramiko
 
@@ -621,9 +560,6 @@ def scan_host_key(host: Host, config_path: str = "", seconds: float = 0.0) -> st
 
 
 def fingerprint(public_key: str) -> str:
-    """Return the fingerprint of a public key as `ssh-keygen -l` shows it: "SHA256:..." without padding.
-
-    `public_key` is "TYPE BASE64 [COMMENT]". Raises IndexError or ValueError: it has another form.
-    """
+    """Return the fingerprint of a public key "TYPE BASE64 [COMMENT]" as `ssh-keygen -l` shows it: "SHA256:..."."""
     digest = hashlib.sha256(base64.b64decode(public_key.split()[1])).digest()
     return f"SHA256:{base64.b64encode(digest).decode().rstrip('=')}"

@@ -1,1 +1,1 @@
-"""Records -> speedup tables. Reads nothing but records."""
+"""Tables, pages and estimates, which are made from the records of runs and the journals of sweeps."""

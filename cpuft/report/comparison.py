@@ -25,10 +25,9 @@ MISSING_TIME = {
 
 @dataclass(frozen=True)
 class IdealComparison:
-    """A run compared with its ideal.
+    """A run compared with its ideal: as many independent ranks, which exchange nothing.
 
-    The ideal is a run of as many independent ranks, which exchange nothing. Both are measured over the same steps:
-    without the first tenth, and only while all ranks of the ideal were still training.
+    Both are measured over the same steps: without the first tenth, and only while all ranks of the ideal were training.
     """
 
     samples_per_second: float
@@ -45,20 +44,11 @@ class IdealComparison:
 
     They add up to step_seconds - ideal_seconds, and a part may be negative. `waiting`: the slowest rank waits for
     gradients. `slowed`: the ranks compute longer than in the ideal, on average. `uneven`: the slowest rank computes
-    longer than the average. `rest`: what is left.
-    """
+    longer than the average. `rest`: what is left."""
 
 
 def _find_ideals(group: Sequence[Record], ideals: Sequence[Record]) -> list[Record]:
-    """Return those ideals that belong to a group of repeats, in the order of their start; empty if there are none.
-
-    They have as many ranks, the same hosts in the same order and the same global batch as the first run of the group.
-
-    Parameters
-    ----------
-    group: one or more repeats of a run.
-    ideals: records of independent ranks.
-    """
+    """Return those ideals that belong to a group of repeats, in the order of their start."""
     wanted = _place(group[0])
     return sorted((one for one in ideals if _place(one) == wanted), key=lambda one: one.header.started)
 
@@ -68,11 +58,7 @@ def _place(record: Record) -> tuple[int, int, list[str]]:
 
 
 def compare_with_ideal(run: Record, ideal: Record) -> IdealComparison | None:
-    """Compare a run with its ideal over the steps that both can be compared in.
-
-    Returns None if there are no such steps, if the ideal's record does not have the times of all ranks, or if a mean
-    time is 0.
-    """
+    """Compare a run with its ideal over the steps that both can be compared in; None where that is not possible."""
     common = slice(len(run.steps) // 10, count_common(ideal.steps, len(run.steps)))
     own, alone = run.steps[common], ideal.steps[common]
     ranks = run.header.world_size
@@ -92,10 +78,9 @@ def compare_with_ideal(run: Record, ideal: Record) -> IdealComparison | None:
 
 
 def count_common(steps: Sequence[StepLine], most: int) -> int:
-    """Return how many steps every rank of an ideal had made when the first rank had made all of its own.
+    """Return how many steps all ranks of an ideal had made when the first rank had made all of its own.
 
-    Until then all hosts were busy. The result is at most `most`, and more than a tenth of it; so it is `most // 10 + 1`
-    if there are no steps or no times of the ranks, but 0 if `most` is 0.
+    Until then all hosts were busy. The result is at most `most`, and more than a tenth of it even if fewer are common.
     """
     ends = [list(itertools.accumulate(rank)) for rank in _by_rank(steps)]
     first = min((rank[-1] for rank in ends), default=0.0)
@@ -104,17 +89,9 @@ def count_common(steps: Sequence[StepLine], most: int) -> int:
 
 
 def _divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every: int = 1) -> dict[str, float]:
-    """Return the mean seconds of a step beyond those of the ideal, by the keys of `MISSING_TIME`.
+    """Return the mean seconds of a step beyond `ideal_seconds`, as in `IdealComparison.parts`.
 
-    The parts add up to the mean step time minus `ideal_seconds`, and may be negative: `waiting` (for gradients, without
-    waiting for the slowest rank), `slowed` (mean compute time of all ranks beyond the ideal's), `uneven` (compute time
-    of the slowest rank beyond the mean) and `rest`.
-
-    Parameters
-    ----------
-    steps: one or more, with `compute_seconds` of all ranks.
-    ideal_seconds: seconds of a step of the ideal.
-    every: number of updates after which the ranks synchronise.
+    The ranks synchronise after every `every` updates.
     """
     mean = statistics.fmean(statistics.fmean(line.compute_seconds) for line in steps)
     meetings = itertools.groupby(steps, key=lambda line: (line.step - 1) // every)
@@ -132,7 +109,7 @@ def _divide_missing_time(steps: Sequence[StepLine], ideal_seconds: float, every:
 
 
 def _average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
-    """Return the mean of one or more repeated comparisons, field by field; without parts if one of them has none."""
+    """Return the mean of repeated comparisons, field by field; without parts if one of them has none."""
     return IdealComparison(
         statistics.fmean(one.samples_per_second for one in found),
         statistics.fmean(one.efficiency for one in found),
@@ -147,16 +124,7 @@ def _average_ideals(found: Sequence[IdealComparison]) -> IdealComparison:
 
 
 def _describe_ideal(label: str, against: IdealComparison) -> str:
-    """Return one sentence: the share of the ideal that a run reached, and where the rest of the time went.
-
-    "np 4 reached 93 % of the ideal (410.2 samples/s); of its steps' time 7.0 % is missing: waiting for gradients 3.1 %,
-    ..." Without parts, or if the run was as fast as the ideal, the sentence ends after the first part.
-
-    Parameters
-    ----------
-    label: name of the run, such as "np 4".
-    against: the comparison of the run with its ideal.
-    """
+    """Return one sentence: the share of the ideal that a run reached, and where the rest of the time went."""
     said = f"{label} reached {against.efficiency * 100:.0f} % of the ideal ({against.samples_per_second:.1f} samples/s)"
     missing = 1 - against.efficiency
     if missing <= 0 or not against.parts:
@@ -201,17 +169,15 @@ class SeedComparison:
     """A metric of one number of ranks over several seeds, compared with the baseline's metric with the same seeds."""
 
     seeds: int
-    """Number of seeds."""
     mean: float
     standard_error: float
-    """Standard error of the mean."""
     common: int
     """Number of seeds that the baseline has, too."""
     difference: float
     """Mean of the metric minus that of the baseline, over the common seeds; 0 for the baseline itself."""
     interval: float | None
-    """Half the width of the 95 % confidence interval of the difference, paired by seed; None for the baseline, and with
-    fewer than two common seeds."""
+    """Half the width of the 95 % confidence interval of the difference, paired by seed; None for the baseline and with
+    one common seed or none."""
     is_different: bool | None
     """Whether the difference is clear in a paired two-sided t-test at the 5 % level; None if that cannot be told."""
 
@@ -235,12 +201,12 @@ class Row:
     efficiency: float
     """Speedup divided by (ranks / ranks of the baseline)."""
     metrics: dict[str, float]
-    """Metrics of the last evaluation by name; empty if there was none."""
+    """Metrics of the last evaluation; empty if there was none."""
     path: str
     """Path of the record of the first repeat."""
     repeats: int
     ideal: IdealComparison | None
-    """The comparison with the ideal, the mean of the repeats; None if no ideal was measured."""
+    """The mean of the repeats; None if no ideal was measured."""
     intervals: dict[str, float]
     """Half the width of the 95 % confidence intervals of samples_per_second, speedup, efficiency, and of the efficiency
     relative to the ideal (`ideal`); empty without repeats. Speedup and efficiency compare runs of the same round."""
@@ -266,22 +232,14 @@ class Comparison:
     rows: tuple[Row, ...]
     """One row per run, or per group of repeats, ordered by the number of ranks and then by the start."""
     notes: tuple[str, ...]
-    """What a reader must know to understand the numbers."""
 
 
 def compare(records: list[Record]) -> Comparison:
     """Compare complete runs of the same job with the one with the fewest ranks, and with their ideals.
 
-    Parameters
-    ----------
-    records: in any order; those of independent ranks (`Header.independent`) are the ideals. Runs that differ only in
-        their seed and in when they ran are repeats, and share a row with their mean.
-
-    Raises
-    ------
-    CpuftError: there is no run apart from ideals; a record is not complete, trained on no examples or has impossible
-        times; the records differ in task, model, data, precision or an option that must be equal, such as epochs or
-        learning_rate (the message names what differs); or the record of the baseline holds no number of epochs.
+    Records of independent ranks (`Header.independent`) are the ideals. Runs that differ only in their seed and in when
+    they ran are repeats, and share a row with their mean. Raises CpuftError: there is no run, a record cannot be used,
+    or the records are not of the same job; the message names what differs.
     """
     if all(record.header.independent for record in records):
         raise CpuftError(
@@ -341,15 +299,7 @@ def _refuse_impossible(record: Record) -> None:
 def _refuse_differences(records: list[Record]) -> None:
     """Raise CpuftError if one of the records differs from the first one in what must be equal.
 
-    That is task, model, checksum of the data, precision, and the options epochs, max_steps, max_length, padding,
-    learning_rate, lora_rank, gradient_accumulation, dropout, engine, mlm_probability, whole_word_mask, causal and pack.
-    An option that a record does not have counts as off. Seeds may differ if each number of ranks shares a seed with
-    that of the first record. The examples of the task demo depend on the seed. The message names both records and what
-    differs, with the values.
-
-    Parameters
-    ----------
-    records: one or more.
+    Seeds may differ if each number of ranks shares a seed with that of the first record.
     """
     first = records[0]
     seeds: dict[int, set[object]] = {}
@@ -357,6 +307,7 @@ def _refuse_differences(records: list[Record]) -> None:
         seeds.setdefault(record.header.world_size, set()).add(_seed_of(record))
     for record in records[1:]:
         pairs = [(n, getattr(first.header, n), getattr(record.header, n)) for n in _MUST_BE_EQUAL]
+        # The examples of the task demo depend on the seed.
         if first.header.task == record.header.task == "demo" and _seed_of(first) != _seed_of(record):
             pairs = [pair for pair in pairs if pair[0] != "data"]
         # Records of older versions have fewer options; the missing ones were off.
@@ -372,8 +323,7 @@ def _refuse_differences(records: list[Record]) -> None:
 
 
 def group_jobs(records: Sequence[Record]) -> list[list[Record]]:
-    """Return the records in groups that `_refuse_differences` accepts, in the order of their first records; without
-    groups of independent ranks only."""
+    """Return the records in groups of the same job, in the order of their first records. Ideals alone are left out."""
     groups: list[list[Record]] = []
     for record in records:
         for group in groups:
@@ -392,11 +342,6 @@ def _seed_of(record: Record) -> str:
 
 
 def _find_scaling(records: list[Record]) -> str:
-    """Return the kind of scaling of these runs.
-
-    "single" if all have the same number of ranks; else "weak" if the batch per rank is the same, "strong" if the global
-    batch is, and "mixed" if neither is.
-    """
     per_rank = {record.header.global_batch / record.header.world_size for record in records}
     in_all = {record.header.global_batch for record in records}
     if len({record.header.world_size for record in records}) == 1:
@@ -407,11 +352,7 @@ def _find_scaling(records: list[Record]) -> str:
 
 
 def _count_cores(record: Record) -> int:
-    """Return the number of different hardware threads that the ranks were pinned to, on all hosts together.
-
-    Simulated hosts have those of one machine.
-    """
-    ranks, is_one = record.header.ranks, record.header.simulated
+    ranks, is_one = record.header.ranks, record.header.simulated  # simulated hosts have the threads of one machine
     return len({("" if is_one else place.host, cpu) for place in ranks for cpu in place.cpus})
 
 
@@ -421,11 +362,7 @@ def shares_cores(row: Row, base: Row) -> bool:
 
 
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
-    """Return groups of runs that differ only in their seed and in when they ran, in the order of the runs.
-
-    The runs of a group have the same global batch, the same ranks on the same hosts and CPUs, and the same versions and
-    other options. A run without repeats is a group of its own.
-    """
+    """Return groups of runs that differ only in their seed and in when they ran, in the order of the runs."""
     groups: dict[str, list[Record]] = {}
     for run in runs:
         header = run.header
@@ -436,10 +373,7 @@ def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
 
 
 def _pair_rounds(group: Sequence[Record], others: Sequence[Record]) -> list[tuple[Record, Record]]:
-    """Return pairs of the runs of two groups that belong together: those with the same seed, in the order of the runs.
-
-    If no seed is in both groups, the order of the runs alone makes the pairs.
-    """
+    """Return pairs of the runs of two groups: those with the same seed, or all if no seed is common, in their order."""
     pairs = list[tuple[Record, Record]]()
     for seed in dict.fromkeys(map(_seed_of, group)):
         pairs += zip(*([one for one in runs if _seed_of(one) == seed] for runs in (group, others)))
@@ -447,8 +381,7 @@ def _pair_rounds(group: Sequence[Record], others: Sequence[Record]) -> list[tupl
 
 
 def _rate(record: Record) -> float:
-    """Return samples per second without the first steps: one slow first step would decide a comparison of short
-    runs."""
+    """Return samples per second without the first steps: one slow step would decide a comparison of short runs."""
     return record.footer.steady_samples_per_second if record.footer else 0.0
 
 
@@ -515,10 +448,7 @@ def _list_by_seed(group: Sequence[Record], name: str) -> dict[str, float]:
 
 
 def _note_ideals(rows: Sequence[Row]) -> list[str]:
-    """Return notes for the reader: what the ideal is, and a sentence for each run that has an ideal.
-
-    A run that was more than 1.1 times as fast as its ideal gets another note. Empty if no row has an ideal.
-    """
+    """Return notes for the reader: what the ideal is, and a sentence for each run that has an ideal."""
     found = [_describe_ideal(f"np {row.np}", row.ideal) for row in rows if row.ideal]
     if not found:
         return []
@@ -536,11 +466,7 @@ def _note_ideals(rows: Sequence[Row]) -> list[str]:
 
 
 def _note_repeats(rows: Sequence[Row]) -> list[str]:
-    """Return notes for the reader: what the intervals mean, and which differences are not clear.
-
-    A difference from the first row, or from the ideal, is not clear if it is within the interval. Empty without
-    intervals.
-    """
+    """Return notes for the reader: what the intervals mean, and which differences are within them."""
     base, notes = rows[0], list[str]()
     if any(row.intervals for row in rows):
         notes.append(
@@ -555,14 +481,7 @@ def _note_repeats(rows: Sequence[Row]) -> list[str]:
 
 
 def _note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
-    """Return notes for the reader: which seeds there are, and whether the rows reach the same metrics as the first one.
-
-    Empty without several seeds.
-
-    Parameters
-    ----------
-    records: of the runs, without ideals.
-    """
+    """Return notes for the reader: which seeds there are, and whether the rows reach the same metrics as the first."""
     if not any(row.seeds for row in rows):
         return []
     seeds = list(dict.fromkeys(map(_seed_of, records)))
@@ -574,11 +493,7 @@ def _note_seeds(rows: Sequence[Row], records: Sequence[Record]) -> list[str]:
 
 
 def describe_seeds(row: Row, base: Row) -> str:
-    """Return in plain words whether a row reaches the same metrics as the baseline `base`.
-
-    "np 2 and np 1 are not distinguishable in accuracy over 5 seeds, which does not mean that they are equal", with a
-    clause for each kind of result.
-    """
+    """Return in plain words whether a row reaches the same metrics as the baseline `base`."""
     pair, clauses = f"np {row.np} and np {base.np}", list[str]()
     results: dict[str, list[str]] = {}
     for name, one in row.seeds.items():
@@ -625,11 +540,7 @@ def judge_seeds(one: SeedComparison) -> str:
 
 
 def _note_restarts(records: Sequence[Record]) -> list[str]:
-    """Return a note for each run that was restarted automatically: how often, on how many ranks, why, and what was
-    lost; and one for each run that the user has resumed on another number of ranks.
-
-    The first has the lost seconds and the repeated updates. Empty if there was neither.
-    """
+    """Return notes on runs that were restarted automatically, and on those resumed on another number of ranks."""
     notes = []
     for record in records:
         ranks = record.header.world_size
@@ -655,17 +566,7 @@ def _note_restarts(records: Sequence[Record]) -> list[str]:
 
 
 def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
-    """Return notes on the baseline, the kind of scaling, and whatever limits the meaning of the numbers.
-
-    The first two notes are always there. Others say for example that runs had different numbers of examples, CPUs or
-    software versions, that more ranks shared the same cores, or that an efficiency above 1.1 is not plausible.
-
-    Parameters
-    ----------
-    rows: one or more, the baseline first.
-    scaling: as in `Comparison`: weak, strong, mixed or single.
-    records: of the runs, without ideals.
-    """
+    """Return notes on the baseline, the kind of scaling, and whatever limits the meaning of the numbers."""
     base = rows[0]
     notes = [
         f"speedup and efficiency are relative to np {base.np} ({counted(base.hosts, 'host')}).",

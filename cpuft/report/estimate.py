@@ -28,7 +28,6 @@ from cpuft.serialization import load, parse_json
 from cpuft.terminal import format_table
 
 TABLE = Path(__file__).with_name("instances.csv")
-"""cpuft's own table of instances."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class Instance:
     cores: int
     """Number of physical cores."""
     amx: bool
-    """Whether its CPU has AMX."""
     gbits_per_second: float
     """Network rate in Gbit/s, as the seller states it."""
     dollars_per_hour: float
@@ -50,25 +48,11 @@ class Instance:
 
 
 INSTANCE_COLUMNS = tuple(Instance.__dataclass_fields__)
-"""The head line of a table of instances: name, cores, amx (yes or no), gbits_per_second, dollars_per_hour, dated."""
+"""The head line of a table of instances; amx is yes or no."""
 
 
 def parse_instances(text: str, path: str) -> dict[str, Instance]:
-    """Return the instances of a CSV table by name; of two lines with the same name, the later one counts.
-
-    The first line of the table is `name,cores,amx,gbits_per_second,dollars_per_hour,dated`; amx is `yes` or anything
-    else for no. Empty lines are left out.
-
-    Parameters
-    ----------
-    path: of the table, for error messages only.
-
-    Raises
-    ------
-    CpuftError: the first line is another one; a line has another number of columns; cores (a whole number) or rate is
-        not a positive number below a million, or the price is negative or a million or more. The message has the number
-        of the line.
-    """
+    """Return the instances of a CSV table (INSTANCE_COLUMNS) by name. Of lines with equal names, the last counts."""
     lines = csv.reader(io.StringIO(text, newline=""))
     found: dict[str, Instance] = {}
     try:
@@ -93,13 +77,7 @@ def _parse_words(words: list[str]) -> Instance:
 
 
 def find_instance(name: str, path: str = "") -> Instance:
-    """Return the instance of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty.
-
-    Raises
-    ------
-    CpuftError: the table does not exist, cannot be read or has a wrong line; or it does not have the name, and the
-        message has similar names.
-    """
+    """Return the instance of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty."""
     table = Path(path) if path else TABLE
     try:
         found = parse_instances(table.read_text(encoding="utf-8"), str(table))
@@ -113,8 +91,7 @@ def find_instance(name: str, path: str = "") -> Instance:
 
 
 TIE_RATIO = 1.02
-"""Compression levels whose step times differ by less count as equally fast; equal to the constant in
-`cpuft.comm.selection`."""
+"""Compression levels whose step times differ by less count as equally fast; equal to that of `cpuft.comm.selection`."""
 RING_EFFICIENCY = 0.87
 """Share of a link's rate that the messages of all-reduces use, because ranks wait for each other between them. In slow
 motion, int8 between 8 hosts with 20 Mbit/s used this share; 2 and 4 simulated hosts used about 0.88."""
@@ -154,10 +131,7 @@ class Network:
 
     @property
     def bytes_per_second(self) -> float:
-        """Bytes of payload per second that an all-reduce sends over a link.
-
-        A rate that was not measured is multiplied by ETHERNET, the share of payload, and by RING_EFFICIENCY.
-        """
+        """Bytes of payload per second that an all-reduce sends over a link."""
         return self.bits_per_second / 8 * (1.0 if self.measured else ETHERNET * RING_EFFICIENCY)
 
     def all_reduce_seconds(self, nbytes: float, members: int) -> float:
@@ -196,17 +170,16 @@ class Job:
     row: int
     """Numbers in one row of the word embeddings; 0 if embedding rows are not sent by themselves."""
     words: dict[str, float]
-    """Mean number of different tokens in one update, which is the number of embedding rows to send, by the number of
-    ranks."""
+    """Mean number of different tokens in one update, the embedding rows to send, by the number of ranks."""
     gathered: float = 0.0
     """Bytes of weights that ranks receive from each other in an update if the optimizer is sharded."""
     last_backward: float = 1.0
     """Share of the backward passes of an update that is the last one, in which gradients are sent."""
     ready: tuple[tuple[float, float], ...] = ()
-    """When gradients are ready, the first one first: (share of all numbers that are ready then, share of the last
-    backward pass that has passed). Empty if that was not recorded: they become ready evenly."""
+    """When gradients are ready, in order: (share of all numbers that are ready then, share of the last backward pass
+    that has passed). Empty if that was not recorded: they become ready evenly."""
     ranks_per_host: int = 1
-    """Number of ranks on each host. The times above are those of one of them on its share of the host's cores."""
+    """Ranks on each host. The times above are those of one of them on its share of the host's cores."""
     coding_share: float = 1.0
     """The core seconds to encode and decode a number on these CPUs, as a share of those in COMPRESSION_FACTS."""
 
@@ -229,30 +202,15 @@ class Job:
         return hosts if sent_as in COMPRESSIONS_WITH_FEEDBACK else hosts * self.ranks_per_host
 
     def sent_numbers(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return (numbers that an update on `hosts` hosts sends during the backward pass, numbers of embedding rows
-        after it).
-
-        The second one is 0 if embedding rows are not sent by themselves. With int8 and powersgd, a host sends only its
-        own rows, and then the means of all rows arrive, so that it is the mean of both.
-
-        Parameters
-        ----------
-        sent_as: compression level, a key of COMPRESSION_FACTS.
-        """
+        """Return (numbers sent in the backward pass of an update on `hosts` hosts, those of embedding rows later)."""
         sizes = GradientSizes(tokens=self.words)
         tokens = sizes.count_tokens(hosts * self.ranks_per_host)
-        if sent_as in COMPRESSIONS_WITH_FEEDBACK:
+        if sent_as in COMPRESSIONS_WITH_FEEDBACK:  # a host sends only its own rows, and the means of all rows arrive
             tokens = (tokens + sizes.count_tokens(self.ranks_per_host)) / 2
         return self.parameters, tokens * self.row
 
     def sent_bytes(self, hosts: int, sent_as: str) -> tuple[float, float]:
-        """Return (bytes that an update on `hosts` hosts sends during the backward pass, bytes of embedding rows after
-        it), both as the payload of an all-reduce.
-
-        Parameters
-        ----------
-        sent_as: compression level, a key of COMPRESSION_FACTS; KeyError for another.
-        """
+        """Return `sent_numbers` in bytes, both as the payload of an all-reduce."""
         layers, words = self.sent_numbers(hosts, sent_as)
         facts, sent = COMPRESSION_FACTS[sent_as], self.factors if sent_as == "powersgd" else layers
         each, of_rows = facts.bytes_per_number, facts.row_bytes_per_number or facts.bytes_per_number
@@ -267,7 +225,6 @@ class Estimate:
 
     hosts: int
     step_seconds: float
-    """Seconds of one update."""
     samples_per_second: float
     """Samples per second of all hosts together."""
     least: float
@@ -279,30 +236,21 @@ class Estimate:
     train_seconds: float
     """Seconds of the whole training, all epochs together."""
     price: float
-    """Price of all hosts for the whole training, in the currency of the price of a host; 0 if that is unknown."""
+    """Price of the whole training, in the currency of the price of a host; 0 if that is unknown."""
     waited_seconds: float
     """Seconds of a step in which communication is not hidden behind the backward pass."""
     taken_seconds: float
     """Seconds of a step that communication takes from computing."""
     sent_as: str = ""
-    """Compression level of the gradients: the fastest one that the job may use."""
+    """Compression level of the gradients: the first of the job's levels that is within 2 % of the fastest one."""
 
 
 def read_job(record: Record, compression: str = "auto") -> Job:
     """Return the job of a record: the times of a step, and the sizes of its gradients.
 
     The times are means of the steps without the first tenth, or the medians that scripts/record-layer-times measured.
-
-    Parameters
-    ----------
-    compression: `auto`, or the only compression level that the job may use. `auto` stands for the level of the recorded
-        run, or if that had `auto`, too, for all levels that a launch may choose.
-
-    Raises
-    ------
-    CpuftError: the run had several ranks, also if only after it was resumed; its ranks would not exchange gradients in
-        every update (--sync-every); it has fewer than 4 steps without the first tenth; the record does not hold the
-        sizes of its gradients, because it is old; or the bytes that the compression level sends are not known.
+    `compression` is the only compression level that the job may use; `auto` stands for the level of the recorded run,
+    or if that had `auto`, too, for all levels that a launch may choose.
     """
     header, steady = record.header, record.steps[len(record.steps) // 10 :]
     if header.world_size != 1:
@@ -349,13 +297,7 @@ def read_job(record: Record, compression: str = "auto") -> Job:
 
 
 def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float) -> tuple[tuple[float, float], ...]:
-    """Return when gradients are ready, as `Job.ready` says, without those of embeddings that are sent by rows.
-
-    Parameters
-    ----------
-    gradients: in the order in which they become ready.
-    backward_seconds: of the last backward pass.
-    """
+    """Return when gradients are ready, as `Job.ready` says, without those of embeddings that are sent by rows."""
     layers = [(math.prod(one.shape), one.ready_seconds) for one in gradients if not one.by_rows]
     found, count, total = list[tuple[float, float]](), 0, sum(numbers for numbers, _ in layers)
     for numbers, ready in layers if total else ():
@@ -365,41 +307,24 @@ def list_ready_shares(gradients: Sequence[GradientTime], backward_seconds: float
 
 
 def _count_gathered_bytes(record: Record) -> float:
-    """Return the bytes of all weights as ranks compute with them, or 0 if the optimizer is not sharded.
-
-    A weight has 2 bytes with the fast path in bf16, else 4 bytes; embeddings always have 4.
-    """
+    """Return the bytes of all weights as ranks compute with them, or 0 if the optimizer is not sharded."""
     header, options = record.header, record.header.options
     if options.get("shard", "none") == "none":
         return 0.0
     is_fast = options.get("fast_path", True) and not options.get("compile")
     words = header.parameters - header.gradient_sizes.parameters if header.gradient_sizes.embedding_row else 0
+    # Embeddings have 4 bytes per weight in any case.
     return (2.0 if is_fast and header.precision == "bf16" else 4.0) * header.gradient_sizes.parameters + 4.0 * words
 
 
 def _count_examples(record: Record) -> int:
-    """Return the examples of all epochs, even if the run was limited to fewer updates.
-
-    Of one epoch if the record does not hold the number of epochs; 0 in a record of an older version.
-    """
-    epochs = record.header.options.get("epochs")
+    """Return the examples of all epochs, even if the run was limited to fewer updates."""
+    epochs = record.header.options.get("epochs")  # records of older versions may lack it
     return round(record.header.examples * epochs) if isinstance(epochs, (int, float)) else record.header.examples
 
 
 def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
-    """Return the compression levels that a job may use, from exact to the fewest bytes.
-
-    Parameters
-    ----------
-    compression: the only level, or `auto` for the level of the recorded run. If that had `auto`, too, the result has
-        all levels that a launch may choose: none (unless the run was in bf16), bf16, and int8 and powersgd (unless the
-        optimizer is sharded).
-
-    Raises
-    ------
-    CpuftError: the bytes that the level sends are not known, because it is unknown, does not work with a sharded
-        optimizer, or is powersgd and the record does not have the sizes of its factors.
-    """
+    """Return the compression levels that a job may use, from exact to the fewest bytes (`read_job`)."""
     asked = str(record.header.options.get("grad_compression", "auto")) if compression == "auto" else compression
     allowed = SHARDED_COMPRESSIONS if _count_gathered_bytes(record) else tuple(COMPRESSION_FACTS)
     known = [level for level in allowed if level != "powersgd" or record.header.gradient_sizes.factors]
@@ -414,19 +339,13 @@ def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
 
 
 def find_cores(record: Record) -> float:
-    """Return the cores that the ranks could use: the hardware threads they were pinned to.
-
-    If a control group allows less CPU time than that, in cores, that is the result.
-    """
+    """Return the cores that the ranks could use: as many as they were pinned to and a control group allows."""
     bound = float(len({cpu for rank in record.header.ranks for cpu in rank.cpus}))
     return min(bound, record.header.cores_allowed or bound)
 
 
 def scale_cores(job: Job, cores: float, ranks_per_host: int = 1) -> Job:
-    """Return the job on hosts with `cores` cores of the same kind, which this many ranks share equally.
-
-    Its times change in inverse proportion to the cores of a rank. `cores` is above 0.
-    """
+    """Return the job on hosts with `cores` cores of the same kind, which this many ranks share equally."""
     cores /= ranks_per_host
     factor = job.cores / cores
     return replace(
@@ -444,15 +363,6 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
     """Return the network that fits measured all-reduces best, by least squares of relative errors.
 
     Of several backends, the one with the highest rate counts. The CPU cost per byte is that of the largest message.
-
-    Parameters
-    ----------
-    measured: measurements of `cpuft bench comm`; other operations and data types are left out.
-    sent_as: compression level; all-reduces of float32 are used for none, of bfloat16 for any other.
-
-    Raises
-    ------
-    CpuftError: no backend has all-reduces of this data type between several ranks in two or more message sizes.
     """
     dtype = "float32" if sent_as == "none" else "bfloat16"
     rows = [m for m in measured if m.operation == "all_reduce" and m.dtype == dtype and m.ranks > 1]
@@ -464,18 +374,7 @@ def find_network(measured: Sequence[Measurement], sent_as: str) -> Network:
 
 
 def read_doctor_links(text: str, path: str) -> Network | None:
-    """Return the median latency and rate of the links in the output of `cpuft doctor --bandwidth --json`.
-
-    Links with an error are left out. Returns None if `text` is something else, such as a comm.jsonl.
-
-    Parameters
-    ----------
-    path: of the file, for the error message only.
-
-    Raises
-    ------
-    CpuftError: no link was measured.
-    """
+    """Return the median latency and rate of the links in the output of `cpuft doctor --json`; None for another text."""
     try:
         links = load(list[Link], load(dict[str, Any], parse_json(text)).get("links"), "links")
     except ValueError:
@@ -506,16 +405,10 @@ def _fit(rows: Sequence[Measurement]) -> Network:
 
 
 def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -> Estimate:
-    """Estimate a step and the whole training on `hosts` hosts.
+    """Estimate a step and the whole training on `hosts` hosts, at this price of a host per hour (0 if unknown).
 
-    The compression level is the first of the job's levels that is within 2 % of the fastest one. The interval of
-    samples per second reaches from twice the known CPU cost of communication to none, and includes two standard errors
-    of the recorded step.
-
-    Parameters
-    ----------
-    hosts: 1 or more.
-    price: price of one host per hour; 0 if unknown.
+    The interval of samples per second reaches from twice the known CPU cost of communication to none, and includes two
+    standard errors of the recorded step.
     """
     steps = {level: _step(job, network, hosts, level)[0] for level in job.levels}
     sent_as = next(level for level in job.levels if steps[level] <= TIE_RATIO * min(steps.values()))
@@ -542,8 +435,7 @@ def estimate_hosts(job: Job, network: Network, hosts: int, price: float = 0.0) -
 
 
 def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, float, float]:
-    """Return the seconds of a step, the seconds of waiting in it, and the seconds that communication takes from
-    computing."""
+    """Return the seconds of a step, those of waiting in it, and those that communication takes from computing."""
     if hosts == 1:
         return job.step_seconds, 0.0, 0.0
     whole, words = job.sent_bytes(hosts, sent_as)
@@ -582,22 +474,15 @@ def _step(job: Job, network: Network, hosts: int, sent_as: str) -> tuple[float, 
 
 
 def _count_bytes_on_host(job: Job, hosts: int) -> float:
-    """Return the bytes that the sending rank of a host exchanges with the host's other ranks in an update.
-
-    It receives their sum of all gradients in fp32, and sends them the mean. Other ranks of the host exchange no more.
-    """
+    """Return the bytes that the sending rank of a host exchanges with the host's other ranks in an update."""
+    # It receives their sum of all gradients in fp32, and sends them the mean.
     return 2 * 4 * sum(job.sent_numbers(hosts, "none"))
 
 
 def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
-    """Return the largest number of hosts that is worth it: the hosts that were added last do at least half of what they
-    would do alone.
+    """Return the largest number of hosts that is worth it: the last ones do at least half of what they would do alone.
 
-    The search begins at the first estimate, and ends before the first one that is not worth it.
-
-    Parameters
-    ----------
-    estimates: one or more, with ascending numbers of hosts.
+    `estimates` have ascending numbers of hosts; the search ends before the first one that is not worth it.
     """
     best = estimates[0]
     alone = best.samples_per_second / best.hosts
@@ -611,12 +496,7 @@ def count_worthwhile_hosts(estimates: Sequence[Estimate]) -> int:
 def find_least_rate(job: Job, network: Network, hosts: Sequence[int]) -> float:
     """Return the least rate of the network, in bit/s, at which the most hosts of a list are still worth it.
 
-    It is infinite if they are not worth it at any rate, because of the CPU time that communication takes or the latency
-    of the network, and 0 if they are worth it at every rate from 1 Mbit/s on. Found by bisection, to 1 %.
-
-    Parameters
-    ----------
-    hosts: two or more ascending numbers of hosts.
+    It is infinite if they are not worth it at any rate, and 0 if they are worth it at every rate from 1 Mbit/s on.
     """
 
     def is_worth(rate: float) -> bool:
@@ -663,17 +543,10 @@ COLUMNS = (
     "hours",
     "price",
 )
-"""Headings of the table of estimates."""
 
 
 def describe_job(job: Job, network: Network, source: str) -> list[str]:
-    """Return three notes that say what an estimate is made from: the recorded step, the network, and the kind of
-    scaling.
-
-    Parameters
-    ----------
-    source: name of the run, such as its folder.
-    """
+    """Return three notes that say what an estimate is made from: the recorded step, the network, and the scaling."""
     whole, words = job.sent_numbers(2, "none")
     return [
         f"from {source}: a step of one host takes {job.step_seconds * 1e3:.0f} ms on {job.cores:g} cores; an "
@@ -688,13 +561,7 @@ def describe_job(job: Job, network: Network, source: str) -> list[str]:
 
 
 def format_estimates(estimates: Sequence[Estimate], notes: Sequence[str], title: str) -> str:
-    """Return the estimates as a table for a terminal, then as notes how many hosts are worth it, and the given notes.
-
-    Parameters
-    ----------
-    estimates: one or more, with ascending numbers of hosts.
-    title: first line of the text.
-    """
+    """Return the estimates as a table for a terminal, with notes: how many hosts are worth it, and the given ones."""
     worth = count_worthwhile_hosts(estimates)
     verdict = (
         f"worth it: up to {counted(worth, 'host')}; the hosts that were added last do at least half of what they would "
@@ -724,13 +591,8 @@ def estimates_to_json(
 ) -> dict[str, Any]:
     """Return the estimates as one JSON object.
 
-    `predictions` has an object with the fields of `Estimate` for each, `worth` is the largest number of hosts that is
-    worth it (`count_worthwhile_hosts`), `least_bits_per_second` the least rate at which the most hosts are worth it
-    (None if they are not at any rate, or if it is not known), and `notes` the notes.
-
-    Parameters
-    ----------
-    estimates: one or more, with ascending numbers of hosts.
+    `worth` is the largest number of hosts that is worth it, `least_bits_per_second` the least rate at which the most
+    hosts are; that is None if it is infinite or not known.
     """
     return {
         "predictions": [asdict(one) for one in estimates],

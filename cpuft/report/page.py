@@ -39,20 +39,9 @@ _OURS = b'<meta name="generator" content="cpuft">'
 
 
 def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Estimate] = ()) -> Path:
-    """Write the page of these runs to `path`, and return `path`. An older page of cpuft there is replaced.
+    """Write the page of these runs and their ideals to `path`, and return `path`. An older page of cpuft is replaced.
 
-    Parameters
-    ----------
-    records: of runs and their ideals, in any order.
-    path: its folder is made if necessary.
-    predictions: estimates to draw into the figure of the speedup, up to twice the most ranks of the runs.
-
-    Raises
-    ------
-    CpuftError: matplotlib or Jinja2 is not installed; the runs cannot be compared (see `compare`: there is none, one is
-        incomplete, or they are not the same job); a run has no steps; or something else than a page of cpuft is at
-        `path`.
-    OSError: the page cannot be written.
+    `predictions` are drawn into the figure of the speedup.
     """
     comparison = compare(list(records))
     runs = [group[0] for group in group_repeats([one for one in _in_order(records) if not one.header.independent])]
@@ -63,13 +52,7 @@ def write_page(records: Sequence[Record], path: Path, predictions: Sequence[Esti
 
 
 def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path:
-    """Write a page with the parts that `make_parts` returns, as `describe` names them, and return `path`.
-
-    Raises
-    ------
-    CpuftError: matplotlib or Jinja2 is not installed, or something else than a page of cpuft is at `path`.
-    OSError: the page cannot be written.
-    """
+    """Write a page with the parts that `make_parts` returns, as `describe` names them, and return `path`."""
     try:
         from jinja2 import Environment, StrictUndefined
     except ImportError:
@@ -83,10 +66,7 @@ def render_page(path: Path, make_parts: Callable[[], Mapping[str, Any]]) -> Path
 
 
 def read_estimates(path: str) -> list[Estimate]:
-    """Return the estimates that `cpuft estimate --json` printed into the file at `path`.
-
-    Raises CpuftError: the file cannot be read, or holds something else.
-    """
+    """Return the estimates that `cpuft estimate --json` printed into the file at `path`."""
     try:
         found = load(dict[str, Any], parse_json(Path(path).read_text(encoding="utf-8")))
         return load(list[Estimate], found.get("predictions"))
@@ -101,23 +81,10 @@ def _in_order(records: Sequence[Record]) -> list[Record]:
 
 
 def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequence[Estimate]) -> dict[str, Any]:
-    """Return what the template page.html needs, by name.
+    """Return what the template page.html needs, by name; `runs` has one record for each row of the comparison.
 
-    `title` and `verdict`: texts. `columns` and `rows`: headings and cells of the table of results. `seed_columns` and
-    `seed_rows`: the same of the table of metrics over seeds, which other pages leave out. `legend`: (label,
-    number of the colour, whether the line is dashed) for each run. `figures`: by heading, a list of (caption, SVG).
-    `hosts`: folder, ranks per host, CPU model, CPU flags and precision of each run. `links`: folder, backend, MB sent
-    per step, seconds of waiting and their share of a step, for each run. `settings`: pairs of name and value. `notes`:
-    texts.
-
-    Parameters
-    ----------
-    runs: one record for each row of the comparison, each with one or more steps.
-    predictions: estimates to draw; may be empty.
-
-    Raises
-    ------
-    CpuftError: matplotlib is not installed.
+    A row of `legend` is (label, number of the colour, whether the line is dashed). `figures` has lists of (caption,
+    SVG) by heading.
     """
     columns = table_columns(comparison)
     return {
@@ -141,15 +108,7 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
 
 
 def format_verdict(comparison: Comparison) -> str:
-    """Return the main result in one or two sentences: the run with the most ranks compared with the one with the
-    fewest.
-
-    The first sentence tells the speedup with its interval, and the share of the ideal if that was measured. It also has
-    the efficiency, or says that the ranks shared the same cores. If the speedup is within its interval of 1, the
-    sentence only says that there is no clear difference in speed. If all runs have the same number of ranks, it tells
-    samples per second and metrics of the last row. With several seeds, a second sentence says whether both reach the
-    same metrics.
-    """
+    """Return the main result in one or two sentences: how the run with the most ranks compares with the baseline."""
     base, last = comparison.rows[0], comparison.rows[-1]
     speed = _judge_speed(base, last)
     if not last.seeds or last is base:
@@ -206,11 +165,7 @@ def _link_row(run: Record) -> list[str]:
 
 
 def _list_settings(runs: Sequence[Record]) -> list[tuple[str, str]]:
-    """Return pairs of name and value, first of all options, then of the versions of packages.
-
-    If the runs differ in a value, the value of each run in their order, separated by commas; null where a run has none.
-    Underscores in names become spaces.
-    """
+    """Return pairs of name and value, first of all options, then of the versions of packages."""
     listed = []
     for kind in ("options", "versions"):
         found = [getattr(run.header, kind) for run in runs]
@@ -226,13 +181,10 @@ def _text(value: Any) -> str:
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Find the runs in folders, or one level below a folder that holds no record itself.
+    """Return (folders of runs, paths without a record), where runs may be one level below the given folders.
 
-    Returns
-    -------
-    (folders of runs, each one once; paths without a record, which a shell pattern such as DIR/* may name). A path that
-        does not exist, and a file that ends in .jsonl, is returned as a run. If no run was found at all, the first path
-        is returned as the only run, and there are no others: reading it explains what is wrong.
+    A path that does not exist, and a file that ends in .jsonl, counts as a run. If no run was found at all, the first
+    path is the only run, and there are no others: reading it explains what is wrong.
     """
     runs: list[str] = []
     others: list[str] = []
@@ -249,16 +201,12 @@ def find_runs(paths: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def page_path(paths: Sequence[str]) -> Path:
-    """Return the path of the page: report.html in the only one of `paths` if that is a folder, else in the working
-    directory."""
+    """Return the path of the page: report.html in the only one of `paths` if that is a folder, else here."""
     return (Path(paths[0]) if len(paths) == 1 and Path(paths[0]).is_dir() else Path()) / "report.html"
 
 
 def write_report(comparison: Comparison, run_dir: str) -> Path:
-    """Write report.txt, report.md and report.json into a folder, and return the path of report.md.
-
-    The folder is made if necessary, and older files are replaced. Raises OSError: a file cannot be written.
-    """
+    """Write report.txt, report.md and report.json into a folder, and return the path of report.md."""
     texts = {
         "txt": format_text(comparison),
         "md": format_markdown(comparison),
@@ -270,23 +218,9 @@ def write_report(comparison: Comparison, run_dir: str) -> Path:
 
 
 def write_all(runs: Sequence[str], run_dir: str) -> Iterator[str]:
-    """Write report.txt, report.md, report.json and report.html of a comparison into a folder, and yield the lines to
-    show.
+    """Write the report and the page of runs into a folder, and yield the lines to show: the comparison, then the paths.
 
-    The lines are the comparison as text, then "page: PATH" (or "no page: REASON", for example without matplotlib), then
-    "report: PATH" with the path of report.md. As this is a generator, nothing is written before its first line is
-    taken.
-
-    Parameters
-    ----------
-    runs: the folders of the runs.
-    run_dir: the folder of the comparison.
-
-    Raises
-    ------
-    CpuftError: a record cannot be read, or the runs cannot be compared (see `compare`: one is incomplete, or they are
-        not the same job).
-    OSError: a file cannot be written.
+    As this is a generator, nothing is written before its first line is taken.
     """
     records = [read_record(run) for run in runs]
     comparison = compare(records)

@@ -50,7 +50,6 @@ class Line:
     """One line of a plot."""
 
     label: str
-    """Name of the line in a legend."""
     x: list[float]
     y: list[float]
     off: list[float] | None = None
@@ -113,31 +112,14 @@ def _for_page(svg: str, name: str) -> str:
 
 
 def thin(values: Sequence[float], most: int = _MOST_POINTS) -> list[float]:
-    """Return at most `most` values, each the mean of as many neighbours; up to `most` values stay as they are.
-
-    NaN and infinity are left out of a mean. If no value is left for it, it is NaN, which is a gap in the line.
-    """
+    """Return at most `most` values, each the mean of the finite ones among as many neighbours, or NaN for a gap."""
     size = max(1, math.ceil(len(values) / most))
     parts = [[v for v in values[at : at + size] if math.isfinite(v)] for at in range(0, len(values), size)]
     return [sum(part) / len(part) if part else math.nan for part in parts]
 
 
 def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: str = "", counts: bool = False) -> str:
-    """Draw lines in one panel and return the SVG as text, for an HTML page with the colours --c0, --c1, ...
-
-    Parameters
-    ----------
-    name: what the figure shows, for screen readers; not drawn.
-    axes: labels of the x axis and the y axis.
-    lines: values beyond 1e100 and NaN leave a gap.
-    marker: matplotlib's marker for each point, such as "o"; lines with intervals always have "o".
-    counts: x counts things: both axes begin at 0, each x has a tick, and the labels of the lines stand in a legend.
-        Otherwise the labels are not drawn.
-
-    Raises
-    ------
-    CpuftError: matplotlib is not installed.
-    """
+    """Draw lines in one panel (`Panel`) and return the SVG as text, for an HTML page with the colours --c0, --c1 ..."""
     found: list[str] = []
     with _figure(name, 3.2, found) as figure:
         _draw_panel(figure.subplots(), Panel("", name, axes, list(lines), marker, counts), _colour)
@@ -145,7 +127,6 @@ def draw_lines(name: str, axes: tuple[str, str], lines: Sequence[Line], marker: 
 
 
 def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
-    """Draw a panel in axes of matplotlib, with the colour that `colour` returns for the number of a line's colour."""
     for line in panel.lines:
         style = {"color": colour(line.colour), "linestyle": "--" if line.dashed else "-", "linewidth": 1.6}
         y = [value if abs(value) < _MOST else math.nan for value in line.y]
@@ -162,12 +143,7 @@ def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
 
 
 def make_figure(panels: Sequence[Panel]) -> Any:
-    """Return a figure of matplotlib with one or more panels side by side, each with its caption as the title.
-
-    Raises
-    ------
-    CpuftError: matplotlib is not installed.
-    """
+    """Return a figure of matplotlib with one or more panels side by side, each with its caption as the title."""
     try:
         from matplotlib import rc_context
         from matplotlib.figure import Figure
@@ -184,18 +160,9 @@ def make_figure(panels: Sequence[Panel]) -> Any:
 
 
 def _draw_bars(name: str, axis: str, labels: Sequence[str], parts: dict[str, list[float]]) -> str:
-    """Draw one stacked bar per label, from top to bottom, with a legend of the parts; return the SVG as text for an
-    HTML page.
+    """Draw one stacked bar per label, from top to bottom, with a legend of the parts; return the SVG as text.
 
-    Parameters
-    ----------
-    name: what the figure shows, for screen readers; not drawn.
-    axis: label of the x axis.
-    parts: name of a part -> its length in each bar, in the order of `labels`.
-
-    Raises
-    ------
-    CpuftError: matplotlib is not installed.
+    `parts` has the lengths of each part in all bars.
     """
     found: list[str] = []
     with _figure(name, 1.3 + 0.24 * len(labels), found) as figure:
@@ -222,7 +189,6 @@ def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> lis
 
 
 def _draw(panel: Panel) -> tuple[str, str]:
-    """Return the caption and the SVG of a panel."""
     figure = draw_lines(panel.name, panel.axes, panel.lines, marker=panel.marker, counts=panel.counts)
     return panel.caption, figure
 
@@ -300,8 +266,7 @@ def _metric_line(label: str, name: str, run: Record, place: Sequence[float], col
 
 
 def label_runs(runs: Sequence[Record]) -> list[str]:
-    """Return a label for each run: "np 4", or "np 4, FOLDER" for all if two of the runs have the same number of
-    ranks."""
+    """Return a label for each run: "np 4", or "np 4, FOLDER" for all if two have the same number of ranks."""
     sizes = [run.header.world_size for run in runs]
     labels = [f"np {size}" for size in sizes]
     twice = len(set(sizes)) < len(sizes)
@@ -315,10 +280,7 @@ def folder_of(run: Record) -> str:
 
 
 def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
-    """Draw one bar per rank, or the fastest and the slowest rank of each run if there are many ranks.
-
-    Records of older versions know only rank 0.
-    """
+    """Draw one bar per rank, or the fastest and the slowest rank of each run if there are many ranks."""
     bars: list[tuple[str, dict[str, float]]] = []
     few = sum(run.header.world_size for run in runs) <= _MOST_BARS
     for label, run in zip(label_runs(runs), runs):
@@ -336,8 +298,7 @@ def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
 def phases_of(run: Record) -> list[dict[str, float]]:
     """Return for each rank the mean seconds of a step, by the names in PHASES, without the first tenth of the steps.
 
-    Where the record has no phases of all ranks, because it is old or not complete, the list has rank 0 only. Raises
-    statistics.StatisticsError: it has no steps either.
+    Where the record has no phases of all ranks, because it is old or not complete, the list has rank 0 only.
     """
     if run.footer and run.footer.phases:
         return run.footer.phases
@@ -346,16 +307,7 @@ def phases_of(run: Record) -> list[dict[str, float]]:
 
 
 def write_plot(record: str) -> Path:
-    """Plot the record of `cpuft bench comm` into an SVG file beside it, and return the path of the SVG.
-
-    comm.jsonl is plotted into comm.svg: median time and bus bandwidth over the size of the message. An older plot is
-    replaced.
-
-    Raises
-    ------
-    CpuftError: matplotlib is not installed, or the file is not a record of cpuft bench comm of this version.
-    OSError: the record cannot be read, or the plot cannot be written.
-    """
+    """Plot the record of `cpuft bench comm` into an SVG file beside it, and return the path of the SVG."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

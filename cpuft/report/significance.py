@@ -13,48 +13,32 @@ _STUDENT_T = (
 )
 """0.975 quantile of Student's t for 1, 2, ... degrees of freedom (NIST/SEMATECH e-Handbook, 1.3.6.7.2).
 
-The table stands here because reports are also made where scipy is not installed.
-"""
+The table stands here because reports are also made where scipy is not installed."""
 _ROUNDING = 1e-12
 """A relative standard error below this is one of rounding: all differences are the same, for example one example of the
 validation set."""
 
 
 def find_quantile(freedom: int) -> float:
-    """Return the 0.975 quantile of Student's t with `freedom` (1 or more) degrees of freedom.
-
-    With more than 30, it is a little too large, because the table ends there.
-    """
+    """Return the 0.975 quantile of Student's t, which is a little too large for more than 30 degrees of freedom."""
     return _STUDENT_T[min(freedom, len(_STUDENT_T)) - 1]
 
 
 def standard_error(values: Sequence[float]) -> float:
-    """Return the standard error of the mean of two or more values.
-
-    Raises statistics.StatisticsError: there are fewer than two values.
-    """
+    """Return the standard error of the mean of two or more values."""
     return statistics.stdev(values) / math.sqrt(len(values))
 
 
 def half_width(values: Sequence[float]) -> float:
-    """Return half the width of the 95 % confidence interval of the mean (Student's t) of two or more values.
-
-    For more than 31 values the interval is a little too wide, because the table of quantiles ends there. Raises
-    statistics.StatisticsError: there are fewer than two values.
-    """
+    """Return half the width of the 95 % confidence interval of the mean (Student's t) of two or more values."""
     return find_quantile(len(values) - 1) * standard_error(values)
 
 
 def is_different(one: Mapping[str, float], other: Mapping[str, float]) -> bool | None:
-    """Return whether two means differ at the 5 % level of a two-sided t-test.
+    """Return whether two means of values by seed differ at the 5 % level of a two-sided t-test; None if unknown.
 
     The test is paired if both have the same keys; otherwise it is Welch's test with the degrees of freedom of the
-    smaller number of values. The result is None if one has a single value, or if the difference does not vary, because
-    nothing can be said then.
-
-    Parameters
-    ----------
-    one, other: the values of a metric by seed; not empty.
+    smaller number of values. Nothing can be said about a single value, or about a difference that does not vary.
     """
     fewer = min(len(one), len(other))
     if fewer < 2:

@@ -53,7 +53,6 @@ class SearchSettings:
     spaces: list[dict[str, str]] = field(default_factory=list)
     """Alternatives, each with the values of its options as the command line takes them, such as "1e-5..1e-3"."""
     study: str = ""
-    """Name of the study in the storage."""
     token: str = ""
     """Random text that the study has, too, so that a study of another sweep is noticed."""
 
@@ -77,8 +76,7 @@ class SweepHeader:
     lengths: list[float]
     """Relative length of each run, by which they are ordered."""
     launch: list[str] = field(default_factory=list)
-    """Arguments of all launches that say where and how they run, such as "--cluster=office". None names a program, or a
-    file that may name one (`NOT_STORED`)."""
+    """Arguments of all launches that say where and how they run, such as "--cluster=office", without `NOT_STORED`."""
     working_folder: str = ""
     """Folder in which the launches start, because options may have relative paths."""
     host_share: float = 1.0
@@ -93,23 +91,19 @@ class Trial:
     """Optuna has chosen a configuration. Its runs are numbered after those that the sweep has already."""
 
     number: int
-    """Number of the configuration, from 1."""
     params: dict[str, str]
     """Parameters of the Optuna study, with all their digits."""
     runs: list[dict[str, str]]
     """The values of each run by option, one run for each value of --seed."""
     lengths: list[float]
-    """Relative length of each run."""
 
 
 @dataclass(frozen=True)
 class AttemptStart:
-    """A run was started."""
+    """A run was started. Runs and attempts at them are numbered from 1."""
 
     run: int
-    """Number of the run, from 1."""
     attempt: int
-    """Number of the attempt at this run, from 1."""
     place: str
     """Names of its hosts, or the cores of this machine."""
     folder: str
@@ -130,10 +124,9 @@ class AttemptEnd:
     """DONE, FAILED, LOST, STOPPED or PRUNED."""
     exit_code: int
     seconds: float
-    """From its start."""
     metrics: dict[str, float]
     reason: str = ""
-    """Why it failed: the last lines of its log. Why it was pruned, if it was."""
+    """Why it failed (the last lines of its log) or was pruned."""
 
 
 @dataclass(frozen=True)
@@ -304,21 +297,13 @@ def is_larger_better(metric: str) -> bool:
 
 
 def _extend_header(header: SweepHeader, trials: Sequence[Trial]) -> SweepHeader:
-    """Return the header with the runs of configurations that Optuna has chosen after its own."""
     runs = [run for trial in trials for run in trial.runs]
     lengths = [length for trial in trials for length in trial.lengths]
     return dataclasses.replace(header, runs=[*header.runs, *runs], lengths=[*header.lengths, *lengths])
 
 
 def parse_journal(text: str, folder: str) -> Sweep:
-    """Return the sweep of a journal. A last line that was cut off is left out.
-
-    Parameters
-    ----------
-    folder: of the sweep, which is stored in the result and named in messages.
-
-    Raises CpuftError: the first line is not a header of a version that can be read, or another line is broken.
-    """
+    """Return the sweep of a journal. A last line that was cut off is left out."""
     lines, parsed = text.split("\n"), list[JournalLine]()
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -382,7 +367,7 @@ def _name_of(argument: str) -> str:
 
 
 def read_sweep(folder: str) -> Sweep:
-    """Return the sweep in a folder. Raises CpuftError: it has no journal, or the journal is broken."""
+    """Return the sweep in a folder."""
     try:
         return parse_journal(Path(folder, FILE_NAME).read_text(encoding="utf-8"), folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -397,8 +382,6 @@ def choose_metric(sweep: Sweep, metric: str) -> Sweep:
     """Return the sweep with another metric by which its configurations are compared.
 
     Whether a larger value is better follows from the name of the metric, unless it is the sweep's own.
-
-    Raises CpuftError: no run has reported this metric.
     """
     known = list(dict.fromkeys(name for end in sweep.ends for name in end.metrics))
     if metric not in known:
@@ -494,7 +477,6 @@ def format_sweep(sweep: Sweep) -> str:
 
 
 def _make_table(sweep: Sweep, configurations: Sequence[Configuration]) -> tuple[list[str], list[list[str]]]:
-    """Return the headings of the table of configurations, and its cells."""
     names = _list_names(configurations)
     rows = [
         [
@@ -513,7 +495,6 @@ def _make_table(sweep: Sweep, configurations: Sequence[Configuration]) -> tuple[
 
 
 def _list_names(configurations: Sequence[Configuration]) -> list[str]:
-    """Return the options that vary, without the seed."""
     return list(dict.fromkeys(name for one in configurations for name, _ in one.values))
 
 
@@ -536,14 +517,7 @@ def _list_notes(sweep: Sweep) -> list[str]:
 
 
 def write_sweep_page(sweep: Sweep, path: Path) -> Path:
-    """Write the results of a sweep as an HTML page to `path`, and return `path`. An older page there is replaced.
-
-    Raises
-    ------
-    CpuftError: matplotlib or Jinja2 is not installed, no run has ended with a metric, or something else than a page of
-        cpuft is at `path`.
-    OSError: the page cannot be written.
-    """
+    """Write the results of a sweep as an HTML page to `path`, and return `path`. An older page there is replaced."""
     configurations = list_configurations(sweep)
     if not configurations:
         raise CpuftError(f"no run of {sweep.folder} has reported a metric: wait until one has ended")
@@ -573,10 +547,7 @@ def _describe_page(sweep: Sweep, configurations: Sequence[Configuration]) -> dic
 
 
 def _draw_options(sweep: Sweep, configurations: Sequence[Configuration]) -> list[tuple[str, str]]:
-    """Return captions and SVGs: for each option with several numbers, the metric over them.
-
-    A line connects configurations that differ in nothing else.
-    """
+    """Return captions and SVGs: for each option with several numbers, the metric over them."""
     found = list[tuple[str, str]]()
     for name in _list_names(configurations):
         numbers = [number for one in configurations if (number := _find_number(one, name)) is not None]
@@ -610,7 +581,6 @@ def _draw_options(sweep: Sweep, configurations: Sequence[Configuration]) -> list
 
 
 def _find_number(configuration: Configuration, name: str) -> float | None:
-    """Return the value of an option as a number; None if it has none."""
     try:
         return float(dict(configuration.values)[name])
     except (KeyError, ValueError):
@@ -644,7 +614,6 @@ def _draw_coordinates(sweep: Sweep, configurations: Sequence[Configuration]) -> 
 
 
 def _as_number(text: str) -> float:
-    """Return the number that a text is, for sorting; infinity for other texts."""
     try:
         return float(text)
     except ValueError:

@@ -11,11 +11,7 @@ from cpuft.terminal import format_table
 
 
 def table_columns(comparison: Comparison) -> list[str]:
-    """Return the headings of the table in their order, each with its unit or its baseline.
-
-    np, hosts, cores, global batch, train seconds, samples/s, samples/s per rank, speedup vs np N, efficiency vs np N;
-    then ideal samples/s and "of the ideal" if a row has an ideal; then the names of all metrics.
-    """
+    """Return the headings of the table in their order, each with its unit or its baseline."""
     base = comparison.rows[0].np
     fixed = ["np", "hosts", "cores", "global batch", "train seconds", "samples/s", "samples/s per rank"]
     metrics = [name.replace("_", " ") for name in _metric_names(comparison)]
@@ -24,11 +20,7 @@ def table_columns(comparison: Comparison) -> list[str]:
 
 
 def table_rows(comparison: Comparison) -> list[list[str]]:
-    """Return the cells of the table as texts, one list per run in the order of `table_columns`.
-
-    A number with an interval is "410.2 ±3.1". Speedups end with x, efficiencies are in percent. What a run does not
-    have is "-".
-    """
+    """Return the cells of the table as texts, one list per run in the order of `table_columns`."""
     names = _metric_names(comparison)
     ideals = any(row.ideal for row in comparison.rows)
     return [
@@ -74,10 +66,7 @@ def seed_columns(comparison: Comparison) -> list[str]:
 
 
 def seed_rows(comparison: Comparison) -> list[list[str]]:
-    """Return the cells of the table of metrics over seeds, one list per metric and number of ranks.
-
-    Empty if the runs have one seed. The interval is that of the difference. What the baseline does not have is "-".
-    """
+    """Return the cells of the table of metrics over seeds, one list per metric and number of ranks."""
     rows = list[list[str]]()
     for name in _metric_names(comparison):
         for row in comparison.rows:
@@ -103,11 +92,7 @@ def seed_rows(comparison: Comparison) -> list[list[str]]:
 
 
 def format_title(comparison: Comparison) -> str:
-    """Return the headline: "mrpc with bert-base, 3 epochs, bf16, weak scaling".
-
-    A limit of updates replaces the epochs ("200 updates"). Without several numbers of ranks, there is no kind of
-    scaling.
-    """
+    """Return the headline, such as "mrpc with bert-base, 3 epochs, bf16, weak scaling"."""
     c = comparison
     kind = "" if c.scaling == "single" else f", {c.scaling} scaling"
     kind += ", simulated hosts" if any(row.simulated for row in c.rows) else ""
@@ -116,10 +101,7 @@ def format_title(comparison: Comparison) -> str:
 
 
 def format_text(comparison: Comparison) -> str:
-    """Return the comparison as text for a terminal: the title, the table and the notes, with a newline at the end.
-
-    With several seeds, a second table has the metrics.
-    """
+    """Return the comparison as text for a terminal: the title, the table and the notes."""
     columns, rows = ([column.replace(" ", "\n", 1) for column in table_columns(comparison)], table_rows(comparison))
     over_seeds = seed_rows(comparison)
     if not over_seeds:
@@ -132,10 +114,7 @@ def format_text(comparison: Comparison) -> str:
 
 
 def format_markdown(comparison: Comparison) -> str:
-    """Return the comparison as Markdown: a heading, the table and a list of the notes, with a newline at the end.
-
-    With several seeds, a second table has the metrics.
-    """
+    """Return the comparison as Markdown: a heading, the table and a list of the notes."""
     lines = [f"## {_escape(format_title(comparison))}", ""]
     lines += _format_markdown_table(table_columns(comparison), table_rows(comparison))
     if over_seeds := seed_rows(comparison):
@@ -152,16 +131,12 @@ def _format_cells(cells: list[str]) -> str:
 
 
 def _escape(text: str) -> str:
-    """Return the text on one line, with the characters escaped that Markdown takes for HTML or for the end of a
-    cell."""
+    """Return the text on one line, escaped where Markdown would see HTML or the end of a cell."""
     return html.escape(" ".join(text.split()), quote=False).replace("\\", "\\\\").replace("|", "\\|")
 
 
 def to_json(comparison: Comparison) -> dict[str, Any]:
-    """Return the comparison as one JSON object with the fields of `Comparison`, in which `rows` is called `runs`.
-
-    Each of the `runs` has the fields of `Row`; its `ideal` has those of `IdealComparison`, or is null.
-    """
+    """Return the comparison as one JSON object with the fields of `Comparison`, in which `rows` is called `runs`."""
     values = dataclasses.asdict(comparison)
     values["runs"] = list(values.pop("rows"))
     values["notes"] = list(values["notes"])

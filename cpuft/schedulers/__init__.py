@@ -12,16 +12,12 @@ from cpuft.schedulers.kubernetes import Kubernetes
 from cpuft.schedulers.slurm import Slurm
 
 SCHEDULERS: dict[str, type[Scheduler[Any]]] = {one.name: one for one in (Slurm, Kubernetes, AwsBatch)}
-"""All schedulers, by name."""
 
 
 def parse_job(text: str) -> tuple[Scheduler[Any], str]:
-    """Return (scheduler for the job's scope, identifier without the scope) of a job as `cpuft submit` prints it.
+    """Return (scheduler, identifier without the scope) of a job as `cpuft submit` prints it, such as "slurm:1234".
 
-    `text` is NAME:JOB or NAME:SCOPE/JOB, such as "slurm:1234", "kubernetes:NAMESPACE/NAME" or "batch:REGION/ID".
-    Nothing is asked: the job need not exist.
-
-    Raises CpuftError: `text` is not of that form, or names no scheduler.
+    Nothing is asked: the job need not exist. The scheduler has the job's scope, as of "kubernetes:NAMESPACE/NAME".
     """
     word = "[A-Za-z0-9][A-Za-z0-9_-]*"
     if not (found := re.fullmatch(f"({'|'.join(SCHEDULERS)}):(?:({word})/)?({word})", text)):

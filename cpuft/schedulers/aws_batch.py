@@ -13,8 +13,7 @@ from cpuft.errors import CpuftError, install_command
 from cpuft.schedulers.base import ContainerOptions, JobLaunch, JobStatus, JobSweep, Scheduler, fill_template
 
 NODE_COMMAND = ("python", "-m", "cpuft.schedulers.aws_batch_node", "/work")
-"""Beginning of what every node starts. The last argument is the folder to work in; the main node runs the rest of the
-command once all nodes are up."""
+"""Beginning of every node's command, up to the folder to work in; the main node runs the rest when all nodes are up."""
 _SECRET = "CPUFT_BATCH_TOKEN"
 """Environment variable in which Batch gives the job's secret to every node."""
 _DEFAULTS = ("--grace-period", "20")
@@ -45,11 +44,7 @@ class AwsBatch(Scheduler[BatchOptions]):
     help = "Submit a launch to AWS Batch, as a multi-node parallel job."
 
     def render(self, options: BatchOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`.
-
-        Raises CpuftError: --image or --queue is missing, --secret or --role is missing with several hosts, the launch
-        contains "Ref::", which Batch would replace, --nodes contradicts --np and --ppn, or it is a sweep.
-        """
+        """Return YAML with two API calls, each name with its parameters: `register_job_definition` and `submit_job`."""
         if isinstance(launch, JobSweep):
             raise CpuftError(
                 "cpuft submit batch takes no sweep, because the job ends when one of its nodes is lost: use slurm or "
@@ -86,11 +81,7 @@ class AwsBatch(Scheduler[BatchOptions]):
         return fill_template("aws_batch.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Register the job definition and submit the job; return "REGION/ID".
-
-        Raises CpuftError: boto3 is missing, or AWS refuses one of the calls or does not answer. If the second call
-        fails, the job definition stays registered.
-        """
+        """Register the job definition, which stays if the second call fails, and submit the job; return "REGION/ID"."""
         import yaml
 
         calls = yaml.safe_load(text)
@@ -100,30 +91,15 @@ class AwsBatch(Scheduler[BatchOptions]):
         return f"{arn.split(':')[3]}/{job['jobId']}"
 
     def cancel(self, job: str) -> None:
-        """Request that Batch terminates a job.
-
-        Raises CpuftError: boto3 is missing, or AWS refuses the call or does not answer.
-        """
+        """Request that Batch terminates a job."""
         self._call("batch", "terminate_job", {"jobId": job, "reason": "cpuft submit cancel"})
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the job has the tag of cpuft's jobs, managed-by: cpuft.
-
-        Raises CpuftError: Batch does not know the job any more, boto3 is missing, or AWS refuses the call or does not
-        answer.
-        """
+        """Return whether the job has the tag of cpuft's jobs, managed-by: cpuft."""
         return bool(self._describe(job)[job].get("tags", {}).get("managed-by") == "cpuft")
 
     def status(self, job: str) -> JobStatus:
-        """Return the state of a job, with the log and exit code of its main node.
-
-        The state is Batch's own, such as RUNNABLE. The exit code is 0 for SUCCEEDED, for FAILED that of the main node
-        or 1 if there is none or it is 0, otherwise None. The log is empty before the main node has started.
-        `never_starts` is always empty.
-
-        Raises CpuftError: Batch does not know the job any more, boto3 is missing, or AWS refuses a call or does not
-        answer.
-        """
+        """Return the state of a job, with the log and exit code of its main node, as far as that has started."""
         described = self._describe(job)
         main, state, log = described.get(f"{job}#0", {}).get("container", {}), described[job]["status"], ""
         page = {"logGroupName": "/aws/batch/job", "logStreamName": main.get("logStreamName"), "startFromHead": True}
@@ -136,10 +112,7 @@ class AwsBatch(Scheduler[BatchOptions]):
         return JobStatus(state, {"SUCCEEDED": 0, "FAILED": main.get("exitCode") or 1}.get(state), log)
 
     def _describe(self, job: str) -> dict[str, Any]:
-        """Return the descriptions of a job and of its main node (JOB#0), by identifier.
-
-        Raises CpuftError: Batch has forgotten the job.
-        """
+        """Return the descriptions of a job and of its main node (JOB#0), by identifier."""
         found = self._call("batch", "describe_jobs", {"jobs": [job, f"{job}#0"]})["jobs"]
         jobs = {one["jobId"]: one for one in found}
         if job not in jobs:

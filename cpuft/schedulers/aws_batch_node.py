@@ -45,12 +45,10 @@ from cpuft.hosts.cluster import JOB
 from cpuft.terminal import detect_dead_peer
 
 Say = Callable[[str], object]
-"""Function that shows one line to the user."""
 TOKEN = "CPUFT_BATCH_TOKEN"
 """Environment variable with the job's secret, which Batch gets from Secrets Manager."""
 SECONDS = "CPUFT_MEET_SECONDS"
-"""Environment variable with the seconds in which all nodes must have registered: an image of some GB may still be on
-its way to the last node."""
+"""Environment variable: seconds in which all nodes must register. An image of some GB may take long to reach a node."""
 _MODULE = "cpuft.schedulers.aws_batch_node"
 PORT = 7077
 """Port of the main node; the other nodes use any free port."""
@@ -86,9 +84,7 @@ class Node:
     """A node's place in its job, as Batch's variables have it."""
 
     job: str
-    """Identifier of the job, without the index of the node."""
     index: int
-    """Index of this node."""
     main: int
     """Index of the main node."""
     count: int
@@ -98,15 +94,10 @@ class Node:
     seconds: int
     """Seconds within which all nodes must have registered."""
     token: str = field(repr=False)
-    """The job's secret."""
 
 
 def parse_node(environ: Mapping[str, str]) -> Node:
-    """Return this node's place in its job, from the variables of Batch, CPUFT_BATCH_TOKEN and CPUFT_MEET_SECONDS (600).
-
-    Raises CpuftError: variables are missing or contradict each other, the secret is missing or shorter than 32
-    characters in a job of several nodes, or CPUFT_MEET_SECONDS is not a whole number from 1 to 86400.
-    """
+    """Return this node's place in its job, from the variables of Batch, CPUFT_BATCH_TOKEN and CPUFT_MEET_SECONDS."""
     shown = ", ".join(f"{name}={environ.get(name, '')[:40]!r}" for name in _NUMBERS)
     # A node's own identifier is that of its job, followed by # and its index.
     job, texts = environ.get(_JOB, "").partition("#")[0], [environ.get(name, "") for name in _NUMBERS]
@@ -145,9 +136,7 @@ class Keys:
         """The private keys in OpenSSH's form: the host key of all nodes, and the key to log in with."""
         texts = (self.host_file, self.login_file)
         self.host, self.login = (paramiko.Ed25519Key(file_obj=io.StringIO(text)) for text in texts)
-        """The same keys as objects of paramiko."""
         self.host_line, self.login_line = (f"{key.get_name()} {key.get_base64()}" for key in (self.host, self.login))
-        """The public keys, "ssh-ed25519 AAAA..."."""
         self.mark = f".cpuft-{hash_text(self.login_line, 16)}"
         """Name of a file of the main node: a node that sees it works in the same folder."""
 
@@ -170,8 +159,6 @@ def serve(keys: Keys, folder: Path, place: tuple[str, int], environ: Mapping[str
     Whoever has the job's key may log in, but gets neither a terminal nor forwarding. Whatever the command is, `script`
     runs, POSIX shell that has the command in $SSH_ORIGINAL_COMMAND. `folder` is for the server's files, and must be
     this user's alone.
-
-    Raises CpuftError: there is no sshd, the port is in use, or sshd does not start (another attempt may succeed).
     """
     ssh_config.prepare_sshd()
     try:
@@ -207,12 +194,7 @@ def _listens(place: tuple[str, int]) -> bool:
 
 
 def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
-    """Return a node's (address, the main node's address as it sees that, index, port, whether it sees the main folder).
-
-    `text` is "ADDRESS MAIN_ADDRESS INDEX PORT yes" or the same with "no", as `register` sends it.
-
-    Raises CpuftError: `text` has another form, or the address or port is not valid.
-    """
+    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder)."""
     found = _REGISTRATION.fullmatch(text)
     if not found or int(found[4]) > 65_535 or not (_is_address(found[1]) and _is_address(found[2])):
         raise CpuftError(f"{text[:80]!r} is not the registration of a node: start the same image on all nodes")
@@ -222,9 +204,8 @@ def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
 def register(path: str, environ: Mapping[str, str]) -> int:
     """Register a node with the main node; runs there, for the session of that node, and ends with the session.
 
-    It sends both nodes' addresses (SSH_CONNECTION) and what the node asked for (SSH_ORIGINAL_COMMAND) to the main
-    node's socket, then passes on standard input. It waits for the exit code that comes from the socket and returns it;
-    255 when either end has gone.
+    It sends both nodes' addresses and what the node asked for to the main node's socket, then passes on standard input.
+    It returns the exit code that comes from the socket, or 255 when either end has gone.
     """
     with socket.socket(socket.AF_UNIX) as main:
         main.connect(path)
@@ -266,10 +247,7 @@ class OtherNode:
     _received: bytes = b""
 
     def receive(self) -> list[str]:
-        """Return the complete lines that have arrived since the last call, without line breaks; never waits.
-
-        The list is empty if there is none. `is_gone` becomes True when the connection has ended.
-        """
+        """Return the complete lines that have arrived since the last call, without line breaks; never waits."""
         try:
             while data := self.connection.recv(4096):
                 self._received += data
@@ -288,10 +266,7 @@ class OtherNode:
 
 
 class Registry:
-    """The other nodes that have registered with the main node through the Unix socket at `path`, which is made at once.
-
-    `say` shows a line about a refused node.
-    """
+    """The other nodes that registered with the main node through the Unix socket at `path`, which is made at once."""
 
     def __init__(self, node: Node, path: str, say: Say) -> None:
         self._node, self._say = node, say
@@ -301,16 +276,12 @@ class Registry:
         self._listener.setblocking(False)
         self._connections: list[OtherNode] = []
         self.nodes: dict[int, OtherNode] = {}
-        """By index."""
+        """The other nodes by index."""
         self.address = ""
         """Address of the main node, by which the others reach it."""
 
     def update(self) -> None:
-        """Take in what has arrived: new connections, registrations, and nodes that leave or have gone. Never waits.
-
-        A registration that is malformed or has the index of another node is refused: `say` shows why, and the node ends
-        with exit code 2.
-        """
+        """Take in what has arrived: new connections, registrations, and nodes that leave or have gone. Never waits."""
         with suppress(OSError):
             while True:
                 connection, _ = self._listener.accept()
@@ -347,11 +318,7 @@ class Registry:
         return sorted(index for index, other in self.nodes.items() if other.is_leaving)
 
     def wait(self) -> None:
-        """Wait until all nodes have registered, at most `Node.seconds`.
-
-        Raises CpuftError: names the nodes that have not registered in time, or have gone before. Another attempt may
-        succeed.
-        """
+        """Wait until all nodes have registered, at most `Node.seconds`."""
         end = time.monotonic() + self._node.seconds
         while True:
             self.update()
@@ -385,9 +352,7 @@ def _name_nodes(indexes: Sequence[int]) -> str:
 def _run_main_node(node: Node, port: int, command: Sequence[str], environ: Mapping[str, str], say: Say) -> int:
     """Wait for the other nodes, run the command, and give its exit code to all nodes; return the exit code.
 
-    While it runs, the working folder has a marker file (`Keys.mark`), by which other nodes see that they share it. The
-    cluster's files are in a temporary folder, which the command gets as CPUFT_JOB. If this raises, the other nodes end
-    with 75.
+    If this raises, the other nodes end with 75.
     """
     keys, code = Keys(node), RESUMABLE
     mark = Path(keys.mark).absolute()
@@ -395,7 +360,7 @@ def _run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappi
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="cpuft-"))
         registry = Registry(node, f"{folder}/socket", say)
         registering = shlex.join([*module_command(sys.executable, _MODULE), "--register", f"{folder}/socket"])
-        mark.touch()
+        mark.touch()  # other nodes that see it know that they share this folder
         stack.callback(mark.unlink, missing_ok=True)
         stack.callback(lambda: registry.dismiss(code))
         with serve(keys, Path(folder), (_EVERYWHERE, port), environ, f"exec {registering}\n"):
@@ -406,7 +371,6 @@ def _run_main_node(node: Node, port: int, command: Sequence[str], environ: Mappi
 
 
 def _write_cluster(keys: Keys, address: str, nodes: Mapping[int, OtherNode], folder: str) -> None:
-    """Write the nodes as a cluster in `folder`, with this node as its head host."""
     members = [ssh_config.Member(address, address, "", key=keys.host_line)]
     for _, one in sorted(nodes.items()):
         members.append(ssh_config.Member(one.address, one.address, "", one.port, keys.host_line))
@@ -421,8 +385,7 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
     """Run the job's command to its end and return its exit code (128 + N if signal N ended it).
 
     It is 75 instead where the command failed after another node had gone. SIGTERM, SIGINT and SIGUSR1 are passed on to
-    the command, each once; their handlers stay. When another node has gone, the command gets SIGINT, and is killed if
-    it has not ended 30 s later. When another node is leaving, the command gets SIGTERM.
+    the command; their handlers stay.
     """
     try:
         process = execute.start_process(command, environ)
@@ -461,8 +424,7 @@ def run_command(command: Sequence[str], environ: Mapping[str, str], say: Say, re
 def _run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
     """Serve the main node's commands until it ends this node; return the exit code that it gives.
 
-    SIGTERM does not end the node: the main node is told once that this node is leaving. Raises CpuftError: this node
-    cannot reach the main node in time, loses it, has another secret than the main node, or has no sshd that starts.
+    SIGTERM does not end the node: the main node is told once that this node is leaving.
     """
     keys = Keys(node)
     signals: list[int] = []
@@ -490,10 +452,7 @@ def _run_other_node(node: Node, environ: Mapping[str, str], port: int) -> int:
 
 
 def _dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, paramiko.Transport]:
-    """Log in to the main node, which may start later than this one; return (connection, session).
-
-    Raises CpuftError: the main node cannot be reached within `node.seconds`, or has another secret.
-    """
+    """Log in to the main node, which may start later than this one; return (connection, session)."""
     logging.getLogger("paramiko").setLevel(logging.CRITICAL)  # its threads log tracebacks of errors handled here
     end = time.monotonic() + node.seconds
     differs = CpuftError(f"node {node.index} and the main node have different secrets: give all nodes the same {TOKEN}")
@@ -522,9 +481,8 @@ def _dial_main_node(node: Node, port: int, keys: Keys) -> tuple[socket.socket, p
 def run_node(argv: Sequence[str], environ: Mapping[str, str], port: int = PORT) -> int:
     """Do a node's part in a job from its start to its end; return the exit code, which is the command's on all nodes.
 
-    An error is reported on standard error; the exit code is then 75 if another attempt may succeed, else 2. It changes
-    the working folder and the handler of SIGTERM, which exits with 143 until the command runs or the node has
-    registered. `argv` has the folder to work in, and the command that the main node runs.
+    After an error it is 75 if another attempt may succeed, else 2. `argv` has the folder to work in, and the command
+    that the main node runs. SIGTERM ends a node with 143 until the command runs or the node has registered.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     try:

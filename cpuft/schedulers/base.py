@@ -17,7 +17,7 @@ from cpuft.execute import run_command
 from cpuft.record import FILE_NAME
 
 SWEEP_FILE_NAME = "sweep.jsonl"
-"""File in the folder of a sweep that says what has happened; the name is that of `cpuft.report.sweep.FILE_NAME`."""
+"""As `cpuft.report.sweep.FILE_NAME`: the file in the folder of a sweep that says what has happened."""
 
 ANSWER_SECONDS = 120.0
 """Time limit for one answer of a scheduler."""
@@ -59,21 +59,15 @@ class JobLaunch:
     script: tuple[str, ...] = ()
     """`--` and a script of the user's with its arguments; empty for none."""
     np: int = 1
-    """Number of ranks (--np)."""
     ppn: int = 0
-    """Ranks on each host (--ppn); 0 if not given."""
+    """Ranks on each host; 0 if not given."""
     run_dir: str = ""
-    """Folder of the run (--run-dir); empty if not given."""
+    """Folder of the run; empty if not given."""
     resume: str = ""
-    """Folder of the run that the launch resumes (--resume); empty for a new run."""
+    """Folder of the run that the launch resumes; empty for a new run."""
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
-        """Return (number of hosts, ranks on the host that has most).
-
-        The number of hosts is `nodes`; if that is 0, --np divided by --ppn and rounded up, or --np without --ppn.
-
-        Raises CpuftError: there are more hosts than ranks, or too few for --np at --ppn ranks each.
-        """
+        """Return (number of hosts, ranks on the host that has most); `nodes` is 0 for as many as np and ppn need."""
         hosts = nodes or (math.ceil(self.np / self.ppn) if self.ppn else self.np)
         if hosts > self.np or (self.ppn and hosts * self.ppn < self.np):
             raise CpuftError(
@@ -111,10 +105,7 @@ class JobSweep(JobLaunch):
     """Those of its options that `cpuft sweep --resume` accepts, too."""
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
-        """Return (number of hosts of the job, ranks on each of them).
-
-        Raises CpuftError: `nodes` is 0, or fewer than the hosts of one run.
-        """
+        """Return (number of hosts of the job, ranks on each of them); the job needs at least the hosts of one run."""
         hosts = self.np // self.ppn
         if not nodes:
             raise CpuftError(
@@ -128,9 +119,7 @@ class JobSweep(JobLaunch):
     def to_shell(self, name: str, restarted: str, *defaults: str) -> str:
         """Return lines as `JobLaunch.to_shell` does, whose function `launch` starts or continues a sweep.
 
-        Parameters
-        ----------
-        defaults: not used, because they are options for the signals that a launch gets, and a sweep gets them itself.
+        `defaults` are not used: they are options for the signals that a launch gets, and a sweep gets them itself.
         """
         function = 'launch() { exec "$cpuft" sweep "$@"; }\n'
         begin = f"set -- {shlex.join(self.options)}"
@@ -154,7 +143,7 @@ class JobStatus:
     state: str
     """The scheduler's own word, e.g. RUNNING."""
     exit_code: int | None
-    """Exit code of the job; None while it has not ended."""
+    """None while the job has not ended."""
     log: str
     """All that the job has written so far; empty where that cannot be read."""
     never_starts: str = ""
@@ -175,19 +164,15 @@ class Scheduler(ABC, Generic[Options]):
     A job that ends with exit code 75 (`cpuft.errors.RESUMABLE`) was interrupted: the scheduler starts it again, at most
     `retries` times, and its run resumes from the last checkpoint.
 
-    Parameters
-    ----------
-    scope
-        Namespace or region of the jobs; empty for the default of the scheduler's client.
-
-    All methods but `render` raise CpuftError when the scheduler's client is missing, refuses, or does not answer in
-    time; the message holds the client's own words.
+    `scope` is the namespace or region of the jobs; empty for the default of the scheduler's client. Identifiers of jobs
+    that the methods take have no scope. All methods but `render` raise CpuftError when the scheduler's client is
+    missing, refuses, or does not answer in time, and when the scheduler does not know the job; the message holds the
+    client's own words.
     """
 
     name: ClassVar[str]
     """As in `cpuft submit NAME`, and in the jobs that this prints: NAME:JOB or NAME:SCOPE/JOB."""
     options: ClassVar[type[JobOptions]]
-    """The options of `cpuft submit` for this scheduler."""
     help: ClassVar[str]
     """One sentence for the help of `cpuft submit`."""
     has_submitters_files: ClassVar[bool] = False
@@ -200,58 +185,29 @@ class Scheduler(ABC, Generic[Options]):
     def render(self, options: Options, launch: JobLaunch, cpuft: str) -> str:
         """Return the text of a job that runs a launch. Pure: the same arguments give the same text, nothing is asked.
 
-        Parameters
-        ----------
-        cpuft: path of the cpuft program on the job's hosts.
-
-        Raises CpuftError: an option that the scheduler needs is missing, a value cannot stand in the text, or the
-        number of hosts contradicts --np and --ppn.
+        `cpuft` is the path of the cpuft program on the job's hosts. Raises CpuftError: an option that the scheduler
+        needs is missing, a value cannot stand in the text, or the number of hosts contradicts --np and --ppn.
         """
 
     @abstractmethod
     def submit(self, text: str) -> str:
-        """Submit a job's text, as `render` returns it, and return the job's identifier.
-
-        It is JOB, or SCOPE/JOB for a job with a scope.
-
-        Raises CpuftError: the scheduler's client is missing, refuses the job, or does not answer in time.
-        """
+        """Submit a job's text, as `render` returns it; return the job's identifier, JOB, or SCOPE/JOB with a scope."""
 
     @abstractmethod
     def status(self, job: str) -> JobStatus:
-        """Return the state, exit code and log of a job; `job` is its identifier without the scope.
-
-        Raises CpuftError: the scheduler's client is missing or does not answer in time, or the scheduler does not know
-        the job.
-        """
+        """Return the state, exit code and log of a job."""
 
     @abstractmethod
     def cancel(self, job: str) -> None:
-        """End a job; `job` is its identifier without the scope.
-
-        Raises CpuftError: the scheduler's client is missing or does not answer in time, or the scheduler does not know
-        the job.
-        """
+        """End a job."""
 
     @abstractmethod
     def is_ours(self, job: str) -> bool:
-        """Return whether `cpuft submit` has submitted a job; only those may be cancelled.
-
-        Raises CpuftError: the scheduler's client is missing or does not answer in time, or the scheduler does not know
-        the job.
-        """
+        """Return whether `cpuft submit` has submitted a job; only those may be cancelled."""
 
 
 def run_client(*argv: str, stdin: str = "") -> str:
-    """Run a scheduler's client (argv), wait for its end for at most 120 s, and return its standard output.
-
-    Parameters
-    ----------
-    stdin: text of its standard input.
-
-    Raises CpuftError: the program is missing, takes longer, or exits with another code than 0; the message has its last
-    words.
-    """
+    """Run a scheduler's client, wait for its end for at most 120 s, and return its standard output."""
     answer = run_command(argv, ANSWER_SECONDS, stdin)
     if answer.exit_code:
         message = " ".join(answer.text.split())[-500:] or f"exit code {answer.exit_code}, without a message"
@@ -260,7 +216,7 @@ def run_client(*argv: str, stdin: str = "") -> str:
 
 
 def read_template(name: str) -> str:
-    """Return the text of the file `name` in this folder, such as "resume.sh". Raises OSError: there is none."""
+    """Return the text of the file `name` in this folder, such as "resume.sh"."""
     return (_FOLDER / name).read_text(encoding="utf-8")
 
 
@@ -269,12 +225,6 @@ def fill_template(name: str, options: ContainerOptions, values: dict[str, Any]) 
 
     Each text `$key` becomes the value of that key in `values` or, if it has none, the option of that name. Keys of
     mappings whose value is None are left out.
-
-    Parameters
-    ----------
-    name: file name of the template.
-
-    Raises CpuftError: --image is missing. Raises KeyError: the template names a key that is in neither.
     """
     import yaml
 
@@ -302,16 +252,8 @@ def follow_job(
 ) -> int:
     """Pass a job's log to `say` as it grows, until the job ends; return the job's exit code.
 
-    The scheduler is asked every 5 s. `say` gets the new part of the log after each answer, also when that is empty.
-    After a restart the log may begin again; then all of it is passed on.
-
-    Parameters
-    ----------
-    job: identifier without the scope.
-    sleep: waits for a number of seconds.
-
-    Raises CpuftError: the scheduler has not answered, or does not know the job, 20 times in a row; or it says that the
-    job can never start.
+    After a restart the log may begin again; then all of it is passed on. Of 20 failures of the scheduler in a row, the
+    last one is raised.
     """
     shown, failures = "", 0
     while True:

@@ -53,11 +53,7 @@ class Kubernetes(Scheduler[KubernetesOptions]):
     help = "Submit a launch or a sweep by kubectl, as an MPIJob of Kubeflow's operator."
 
     def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host.
-
-        Raises CpuftError: --image is missing, the operator would refuse --name or --namespace, from which it makes host
-        names, or --nodes contradicts --np and --ppn, or is missing for a sweep.
-        """
+        """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host."""
         hosts, ranks = launch.count_hosts(options.nodes)
         last_host = f"{options.name}-worker-{hosts - 1}"
         for flag, text, label in (
@@ -88,39 +84,21 @@ class Kubernetes(Scheduler[KubernetesOptions]):
         return fill_template("kubernetes.yaml", options, values)
 
     def submit(self, text: str) -> str:
-        """Create an MPIJob by kubectl; return "NAME", or "NAMESPACE/NAME" if a namespace was given.
-
-        Raises CpuftError: kubectl is missing, refuses the manifest (also when a job of that name exists), or takes over
-        120 s.
-        """
+        """Create an MPIJob by kubectl; return "NAME", or "NAMESPACE/NAME" if a namespace was given."""
         created = run_client("kubectl", "create", "--output=name", "--filename=-", stdin=text)
         name = created.strip().rpartition("/")[2]  # "mpijob.kubeflow.org/NAME"
         return f"{self.scope}/{name}" if self.scope else name
 
     def cancel(self, job: str) -> None:
-        """Delete an MPIJob and its pods by kubectl.
-
-        Raises CpuftError: kubectl is missing, knows no such job, or takes over 120 s.
-        """
+        """Delete an MPIJob and its pods by kubectl."""
         run_client("kubectl", "delete", "mpijob", job, *self._namespace)
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the MPIJob has the label of cpuft's manifests, app.kubernetes.io/managed-by: cpuft.
-
-        Raises CpuftError: kubectl is missing, knows no such job, or takes over 120 s.
-        """
+        """Return whether the MPIJob has the label of cpuft's manifests, app.kubernetes.io/managed-by: cpuft."""
         return self._get("mpijob", job, r"{.metadata.labels.app\.kubernetes\.io/managed-by}") == ["cpuft"]
 
     def status(self, job: str) -> JobStatus:
-        """Return the state of an MPIJob, with the log and exit code of its launcher's pod while that exists.
-
-        The state is the condition that is true, the first of Failed, Succeeded, Suspended, Restarting, Running and
-        Created; Pending if there is none. The exit code is 0 for Succeeded, for Failed that of the launcher's container
-        or 1 if there is none, otherwise None. The log is empty if there is no pod or kubectl cannot read it.
-        `never_starts` is always empty.
-
-        Raises CpuftError: kubectl is missing, knows no such job, or takes over 120 s.
-        """
+        """Return the state of an MPIJob, with the log and exit code of its launcher's pod while that exists."""
         launcher = f"--selector=training.kubeflow.org/job-name={job},training.kubeflow.org/job-role=launcher"
         true = self._get("mpijob", job, '{.status.conditions[?(@.status=="True")].type}')
         codes = self._get("pods", launcher, "{.items[*].status.containerStatuses[0].state.terminated.exitCode}")

@@ -53,12 +53,7 @@ class Slurm(Scheduler[SlurmOptions]):
     has_submitters_files = True
 
     def render(self, options: SlurmOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return a job script that has its hosts for itself alone and requeues itself after an interruption.
-
-        Raises CpuftError: an option that no #SBATCH line can hold, with spaces or quotes; --extra has an open quotation
-        mark; --nodes contradicts --np and --ppn, or is missing for a sweep; or there is an --array of a sweep or of a
-        launch with --resume.
-        """
+        """Return a job script that has its hosts for itself alone and requeues itself after an interruption."""
         if options.array and isinstance(launch, JobSweep):
             raise CpuftError("a sweep trains its runs in one job, and --array submits several jobs: leave out --array")
         if options.array and launch.resume:
@@ -86,37 +81,23 @@ class Slurm(Scheduler[SlurmOptions]):
         return f"{head}{setup}cpuft={shlex.quote(cpuft)} retries={options.retries}\n{lines}{requeue}"
 
     def submit(self, text: str) -> str:
-        """Submit a job script by sbatch; return the job's number, such as "1234".
-
-        Raises CpuftError: sbatch is missing, refuses the script, or takes over 120 s.
-        """
+        """Submit a job script by sbatch; return the job's number, such as "1234"."""
         return run_client("sbatch", "--parsable", stdin=text).strip().partition(";")[0]  # "12;cluster"
 
     def cancel(self, job: str) -> None:
-        """End a job by scancel.
-
-        Raises CpuftError: scancel is missing, fails, or takes over 120 s.
-        """
+        """End a job by scancel."""
         run_client("scancel", job)
 
     def is_ours(self, job: str) -> bool:
-        """Return whether the job has the comment of cpuft's job scripts, "cpuft".
-
-        Raises CpuftError: scontrol is missing, knows no such job (Slurm forgets ended jobs after some minutes), or
-        takes over 120 s.
-        """
+        """Return whether the job has the comment of cpuft's scripts. Slurm forgets ended jobs after some minutes."""
         return bool(re.search(r"^ *Comment=cpuft *$", run_client("scontrol", "show", "job", job), re.MULTILINE))
 
     def status(self, job: str) -> JobStatus:
         """Return the state of a job; of an array, all different states, the largest exit code and all logs.
 
-        The state is Slurm's own, such as RUNNING (several are separated by ", "), with a reason in parentheses for
-        which the job can never start; this is also `never_starts`. The exit code is None until all jobs of the array
-        have ended; it is 128 + N after signal N, and 1 if Slurm has 0 but the job was not completed, e.g. cancelled.
-        The log is the files of standard output that exist on this machine.
-
-        Raises CpuftError: scontrol is missing, knows no such job (Slurm forgets ended jobs after some minutes), or
-        takes over 120 s. Raises OSError: a log file cannot be read.
+        The exit code is None until all jobs of the array have ended; it is 128 + N after signal N, and 1 if Slurm has 0
+        but the job was not completed, e.g. cancelled. The log is the files of standard output that exist on this
+        machine.
         """
         text = run_client("scontrol", "show", "job", job)
         found = re.findall(r"\bJobState=(\w+)(?: Reason=([\w,]+))?", text)
