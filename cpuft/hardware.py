@@ -104,7 +104,7 @@ class Precision:
 
     name: str
     reason: str
-    """For the user: it begins with "warning: " if another precision would be as fast or faster."""
+    """A phrase for the user, which begins with "warning: " if another precision would be as fast or faster."""
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
