@@ -50,6 +50,7 @@ class Answer:
 
     @property
     def text(self) -> str:
+        """Standard output followed by standard error."""
         return self.output + self.errors
 
 
@@ -341,8 +342,7 @@ def start_with_log(
 
 
 def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Wait for a process and return its exit code, or 0 if it has not ended after `seconds`; it then continues to run.
-    """
+    """Wait for a process and return its exit code, or 0 if it has not ended after `seconds`; it then runs on."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return exit_code_of(process) if process.returncode is not None else 0

@@ -404,8 +404,8 @@ class Writer:
     def __init__(self, run_dir: str, begun: str | None = None) -> None:
         """Create record.jsonl in `run_dir`, and the folder if necessary.
 
-        `begun` is None for a new run, where a record that is there already raises FileExistsError. For a resumed run it is what
-        the record begins with, complete lines, and it replaces the record that is there.
+        `begun` is None for a new run, where a record that is there already raises FileExistsError. For a resumed run
+        it is what the record begins with, complete lines, and it replaces the record that is there.
         """
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
