@@ -39,11 +39,10 @@ def stacks(run: str) -> None:
 
 
 def format_dumps(dumps: tuple[RankDump, ...]) -> str:
-    """Return a table as text, with a line for each rank.
+    """Return a table with a line for each rank.
 
-    The columns are rank, host, process id (empty if unknown), state, operation and location. The operation is the
-    longest pending collective with its seconds, else "after" and the last operations. Location is the innermost place
-    in the user's code or cpuft's training, as "file:line in function".
+    The operation is the longest pending collective with its seconds, else "after" and the last operations. Location is
+    the innermost place in the user's code or cpuft's training.
     """
     from cpuft.terminal import format_table
 
