@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 
 WITHOUT_WORKING_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)"
-"""First statement of a program for `python -c`, without which it imports from the working folder, where others may
-write."""
+"""Makes a program for `python -c` not import from the working folder, where other users may be able to write."""
 
 _RUN = f"{WITHOUT_WORKING_FOLDER}; from cpuft.argv import run_module; run_module()"
 _MARK = "json:"

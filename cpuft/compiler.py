@@ -158,9 +158,7 @@ def choose_target(cpu_flags: Collection[str]) -> Target | None:
 
 
 def find_installed(cpu_flags: Collection[str], folders: Sequence[Path] = FOLDERS) -> Path | None:
-    """Return the path of the fastest library compiled in advance from exactly these sources that this CPU can run, or
-    None.
-    """
+    """Return the path of the fastest library compiled in advance from exactly these sources that this CPU can run."""
     if platform.machine() != "x86_64":
         return None
     names = [name_library(target) for target in TARGETS if target.needs <= set(cpu_flags)]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class CompressionFacts:
-    """What is known about a gradient compression, without its code."""
+    """What is known about a gradient compression."""
 
     bytes_per_number: float
     """Bytes sent per number of a gradient; for powersgd, per number of the factors, unless all gradients are whole."""
@@ -21,11 +21,11 @@ class CompressionFacts:
     factor_coding_seconds: float = 0.0
     """Core seconds that each number of the factors adds."""
     is_automatic: bool = False
-    """`auto` may choose what costs less than 0.005 of the metric in scripts/check-seeds."""
+    """Whether `auto` may choose it, because it costs less than 0.005 of the metric in scripts/check-seeds."""
     works_with_shard: bool = False
-    """False if a rank cannot receive the sum of its own shard only, as --shard needs it."""
+    """Whether it works with --shard, where each rank receives the sum of its own shard only."""
     has_feedback: bool = False
-    """Whether what a rank could not send in an update is added to the next one (error feedback)."""
+    """Whether it has error feedback: what a rank could not send in an update is added to the next one."""
     has_late_rows: bool = False
     """Whether an update applies the mean of the embedding rows of the previous update, so that computing hides their
     messages. Hierarchical means have no late rows."""
@@ -76,7 +76,7 @@ FACTOR_BUCKETS = 3
 """Number of gradient buckets with powersgd, whose messages are small. A type that only few gradients have makes one
 more, which shares the messages of the bucket before it. In slow motion with earlier versions (four hosts of half a core
 with AMX, MiniLM in bf16), an update at 1 Gbit/s took 73 to 77 ms of CPU time in seven buckets, 59 to 63 ms in three,
-and 60 ms in two; steps took 592 to 612 ms in three to five."""
+and 60 ms in two."""
 MANY_RANKS = 32
 """Ranks from which on powersgd sends gradients in one bucket instead: the CPU time of an update grows with the number
 of buckets times the number of ranks."""

@@ -881,7 +881,7 @@ def option_names(config: type) -> list[str]:
 
 
 def format_flag(name: str, value: object = True) -> str:
-    """Return the command-line flag of an option: `--batch-size`, or `--no-fast-path` if `value` is False, not 0."""
+    """Return the command-line flag of an option: `--batch-size`, or `--no-fast-path` if `value` is False."""
     return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
@@ -911,7 +911,6 @@ def rename_old_options(options: Mapping[str, Any], known: Collection[str]) -> di
 
 
 def _negate(value: Any) -> Any:
-    """Negate a boolean, or the text of one as YAML files and command lines have it; other values are returned as is."""
     if isinstance(value, bool):
         return not value
     text = str(value).lower()
@@ -1460,9 +1459,7 @@ class RunMemory:
 
 
 def format_run_memory(memory: RunMemory) -> tuple[str, ...]:
-    """Return the argument that passes this to a process, ("--host-memory=JSON",), or () if a host's memory is not
-    known.
-    """
+    """Return ("--host-memory=JSON",), which passes this to a process, or () if a host's memory is not known."""
     return (f"{_MEMORY_FLAG}{json.dumps(asdict(memory))}",) if all(host.free_bytes for host in memory.hosts) else ()
 
 

@@ -19,7 +19,7 @@ RESUMABLE = 75
 """Exit code of an interrupted run that `cpuft launch --resume` can continue (EX_TEMPFAIL of sysexits.h)."""
 
 IO_ERROR = 74
-"""Exit code of an interrupted run that `cpuft launch --resume` can continue (EX_TEMPFAIL of sysexits.h)."""
+"""Exit code for a disk that became full, and for results that this machine could not store (EX_IOERR of sysexits.h)."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Package index with PyTorch for CPUs; PyPI's x86 packages install several GB of CUDA libraries."""
@@ -138,7 +138,7 @@ _ABOUT_AS_SIMILAR = 0.1
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of a message about an unknown name: "did you mean int8?", or "choose one of " all names."""
+    """Return the end of a message about an unknown name: "did you mean int8?", else "choose one of" up to 20 names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     likeness = [difflib.SequenceMatcher(None, other, name).ratio() for other in close]

@@ -28,7 +28,8 @@ SSH_FAILED = 255
 _DROPPED = "_exchange_identification: "
 """In ssh's message when a server closes the connection at once, as sshd does beyond its MaxStartups."""
 _DROPPED_ROUNDS = 8
-"""Most further attempts of the steps whose connection was closed so. Nothing of them has run."""
+"""Most further attempts of steps whose connection was closed so: nothing of them has run, so it is safe to repeat them.
+"""
 PIPE = subprocess.PIPE
 _POLL_SECONDS = 0.05
 _PROGRESS_SECONDS = 20.0
@@ -236,7 +237,6 @@ def _report_pending(stage: Sequence[Step], say: Callable[[str], None], pending: 
 
 
 def _describe(step: Step, output: str) -> str:
-    """Return a failed step with its host and the last lines of its output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()][-_LAST_LINES:]
     where = f"{step.host}: " if step.host else ""
     if _DROPPED in output:
@@ -383,7 +383,6 @@ def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
-    """Send a signal to a process group; return whether any process was there."""
     try:
         os.killpg(process.pid, signal_number)
     except ProcessLookupError:

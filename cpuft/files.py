@@ -79,7 +79,7 @@ def describe_lfs_pointer(path: Path, begin: bytes) -> str:
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of an empty file beside `path`, which replaces `path` if the block raises nothing.
 
-    A link at `path` is replaced, not its target. CpuftError: anything but a file is there, or behind a link there.
+    A link at `path` is replaced, not its target. Folders, devices, pipes and sockets are never replaced (CpuftError).
     """
     refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -175,7 +175,7 @@ def hash_file(path: Path) -> str:
 
 
 def is_locked(path: str | Path) -> bool:
-    """Return whether a process holds an exclusive lock of a file; False if its file system has no locks."""
+    """Return whether a process holds an exclusive lock of a file; False if it cannot be opened or locked."""
     try:
         with open(path) as file:
             # NFSv4 refuses an exclusive lock of a file that is open for reading only, with EBADF.
@@ -253,7 +253,6 @@ def check_private_folder(folder: Path, advice: str = _ELSEWHERE) -> None:
 
 
 def _describe_risk(folder: Path) -> str:
-    """Return why another user may have written to a folder; empty if only this user can have."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return "is a link or a file"

@@ -38,7 +38,6 @@ _C_TYPES: dict[str, Any] = {
 """Type of a C++ parameter by the letter that kernels.cpp gives it; p is a pointer, or an array of pointers."""
 _TYPES = (torch.float32, torch.bfloat16)
 _LOAD_ERRORS = (OSError, AttributeError, ValueError)
-"""What `Kernels` raises for a library that cannot be loaded."""
 _override: tuple[Kernels | None, str] | None = None
 """What `use_kernels` has put in place of the host's own kernels, and its status."""
 

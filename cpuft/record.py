@@ -152,7 +152,6 @@ class Header:
     world_size: int
     ranks: list[RecordedRank]
     backend: str
-    """Backend that carried the collectives, such as gloo."""
     precision: str
     """Number format of matrix products: bf16, fp32 or int8."""
     cpu_model: str
@@ -258,10 +257,8 @@ class EvaluationLine:
     """Metrics of one evaluation on a validation split."""
 
     step: int
-    """Number of the last update before the evaluation."""
     metrics: dict[str, float]
     examples: int
-    """Number of examples of the split."""
     seconds: float
 
 
@@ -273,7 +270,6 @@ class GradientTime:
     """Name of the parameter, as `named_parameters` of the model returns it."""
     shape: list[int]
     dtype: str
-    """Type of the gradient's elements as torch names it, such as bfloat16."""
     ready_seconds: float
     """Seconds from the start of an update's last backward pass until the gradient is accumulated."""
     needed_seconds: float
@@ -294,7 +290,6 @@ class LayerTimesLine:
     gradients: list[GradientTime]
     """In the order in which they become ready."""
     updates: int
-    """Number of updates that were measured."""
     data_seconds: float
     forward_seconds: float
     backward_seconds: float
@@ -335,7 +330,6 @@ class Record:
     """The record of a run as it was read; `footer` is None if the run is not complete."""
 
     path: str
-    """Path of the record file, or what the caller of `parse_record` named it."""
     header: Header
     steps: list[StepLine] = field(default_factory=list)
     evaluations: list[EvaluationLine] = field(default_factory=list)

@@ -41,9 +41,7 @@ def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def mask_secrets(text: str, environ: Mapping[str, str], *others: str) -> str:
-    """Return a text for messages and logs with *** in place of what stands before the @ of a URL, of the values of
-    `secrets_for_ranks`, and of `others`.
-    """
+    """Replace what is before the @ of URLs, the values of `secrets_for_ranks`, and `others` in a text by ***."""
     text = _SECRET_VALUE.sub("://***@", text)
     # Longer values first, because a shorter one may be a part of them.
     for value in sorted({*secrets_for_ranks(environ).values(), *others} - {""}, key=len, reverse=True):

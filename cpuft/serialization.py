@@ -74,8 +74,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def load(kind: type[T], value: Any, where: str = "it") -> T:
-    """Return a value of JSON or YAML as an instance of a type, or raise ValueError if any of its parts has another
-    type.
+    """Return a value of JSON or YAML as an instance of a type, or raise ValueError if a part of it does not fit.
 
     `kind` is a dataclass, list[T], tuple[T, ...], dict[str, T], str, int, float, bool or Any. Nothing is converted,
     except that a whole number is accepted as a float, and a list becomes a tuple. A boolean is no number. `where` names

@@ -28,8 +28,8 @@ class Task:
     kind: str = "class"
     """What is predicted: class (one of `labels` for each example), labels (any number of them), tags (one of them for
     each word), score (a number), masked (the masked tokens of a text), causal (each next token of a text), chat (the
-    tokens of the assistant in a conversation); and for embeddings, pairs (which text belongs to
-    which) and similarity (how similar two texts are); and relevance (how relevant a document is to a query)."""
+    tokens of the assistant in a conversation), pairs (which text belongs to which, for embeddings), similarity (how
+    similar two texts are, for embeddings), or relevance (how relevant a document is to a query)."""
 
 
 _PAIR = ("sentence1", "sentence2")

@@ -47,10 +47,7 @@ def run_or_print(step: Step, dry_run: bool) -> None:
 
 
 def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
-    """Run a short form of the doctor's checks on the hosts, unless --no-check was given.
-
-    Warnings are printed; CpuftError if a problem would make the run fail or hang.
-    """
+    """Check the hosts briefly unless --no-check was given, print warnings, and raise CpuftError if a run would fail."""
     from cpuft.doctor.examine import check_before_launch
 
     if config.check:

@@ -180,7 +180,6 @@ def _read_link(path: str) -> Network | list[Measurement]:
 def _find_network(
     config: EstimateConfig, job: Job, bits: int, rented: Instance | None, measured: list[Measurement]
 ) -> Network:
-    """Return the network that was measured, or that of --bandwidth or --instance."""
     from cpuft.report.estimate import Network, find_network
 
     if config.link:
@@ -190,7 +189,6 @@ def _find_network(
 
 
 def _describe_instance(record: Record, rented: Instance | None) -> list[str]:
-    """Return a note about a type of instance, with a warning if its CPU differs from the recorded one."""
     if rented is None:
         return []
     recorded = "amx_bf16" in record.header.cpu_flags

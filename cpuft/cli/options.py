@@ -357,7 +357,6 @@ def _underscored(key: str) -> str:
 
 
 def _format_value(value: Any, where: str) -> str:
-    """Return a YAML value as the text that the flag takes; a list becomes a text with commas."""
     try:
         text = ",".join(load(list[str], value if isinstance(value, list) else [value], where))
         if control := find_control(text):

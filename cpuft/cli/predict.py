@@ -199,7 +199,6 @@ def _refuse_generation_options(asked: PredictConfig, reason: str) -> None:
 
 
 def _is_decoder_run(header: Header) -> bool:
-    """Return whether a run, whose record has this header, has trained a decoder to predict tokens."""
     return header.task in TASKS and find_task(header.task, header.options.get("causal") is True).kind in DECODER_KINDS
 
 

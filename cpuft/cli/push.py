@@ -116,7 +116,6 @@ def _check_base_model(folder: Path) -> None:
 
 
 def _describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
-    """Return lines that list the files with their sizes, and the names of what is not uploaded."""
     sizes = {file: (upload.folder / file).stat().st_size for file in upload.files}
     width = max(map(len, sizes))
     return [

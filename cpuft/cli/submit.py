@@ -61,8 +61,8 @@ def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: s
 def _parse_launch(argv: tuple[str, ...], nodes: int, sees_files: bool) -> tuple[JobLaunch, str]:
     """Return (the launch, its task or "script") after its own parser has accepted it.
 
-    `nodes` is 0 for as many hosts as the ranks need. With `sees_files`, the job sees the files of
-    this machine, so that a run to resume can be looked up here.
+    `nodes` is 0 for as many hosts as the ranks need. With `sees_files`, the job sees the files of this machine, so that
+    a run to resume can be looked up here.
     """
     if argv[:1] != ("launch",):
         raise CpuftError("no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc")

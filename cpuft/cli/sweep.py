@@ -412,7 +412,7 @@ def _make_path_absolute(option: str, folder: str) -> str:
 
 
 def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str = "") -> None:
-    """Print the command of each run that is still to be made, as a shell script that makes one after another."""
+    """Print the commands of the runs that are still to be made, as a shell script that makes one after another."""
     import shlex
 
     from cpuft.report.sweep import DONE, PRUNED, STOPPED, describe_values

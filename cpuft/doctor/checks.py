@@ -242,7 +242,6 @@ def _check_login(state: ClusterState) -> Iterator[Finding]:
 
 
 def _list_failed(state: ClusterState, *kinds: str) -> list[HostState]:
-    """Return the hosts with an address that could not be examined because of an error of one of these kinds."""
     return [one for one in state.hosts if one.address and one.failure and one.facts is None and one.kind in kinds]
 
 
@@ -359,7 +358,6 @@ def _check_mtu(state: ClusterState) -> Iterator[Finding]:
 
 
 def _find_mtu(facts: HostFacts, mtus: dict[str, int]) -> int:
-    """Return the MTU of the interface that leads to the other hosts, or 0 if it is unknown."""
     source = next(iter(facts.routes.values()), "")
     name = next((name for name, address in facts.interfaces.items() if address == source), "")
     return mtus.get(name, 0)

@@ -34,7 +34,7 @@ _ALL_PAIRS = 16
 _LOGINS = 32
 """Most hosts to which this machine logs in at the same time."""
 _CONNECT_SECONDS, _PAUSE_SECONDS = 1.0, 0.1
-"""Of one attempt to connect to a host from outside its network, and between two attempts."""
+"""Seconds of one attempt to connect to a host from outside its network, and between two attempts."""
 _FATAL = ("CPUFT-022", "CPUFT-034")
 """Checks (/dev/shm, open files) whose findings stop even a run on a single host: its ranks would die or hang."""
 _TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032")
@@ -98,7 +98,7 @@ def examine_hosts(
 
 
 def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
-    """Examine the hosts of a run and pass one line for each check with warnings to `say`; CpuftError for errors.
+    """Examine the hosts of a run, pass a line for each check with warnings to `say`, and raise CpuftError for errors.
 
     If the run has only one host, the function warns only of what can differ from run to run, and only too small a
     /dev/shm or too low a limit of open files is an error: no other host would have to wait for the run.
@@ -195,7 +195,6 @@ def choose_port() -> int:
 
 
 def _resolve(host: Host, access: Access) -> tuple[str, str]:
-    """Return the address of a host, or the reason why it has none."""
     try:
         return access.transport.address(host), ""
     except CpuftError as error:

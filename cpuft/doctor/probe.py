@@ -153,7 +153,6 @@ def describe_kernels() -> str:
 
 
 def _resolve_own_name() -> str:
-    """Return the IPv4 address to which this host resolves its own name; empty if it cannot."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -285,7 +284,6 @@ def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -
 
 
 def _time_connection(peer: str, port: int, end: float) -> float:
-    """Return the milliseconds that a connection took, or -1 if none was possible until `end`."""
     while time.monotonic() < end:
         start = time.monotonic()
         try:
