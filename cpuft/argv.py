@@ -20,10 +20,7 @@ _UNCHANGED = re.compile(r"(--)?[A-Za-z0-9_./][A-Za-z0-9_./=,+@:-]*")
 
 
 def module_command(python: str, module: str) -> tuple[str, ...]:
-    """Return a command like `python -m module` that does not import from the working folder.
-
-    Arguments of the module are appended to the result. Python 3.10 has no option -P, which does the same.
-    """
+    """Return a command like `python -P -m module`, to which arguments are appended; Python 3.10 has no option -P."""
     return (python, "-c", _RUN, module)
 
 
@@ -66,11 +63,7 @@ def _is_safe(arg: str) -> bool:
 
 
 def unpack_argv(argv: Sequence[str]) -> list[str]:
-    """Return the command to execute from what `pack_argv` returned.
-
-    `-m` and a module become `module_command` with this process's Python, so that the module runs without the working
-    folder in its path.
-    """
+    """Return the command to execute from what `pack_argv` returned; `-m` and a module become `module_command`."""
     unpacked = [json.loads(arg.removeprefix(_MARK)) if arg.startswith(_MARK) else arg for arg in argv]
     return [*module_command(sys.executable, unpacked[1]), *unpacked[2:]] if argv[:1] == ["-m"] else unpacked
 

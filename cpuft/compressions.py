@@ -1,7 +1,4 @@
-"""The values of --grad-compression, and what the launcher, the ranks and the estimates know about them without torch.
-
-`cpuft.comm.compression.table` holds their code under the same names.
-"""
+"""The values of --grad-compression and facts about them, without torch (code: `cpuft.comm.compression.table`)."""
 
 from __future__ import annotations
 
@@ -116,8 +113,5 @@ REMOVED_COMPRESSIONS = {
 
 
 def count_ring_passes(members: int) -> float:
-    """Return how often a ring all-reduce between `members`, at least one, sends its payload over each link.
-
-    This is 2 (n - 1) / n: each of n members sends an n-th of the payload 2 (n - 1) times (Patarasuk and Yuan, 2009).
-    """
+    """Return how often a ring all-reduce sends its payload over each link: 2 (n - 1) / n (Patarasuk and Yuan, 2009)."""
     return 2 * (members - 1) / members

@@ -888,8 +888,7 @@ def format_flag(name: str, value: object = True) -> str:
 def find_new_name(name: str, known: Collection[str]) -> tuple[str, bool]:
     """Return (this version's name of an option, whether a boolean value is to be negated).
 
-    ("lora_rank", False) for "lora", and ("fast_path", True) for "plain", if these are known. A name that is known stays
-    as it is, also if it is in OLD_NAMES, and so does a name that is neither old nor known.
+    ("lora_rank", False) for "lora", ("fast_path", True) for "plain". Known names stay.
     """
     new = OLD_NAMES.get(name, name)
     if name in known or new in known:
@@ -899,10 +898,7 @@ def find_new_name(name: str, known: Collection[str]) -> tuple[str, bool]:
 
 
 def rename_old_options(options: Mapping[str, Any], known: Collection[str]) -> dict[str, Any]:
-    """Return the options with the names of this version and, where that is the opposite option, negated values.
-
-    If both an old and a new name of an option are given, the later one counts.
-    """
+    """Return the options with the names of this version and, where that is the opposite option, negated values."""
     renamed: dict[str, Any] = {}
     for name, value in options.items():
         new, negated = find_new_name(name, known)
@@ -926,10 +922,7 @@ def format_arguments(config: Any) -> list[str]:
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
-    """Return the configuration that command-line arguments describe; the inverse of `format_arguments`.
-
-    Names of earlier versions are accepted; of an option that is given twice, the last value counts.
-    """
+    """Return the configuration that arguments, perhaps with old names, describe; the inverse of `format_arguments`."""
     fields = _fields(config)
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
     for argument in rest:
@@ -949,10 +942,7 @@ def _fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def parse_value(field: dataclasses.Field[Any], kind: type, text: str) -> Any:
-    """Return the value of an option, a field made by `option`, from its text.
-
-    Raises CpuftError: the field does not accept the text; the message says what it accepts.
-    """
+    """Return the value of an option, a field made by `option`, from its text; CpuftError if the field refuses it."""
     flag, choices = format_flag(field.name), field.metadata["choices"]
     if choices and text not in choices:
         raise CpuftError(describe_unknown_value(flag, text, choices))
@@ -1261,10 +1251,7 @@ _EMBEDDING_FILES = {".npy": b"\x93NUMPY", ".parquet": b"PAR1"}
 
 
 def name_embeddings(request: PredictConfig) -> Path:
-    """Return the file of embeddings to write: --output, or embeddings.npy in the folder of the run.
-
-    Raises CpuftError: the name does not fit the options, or something is there that may not be replaced.
-    """
+    """Return the file of embeddings to write, --output or embeddings.npy in the run's folder, if it may be written."""
     if not request.output and not request.run:
         raise CpuftError("--model needs --output: name a file for the embeddings that ends in .npy or .parquet")
     path = Path(request.output or Path(request.run, "embeddings.npy"))
@@ -1474,10 +1461,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def parse_bit_rate(rate: str, flag: str = "--net") -> int:
-    """Return the bits per second of a rate as tc(8) writes them: 10**9 for "1gbit", 10**8 for "100mbit"; 0 for "".
-
-    `flag` is the option to name in the message of an error.
-    """
+    """Return the bits per second of a rate as tc(8) writes them: 10**9 for "1gbit", 10**8 for "100mbit"; 0 for ""."""
     if not rate:
         return 0
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgt]?)bit", rate)

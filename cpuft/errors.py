@@ -26,18 +26,14 @@ CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 
 def escape_controls(text: str, kept: str = "") -> str:
-    r"""Return the text in one line without characters that move a terminal's cursor or change its colours.
-
-    They are written as in a Python string, such as \x1b or \n, except those in `kept`.
-    """
+    """Return the text in one line with characters that control a terminal, except those in `kept`, as escapes."""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 class CpuftError(Exception):
     """An error that the user can do something about: one line that ends with the next step.
 
-    The command line prints it without a traceback and exits with `exit_code`. Any other exception is a bug in cpuft and
-    keeps its traceback.
+    The command line prints it without a traceback. Any other exception is a bug in cpuft and keeps its traceback.
     """
 
     is_transient = False
@@ -110,10 +106,7 @@ NO_MORE_PROCESSES = (
 
 
 def describe_path_error(error: OSError) -> str:
-    """Return what is wrong with the path of an OSError, and what to do; empty if the error is of another kind.
-
-    EAGAIN is taken for the limit of the user's processes.
-    """
+    """Return what is wrong with the path of an OSError, or with the limit of processes, and what to do; else ""."""
     if error.errno == errno.ENOENT and _is_working_folder_deleted():
         return "the working folder does not exist any more: change to another one"
     if error.errno == errno.ENAMETOOLONG:

@@ -66,9 +66,8 @@ def find_program(name: str) -> str:
 def run_command(command: Sequence[str], seconds: float, stdin: str = "") -> Answer:
     """Run a command with this process's environment, wait for it, and return its exit code and its output.
 
-    The exit code is 127 if there is no such program, and 126 if the command cannot be started or has not ended after
-    `seconds`; then it is killed and its output is lost. `errors` has the reason. If signal N ended the command, the
-    exit code is -N.
+    The exit code is 127 if there is no such program, 126 if it cannot be started or takes longer than `seconds` (its
+    output is lost then), and -N if signal N ended it.
     """
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, input=stdin.encode(), check=False)
@@ -250,10 +249,7 @@ def open_memory_file() -> IO[bytes]:
 
 
 def _relay(source: IO[bytes] | None, stream: TextIO) -> threading.Thread:
-    """Copy a child's output to our stream. If the child had our stream itself, ssh would stall once nobody reads it.
-
-    The stream may be one of a notebook, which takes text only.
-    """
+    """Copy a child's output to our stream. If the child had our stream itself, ssh would stall once nobody reads it."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def copy() -> None:
@@ -310,10 +306,7 @@ def _start(
 def start_process(
     command: Sequence[str], environ: Mapping[str, str], streams: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a new session and return it; the kernel sends it SIGTERM when the calling thread ends.
-
-    `streams` is PIPE for all three streams; with None it reads nothing, and writes to this process's own streams.
-    """
+    """Start a process in a new session and return it; the kernel sends it SIGTERM when the calling thread ends."""
     given, end = subprocess.DEVNULL if streams is None else streams, _end_with_parent
     return subprocess.Popen(
         command, env=environ, stdin=given, stdout=streams, stderr=streams, start_new_session=True, preexec_fn=end
@@ -323,10 +316,7 @@ def start_process(
 def start_with_log(
     command: Sequence[str], environ: Mapping[str, str], path: str, folder: str | None = None, stays: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a new session that appends its output and its errors to a file, and return it.
-
-    The kernel sends it SIGTERM when the calling thread ends, unless it `stays`.
-    """
+    """Start a process whose output goes to the end of a file; unless it `stays`, it ends with the calling thread."""
     null, end = subprocess.DEVNULL, None if stays else _end_with_parent
     with open(path, "ab") as log:
         return subprocess.Popen(

@@ -142,10 +142,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def split_paths(text: str) -> list[str]:
-    """Return the paths in a text that separates them by commas; a pattern such as `data/*.csv` stands for its matches.
-
-    A pattern that nothing matches stands for itself, and the path of an existing file may contain commas.
-    """
+    """Return the paths in a text that separates them by commas, of which patterns such as `data/*.csv` are expanded."""
     if os.path.exists(text):
         return [text]
     names = [word.strip() for word in text.split(",")]
@@ -231,10 +228,7 @@ def cache_folder(environ: Mapping[str, str]) -> Path:
 
 
 def make_private_folder(folder: Path, advice: str) -> Path:
-    """Make a folder that only this user can open (mode 700), or change its mode if it is there, and return its path.
-
-    `advice` is the next step, at the end of an error message.
-    """
+    """Make a folder of mode 700, or give this mode to one that only this user can write to; `advice` ends errors."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):

@@ -80,10 +80,7 @@ def effective_flags(flags: tuple[str, ...], max_isa: str) -> tuple[str, ...]:
 
 
 def compiler_target(max_isa: str, flags: Collection[str]) -> str:
-    """Return the -march value for code that obeys ONEDNN_MAX_CPU_ISA and runs on this CPU.
-
-    It is native for a limit above what the CPU has.
-    """
+    """Return the -march value for code that obeys ONEDNN_MAX_CPU_ISA and runs on this CPU."""
     target, needed = _TARGETS.get(max_isa.upper(), ("native", ""))
     return target if needed in flags else "native"
 
@@ -108,10 +105,7 @@ class Precision:
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """Return the precision of a run; `auto` is bf16 on a CPU with bf16 instructions, else fp32.
-
-    `emulate` allows bf16 on a CPU without such instructions, and `cpu_flags` are the effective ones.
-    """
+    """Return the precision of a run; `emulate` allows bf16 on a CPU without bf16 instructions."""
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":
         return Precision("fp32", "as you asked")

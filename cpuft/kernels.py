@@ -134,10 +134,7 @@ def _load() -> tuple[Kernels | None, str]:
 
 
 def _load_own() -> tuple[Kernels | None, str]:
-    """Build kernels with this host's compiler for its own CPU, and load them.
-
-    Those in the cache folder that cannot be loaded, for example because the file is truncated, are built once more.
-    """
+    """Build kernels for this CPU and load them; a cached library that cannot be loaded is built once more."""
     compiler = find_compiler(os.environ)
     if compiler is None:
         return None, "off: no C++ compiler; install one (Debian: apt-get install g++)"

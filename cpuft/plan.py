@@ -152,10 +152,7 @@ def _format_step(step: Step, plan: Plan) -> str:
 
 
 def _format_stdin(text: str) -> str:
-    """Return a redirection from a quoted text. Unlike in a here-document, no line of the text can end it early.
-
-    Without a text, the step must not read the script itself, which may come from a pipe.
-    """
+    """Return a redirection from a quoted text, or from /dev/null: the script itself may come from a pipe."""
     return f" < <(printf %s {shlex.quote(text)})" if text else " </dev/null"
 
 

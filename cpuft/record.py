@@ -479,10 +479,7 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def parse_measurements(text: str, path: str) -> list[Measurement]:
-    """Return the measurements in the text of a comm.jsonl, which `cpuft bench comm` wrote.
-
-    Raises CpuftError: the text does not begin with the header of such a file, or `parse_lines` raises it.
-    """
+    """Return the measurements in the text of a comm.jsonl, which `cpuft bench comm` wrote."""
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
         raise CpuftError(
@@ -519,11 +516,7 @@ def _parse_line(text: str) -> Line:
 
 
 def read_record(run_dir: str) -> Record:
-    """Read the record of a run from its folder, or from the path of the record itself.
-
-    Raises CpuftError: there is no such file, or `parse_record` raises it; there is no header if a run ended before its
-    first step.
-    """
+    """Read the record of a run from its folder or file; CpuftError if there is none, or `parse_record` raises it."""
     path = Path(run_dir)
     path = path / FILE_NAME if path.is_dir() else path
     try:

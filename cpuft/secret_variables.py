@@ -33,10 +33,7 @@ def may_be_secret(name: str, value: str) -> bool:
 
 
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the secret variables that ranks on other hosts get. Other secrets stay on this machine.
-
-    HTTP_PROXY, HF_ENDPOINT and similar variables are among them only if their URL may hold a password or token.
-    """
+    """Return the secret variables that ranks on other hosts get. Other secrets stay on this machine."""
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 

@@ -26,10 +26,7 @@ def find_control(text: str, allowed: str = "") -> str:
 
 
 def parse_json(text: str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text, or raise ValueError; NaN and Infinity are accepted as numbers.
-
-    `make_object` makes the value of an object of its keys and values; None for a dict with the last value of each key.
-    """
+    """Return the value of a JSON text, in which NaN and Infinity are numbers, or raise ValueError."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RecursionError:

@@ -63,10 +63,7 @@ def _make_protected(stream: TextIO | None, number: int) -> io.TextIOWrapper:
 
 
 def check_stdout() -> None:
-    """Flush standard output, and raise CpuftError if a write to it has failed, such as on a full disk.
-
-    It is no error that the reader of a pipe, terminal or socket is gone.
-    """
+    """Flush standard output, and raise CpuftError if a write to it failed while its reader was still there."""
     sys.stdout.flush()
     lost = getattr(getattr(sys.stdout.buffer, "raw", None), "lost", None)
     if lost and lost.errno not in _READER_GONE:

@@ -76,8 +76,7 @@ def cli() -> None:
 def main(args: Sequence[str] | None = None) -> NoReturn:
     """Run the verb that the arguments name, and exit with its exit code.
 
-    Bad input is answered with one line on standard error and exit code 2, a full disk with one line and 74. Signal N
-    ends the command with 128 + N. Any other exception is a bug and is raised.
+    Bad input exits with 2, a full disk with 74, signal N with 128 + N. Any other exception is a bug and is raised.
     """
     protect_streams()
     exit_code = 2

@@ -1,7 +1,4 @@
-"""Options of other launchers and trainers, and what to write in cpuft instead: the table aliases.txt, beside this file.
-
-The command line answers such an option with cpuft's own name, and the README shows the table.
-"""
+"""Options of other launchers and trainers, and what to write in cpuft instead, from the table aliases.txt."""
 
 from __future__ import annotations
 

@@ -65,10 +65,7 @@ def find_model_folder(run: str) -> Path:
 
 
 def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings for threads and memory that a single rank on this machine would have.
-
-    A value of the user's own in `environ` replaces cpuft's.
-    """
+    """Return the settings for threads and memory of a single rank here; the user's own values replace cpuft's."""
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.hosts.topology import Interface, plan_placement
     from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables

@@ -81,11 +81,7 @@ class FieldOption(click.Option):
         self.section = section
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return (the flag with its placeholder, its help): ("--batch-size N", "Number of examples ... [32]").
-
-        The help does not end with the default if that is empty, or the text describes it. A boolean that is on by
-        default is `--[no-]NAME`.
-        """
+        """Return the flag with its placeholder, and the help, with the default in brackets unless it names it."""
         flag, text = self.opts[0], str(self.help)
         if self.is_flag:
             return (f"--[no-]{flag[2:]}", f"{text} [yes]") if self.default else (flag, text)
@@ -128,10 +124,7 @@ DRY_RUN = click.Option(
 
 
 def make_options(config: type, *without: str, lists: Collection[str] = ()) -> list[FieldOption]:
-    """Return a click option for each field of a configuration class, in the order of the fields, but `without` some.
-
-    The options of the fields in `lists` accept any text, because it may be a list of values.
-    """
+    """Return a click option for each field of a configuration class but those in `without`; `lists` accept any text."""
     types = get_type_hints(config)
     return [
         _make_option(field, types[field.name], field.name in lists)
@@ -158,20 +151,14 @@ def pick(config: type[C], values: dict[str, Any]) -> C:
 
 
 def given_options() -> dict[str, ParameterSource]:
-    """Return the options and arguments that the user gave to the running verb, by name.
-
-    The source of each is COMMANDLINE, or DEFAULT_MAP for the file of --config.
-    """
+    """Return the options and arguments that the user gave, by name, from the command line or the file of --config."""
     context = click.get_current_context()
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name: source for name, source in sources.items() if source in _GIVEN}
 
 
 def refuse_options(config: type, reason: str) -> None:
-    """Raise CpuftError if the command line, and not only the file of --config, gave an option of this class.
-
-    `reason` is the rest of the sentence that begins with the flag.
-    """
+    """Raise CpuftError for options of this class on the command line; `reason` follows the flag in the message."""
     given = given_options()
     for name in option_names(config):
         if given.get(name) is ParameterSource.COMMANDLINE:
@@ -182,10 +169,7 @@ class CheckedCommand(click.Command):
     """A command that accepts old option names and refuses control characters in its options and arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments into `ctx.params`, after old flags have been replaced; return those that are left over.
-
-        Arguments of type UNPROCESSED, which are the user's own command, may contain any character.
-        """
+        """Parse the arguments into `ctx.params`; only those of type UNPROCESSED may contain control characters."""
         rest = super().parse_args(ctx, self.rename_old_flags(ctx, args))
         for param in self.get_params(ctx) if not ctx.resilient_parsing else ():
             value = ctx.params.get(str(param.name))
@@ -198,10 +182,7 @@ class CheckedCommand(click.Command):
         return rest
 
     def rename_old_flags(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Return the arguments with the flags of this version in place of old ones (`cpuft.config.OLD_NAMES`).
-
-        What follows `--` stays as it is, and so do values of options.
-        """
+        """Return the arguments with the flags of this version in place of old ones (`cpuft.config.OLD_NAMES`)."""
         options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         names = {str(option.name) for option in options}
         with_value = {flag for option in options if not option.is_flag for flag in option.opts}
@@ -235,8 +216,7 @@ def _find_new_flag(flag: str, names: Collection[str]) -> str:
 class Verb(CheckedCommand):
     """A verb whose options may also come from a YAML file (--config), with its help in sections.
 
-    Options of other tools are answered with cpuft's own. Of the pairs of options in `alternatives` and ALTERNATIVES,
-    only one may be given.
+    Options of other tools are answered with cpuft's own. Only one of each pair of `alternatives` may be given.
     """
 
     def __init__(self, *args: Any, alternatives: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
@@ -308,11 +288,7 @@ class Verbs(click.Group):
 
 
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
-    """Return the option values of a YAML file by option name, as texts in the form of the command line.
-
-    click takes the result as its default_map. A list becomes a text with commas. Dashes and underscores are the same in
-    keys, and old names are accepted. The values are not checked here.
-    """
+    """Return the option values of a YAML file as click's default_map: texts by option name, not checked yet."""
     values = _read_mapping(path)
     flags = {f"--{name}" for name in known} | {format_flag(name) for name in known}
     is_old = {key: find_new_name(_underscored(key), known)[0] != _underscored(key) for key in values}

@@ -128,10 +128,7 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
 
 
 def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | None = None) -> None:
-    """Raise CpuftError if a run with this header cannot predict what is asked for.
-
-    `config` says where ranks run, which is for embeddings only; None if that cannot be asked for.
-    """
+    """Raise CpuftError if a run with this header cannot predict what is asked for, or not where `config` says."""
     if is_embedding_task(header.task):
         _check_embedding_request(asked)
         find_model_folder(asked.run)
@@ -208,10 +205,7 @@ def is_embedding_task(task: str) -> bool:
 
 
 def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...], task: str = "") -> Step:
-    """Return the step that predicts, in a Python process of its own with these settings on this machine.
-
-    `task` is the name of the run's task, chat for any decoder; empty without a run.
-    """
+    """Return the step that predicts in a process of its own; `task` is chat for any decoder, empty without a run."""
     from cpuft.argv import module_command
     from cpuft.plan import Step
 

@@ -291,10 +291,7 @@ def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
 
 
 def _plan_search(config: SweepConfig, spaces: Sequence[Space], configs: Sequence[TrainConfig]) -> SearchSettings:
-    """Return how Optuna searches in the alternatives `spaces`, without the name of the study and its token.
-
-    `configs` are the training options of a part of the configurations.
-    """
+    """Return how Optuna searches the alternatives `spaces`, of which `configs` are a part of the configurations."""
     from cpuft.report.sweep import SEED, SearchSettings
     from cpuft.sweep.search import count_configurations, format_values
 
@@ -400,10 +397,7 @@ def _list_launch_options() -> list[str]:
 
 
 def _make_path_absolute(option: str, folder: str) -> str:
-    """Return an option of a launch such as "--hostfile=hosts"; the path of a file on this machine becomes absolute.
-
-    Relative paths begin in the absolute path `folder`, or in the working directory if it is empty.
-    """
+    """Return an option of a launch such as "--hostfile=hosts" with an absolute path, if it is one of this machine."""
     flag, _, path = option.partition("=")
     absolute = os.path.abspath(os.path.join(folder, path))
     # --mpirun may be a name that is looked up on PATH, or a path on another host.

@@ -1,6 +1,6 @@
 """The doctor's checks: what is known of a cluster's hosts, and pure functions that turn it into findings.
 
-Each check has a stable code, CPUFT-001 and so on. A code is never given to another check.
+A code, such as CPUFT-001, is never given to another check.
 """
 
 from __future__ import annotations

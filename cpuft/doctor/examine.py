@@ -125,11 +125,7 @@ def _read_routes() -> str:
 
 
 def is_outside(address: str, routes: str) -> bool:
-    """Return whether this machine reaches an IPv4 address through a gateway, so that it is on another network.
-
-    `routes` is the content of /proc/net/route. The result is False without a route to the address, and for a name, such
-    as one behind a bastion.
-    """
+    """Return whether this machine reaches an address through a gateway; `routes` is the text of /proc/net/route."""
     try:
         target = int.from_bytes(socket.inet_aton(address), sys.byteorder) if address.count(".") == 3 else None
     except OSError:
@@ -239,7 +235,7 @@ def _examine_host(
 
 
 def _reach(address: str, port: int, greeting: str, ended: threading.Event) -> bool:
-    """Return whether this machine can connect to the probe that listens on a port of a host, before `ended` is set.
+    """Return whether this machine reaches the probe on a host's port, before `ended` is set.
 
     The greeting shows that it is the probe, and not another machine with the same private address.
     """

@@ -34,10 +34,7 @@ warning = functools.partial(Finding, severe=False)
 
 
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:
-    """Return the findings as text for a terminal, errors first, and a last line with their number.
-
-    Findings that differ only in the host share one entry. `hosts` and `checks` are the numbers of those examined.
-    """
+    """Return the findings as text, errors first, in which those that differ only in the host share an entry."""
     examined = f"{counted(hosts, 'host')}, {counted(checks, 'check')}"
     if not findings:
         return f"{examined}: no problems found\n"

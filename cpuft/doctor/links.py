@@ -33,8 +33,7 @@ _LOADER = (
 def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Arrange all pairs of the numbers 0 to count - 1 in rounds, so that no number is in two pairs of a round.
 
-    A pair begins with its smaller number, and each pair is in exactly one round. Source: the circle method of
-    round-robin tournaments.
+    Source: the circle method of round-robin tournaments.
     """
     seats = list(range(count + count % 2))
     rounds = []

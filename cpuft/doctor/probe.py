@@ -118,10 +118,7 @@ def read_packages() -> dict[str, str]:
 
 
 def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
-    """Return the first line of `mpirun --version`: of the mpirun in `folder`, else in PATH, else srun in a Slurm job.
-
-    It is empty if there is none of them, and begins with "broken: " if the program fails.
-    """
+    """Return the first line of `mpirun --version`, or of srun in a Slurm job; "" without one, or "broken: " and why."""
     path = next((p for p in (f"{folder}/mpiexec.hydra", f"{folder}/mpirun") if os.access(p, os.X_OK)), "")
     path = path or shutil.which("mpirun") or ("SLURM_JOB_ID" in os.environ and shutil.which("srun")) or ""
     if not path:
