@@ -888,7 +888,7 @@ def format_flag(name: str, value: object = True) -> str:
 def find_new_name(name: str, known: Collection[str]) -> tuple[str, bool]:
     """Return (this version's name of an option, whether a boolean value is to be negated).
 
-    ("lora_rank", False) for "lora", ("fast_path", True) for "plain". Known names stay.
+    ("lora_rank", False) for "lora", ("fast_path", True) for "plain". Known names stay as they are.
     """
     new = OLD_NAMES.get(name, name)
     if name in known or new in known:

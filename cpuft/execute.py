@@ -28,8 +28,7 @@ SSH_FAILED = 255
 _DROPPED = "_exchange_identification: "
 """In ssh's message when a server closes the connection at once, as sshd does beyond its MaxStartups."""
 _DROPPED_ROUNDS = 8
-"""Most further attempts of steps whose connection was closed so: nothing of them has run, so it is safe to repeat them.
-"""
+"""Most further attempts of steps whose connection was closed so, which is safe: nothing of them has run."""
 PIPE = subprocess.PIPE
 _POLL_SECONDS = 0.05
 _PROGRESS_SECONDS = 20.0

@@ -36,7 +36,8 @@ class GradientSizes:
     embedding_row: int = 0
     """Numbers in one row of the word embeddings. 0 if `parameters` includes them, because rows are not sent alone."""
     factors: int = 0
-    """Numbers in the PowerSGD factors of `parameters`; 0 in a record of an older version."""
+    """Numbers in the PowerSGD factors of all gradients except those of word embeddings; 0 in a record of an older
+    version."""
     tokens: dict[str, float] = field(default_factory=dict)
     """Mean number of different tokens in one update, by the number of ranks."""
 
