@@ -1,4 +1,4 @@
-"""Execute plans and commands; the only module that starts processes on this machine."""
+"""Execute plans and commands. The launcher starts all its processes on this machine here."""
 
 from __future__ import annotations
 

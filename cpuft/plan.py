@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run, in parts that are executed in this order."""
+    """The plan of a run, in parts that `full_plan` has in the order of their execution."""
 
     make: Stages = ()
     """Makes the run's folder on the head host."""
@@ -97,7 +97,7 @@ class RunPlan:
 
     @property
     def full_plan(self) -> Plan:
-        """All stages in their order as one plan, except `partial_cleanup`."""
+        """All stages in the order of their execution as one plan, except `partial_cleanup`."""
         return self.select("claim", "make", "inputs", "prepare", "ranks", "results")
 
     def select(self, *parts: str) -> Plan:
