@@ -32,11 +32,7 @@ __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name of the public API when it is first used, so that the command line starts quickly.
-
-    `accelerate`, `interrupted`, `load_state` and `save_state` need torch. Raises AttributeError: any other name. Raises
-    ImportError: torch is not installed.
-    """
+    """Import a name of the public API when it is first used: the command line starts quickly, without torch."""
     if name in ("Run", "ComparedRuns", "compare"):
         from cpuft import api
 

@@ -62,20 +62,15 @@ if TYPE_CHECKING:
 
 C = TypeVar("C")
 _CALL_MODULE = "cpuft.train.function"
-"""Module that calls a function on a rank."""
 _SIGINT_CODE = 130
 
 
 class RankError(CpuftError):
-    """A rank of a run failed.
-
-    The text is the cause in one line and, in the lines after it, the end of the rank's error output with the traceback.
-    """
+    """A rank failed; the text is the cause in one line, then the end of the error output of the first such rank."""
 
     exit_code = 1
 
     def __init__(self, message: str, rank: int, host: str, output: str) -> None:
-        """`rank`, `host`: the rank that failed first, and its host. `output`: the error output of the rank."""
         super().__init__(message)
         self.rank, self.host, self.output = rank, host, output
 
@@ -85,15 +80,12 @@ class RankError(CpuftError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run that has ended: its record, its model, and what a function returned.
-
-    `cpuft.launch` returns it, and `Run("runs/mrpc-np2")` opens an earlier run.
+    """A run that has ended: `cpuft.launch` returns it, and `Run("runs/mrpc-np2")` opens an earlier run.
 
     Raises CpuftError: there is no such folder.
     """
 
     folder: Path
-    """Folder of the run."""
     results: list[Any] = field(default_factory=list)
     """What the function returned on each rank, in the order of ranks; empty for a training."""
 
@@ -118,9 +110,7 @@ class Run:
     def load_model(self) -> Any:
         """Return the trained model, a model of transformers in fp32 that is ready to predict.
 
-        Raises
-        ------
-        CpuftError: the run has no model, torch or transformers is not installed, or the model cannot be loaded.
+        Raises CpuftError: the run has no model, torch or transformers is not installed, or the model cannot be loaded.
         """
         folder = self.folder / MODEL
         if not (folder / "config.json").exists():
@@ -140,9 +130,7 @@ class Run:
         return model.eval()
 
     def predict(self, rows: Iterable[Any], **options: Any) -> Any:
-        """Predict examples with the trained model, as `cpuft predict --file` does, and return a result for each.
-
-        A run that has trained an embedding model returns an array of embeddings, fp32, shape (rows, dimensions).
+        """Predict examples with the trained model, as `cpuft predict --file` does.
 
         Parameters
         ----------
@@ -152,8 +140,9 @@ class Run:
 
         Returns
         -------
-        By the task, dicts with `label` (the most likely class) and `probabilities` (by class), with `score`, with
-        `labels` (those above 0.5) and `probabilities`, or with `tags` (for each word a tag, empty if it was cut off).
+        For an embedding model, an array of embeddings, fp32, shape (rows, dimensions). Else a dict for each row, by the
+        task: with `label` (the most likely class) and `probabilities` (by class), with `score`, with `labels` (those
+        above 0.5) and `probabilities`, or with `tags` (for each word a tag, empty if it was cut off).
 
         Raises
         ------
@@ -193,9 +182,7 @@ class Run:
     def plot(self) -> Any:
         """Return a figure of matplotlib with the loss, and the first metric, over the examples of the training.
 
-        Raises
-        ------
-        CpuftError: the folder holds no record, or matplotlib is not installed.
+        Raises CpuftError: the folder holds no record, or matplotlib is not installed.
         """
         from cpuft.report.plots import list_learning_panels
 
@@ -215,8 +202,7 @@ class ComparedRuns:
     """The runs of a comparison, and the report that was written into its folder."""
 
     folder: Path
-    """Folder of the comparison, with report.txt, report.md and report.json, and report.html if the extra `plot` is
-    installed."""
+    """Folder with report.txt, report.md, report.json and, if the extra `plot` is installed, report.html."""
     runs: list[Run]
     """The runs in the order in which they were made."""
 
@@ -327,16 +313,8 @@ def compare(
 def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
     """Return the values of options by name, checked as those of the command line.
 
-    Parameters
-    ----------
-    options: by name with underscores. A value is of the option's type or a text of it; a list becomes a text with
-        commas, and a path its text. None leaves an option out.
-    configs: the configuration classes whose fields are the options. Of two fields with the same name, the first counts.
-
-    Raises
-    ------
-    CpuftError: there is no such option (with similar ones), its value is wrong or has a control character, or two
-        options exclude each other.
+    A value is of the option's type or a text of it, a list becomes a text with commas, and None leaves an option out.
+    If two of the configuration classes `configs` have a field of the same name, the first counts.
     """
     fields: dict[str, tuple[dataclasses.Field[Any], type]] = {}
     for config in configs:
@@ -358,7 +336,6 @@ def parse_options(options: Mapping[str, Any], *configs: type) -> dict[str, Any]:
 
 
 def _format_value(name: str, value: Any) -> str:
-    """Return the text of an option's value as the command line takes it."""
     parts = [os.fspath(one) if isinstance(one, os.PathLike) else one for one in _as_list(value)]
     if not all(isinstance(part, str | bool | int | float) for part in parts):
         raise CpuftError(
@@ -375,10 +352,7 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _options_of(config: Any) -> dict[str, Any]:
-    """Return the options of a configuration; of a TrainConfig those that differ from their defaults.
-
-    Raises CpuftError: it is no configuration.
-    """
+    """Return the options of a configuration; of a TrainConfig those that differ from their defaults."""
     if config is None:
         return {}
     if isinstance(config, TrainConfig):
@@ -445,8 +419,6 @@ def pickle_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dic
 
     A function of a module that is not installed in site-packages is pickled by value, with the functions and classes of
     that module that it uses, so that hosts need no copy of the module.
-
-    Raises CpuftError: cloudpickle is not installed, or something cannot be pickled; the message names it.
     """
     try:
         import cloudpickle
@@ -478,7 +450,7 @@ def _is_local(module: Any) -> bool:
 def _find_unpicklable(
     dumps: Callable[[Any], bytes], function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[str, str]:
-    """Return (the first part of a call that cannot be pickled, why); parts are arguments and variables it uses."""
+    """Return the first argument of a call, or variable that its function uses, that cannot be pickled, and why."""
     name = getattr(function, "__name__", "the function")
     parts = [(f"argument {number} of {name}", value) for number, value in enumerate(args, start=1)]
     parts += [(f"argument {key!r} of {name}", value) for key, value in kwargs.items()]
@@ -519,12 +491,10 @@ def _load_results(run_dir: str, ranks: int, key: str) -> list[Any]:
 
 
 def _remove_call(folder: Path) -> None:
-    """Remove the call and the results of a function from the run's folder, if they are there."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _execute(request: LaunchRequest) -> PlannedLaunch:
-    """Plan a launch and carry it out. Raises CpuftError: it did not succeed."""
     with ExitStack() as locks:
         with ExitStack() as sessions:
             planned = plan_request(request, os.environ, _say, locks, sessions)
@@ -546,11 +516,8 @@ def _check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
 def _describe_failure(code: int, run_dir: str, cluster: Cluster, line: str = "") -> CpuftError:
     """Return the error of a run that ended with an exit code other than 0.
 
-    Parameters
-    ----------
-    line: the closing line of the run, which may name the command that continues it; empty if there is none.
-
-    Raises KeyboardInterrupt: Ctrl-C asked the ranks to stop, and they have saved a checkpoint.
+    `line` is the closing line of the run, which may name the command that continues it. KeyboardInterrupt is raised if
+    Ctrl-C asked the ranks to stop and they have saved a checkpoint.
     """
     if code == RESUMABLE and "by SIGINT" in line:
         raise KeyboardInterrupt(line.removeprefix("cpuft: "))
@@ -572,11 +539,7 @@ def _describe_failure(code: int, run_dir: str, cluster: Cluster, line: str = "")
 
 @contextmanager
 def _raise_for_python() -> Iterator[None]:
-    """Raise exceptions as callers in Python expect them, where the command line ends the program.
-
-    A signal other than Ctrl-C, a full disk and a path that cannot be used are a CpuftError; Ctrl-C is
-    KeyboardInterrupt.
-    """
+    """Raise CpuftError or KeyboardInterrupt where the command line would end the program."""
     try:
         yield
         return
@@ -609,8 +572,6 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
     """Write examples to predict into a file of JSON lines, and return the names of the text columns.
 
     The names are empty for rows that are dicts: their columns are those that the run was trained on.
-
-    Raises CpuftError: rows are of different kinds, or one is neither a text, a pair, a list of words nor a dict.
     """
     columns: tuple[str, ...] = ()
     if all(isinstance(row, Mapping) for row in rows):
@@ -669,7 +630,6 @@ def _unguard(label: str, names: Sequence[str]) -> str:
 
 
 def _make_figure(panels: Sequence[Any]) -> Any:
-    """Return a figure of matplotlib with these panels, which a notebook shows as an image."""
     from cpuft.report.plots import make_figure
 
     figure = make_figure(panels)

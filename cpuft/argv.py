@@ -10,8 +10,7 @@ import sys
 from collections.abc import Sequence
 
 WITHOUT_WORKING_FOLDER = "import sys; sys.path[:] = filter(None, sys.path)"
-"""First statement of a program for `python -c`, which would otherwise import from the working folder, where other
-users may be able to write."""
+"""Makes a program for `python -c` not import from the working folder, where other users may be able to write."""
 
 _RUN = f"{WITHOUT_WORKING_FOLDER}; from cpuft.argv import run_module; run_module()"
 _MARK = "json:"
@@ -21,19 +20,12 @@ _UNCHANGED = re.compile(r"(--)?[A-Za-z0-9_./][A-Za-z0-9_./=,+@:-]*")
 
 
 def module_command(python: str, module: str) -> tuple[str, ...]:
-    """Return a command like `python -m module` that does not import from the working folder.
-
-    The result is (python, "-c", a program, module); arguments of the module are appended to it. Python 3.10 has no
-    option -P, which does the same.
-    """
+    """Return a command like `python -P -m module`, to which arguments are appended; Python 3.10 has no option -P."""
     return (python, "-c", _RUN, module)
 
 
 def run_module() -> None:
-    """Run the module that `sys.argv[1]` names as `__main__`, in this process, with the arguments after it.
-
-    `sys.argv[1]` is removed. The commands that `module_command` returns call this.
-    """
+    """Run the module that `sys.argv[1]` names as `__main__`, with the arguments after it, for `module_command`."""
     runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 
 
@@ -59,10 +51,8 @@ def _quote(word: str) -> str:
 def pack_argv(argv: Sequence[str]) -> tuple[str, ...]:
     """Return a command line with the same number of arguments, of which mpirun takes none for its own, such as a `:`.
 
-    Arguments of letters, digits and the characters _./=,+@:- that begin with none of `=,+@:-` (`--` is allowed) stay as
-    they are, so that a person can read the plan. Every other argument becomes `json:` and its JSON text. If the first
-    argument of a tuple is `-m`, it stays as it is, and the second one names a module of cpuft. `unpack_argv` undoes
-    this.
+    Arguments that are safe stay as they are, so that a person can read the plan; every other argument becomes `json:`
+    and its JSON text. An `-m` in front of a module of cpuft stays for `unpack_argv`, which undoes this.
     """
     begin = 1 if argv[:1] == ("-m",) else 0
     return (*argv[:begin], *(arg if _is_safe(arg) else _MARK + json.dumps(arg) for arg in argv[begin:]))
@@ -73,25 +63,13 @@ def _is_safe(arg: str) -> bool:
 
 
 def unpack_argv(argv: Sequence[str]) -> list[str]:
-    """Return the command to execute from what `pack_argv` returned.
-
-    Parameters
-    ----------
-    argv: a list. If it begins with `-m` and a module, the result is `module_command` with this process's Python, so
-        that the module runs without the working folder in its path. Otherwise the result has the same arguments,
-        decoded.
-
-    Raises
-    ------
-    ValueError: what follows `json:` in an argument is not JSON.
-    """
+    """Return the command to execute from what `pack_argv` returned; `-m` and a module become `module_command`."""
     unpacked = [json.loads(arg.removeprefix(_MARK)) if arg.startswith(_MARK) else arg for arg in argv]
     return [*module_command(sys.executable, unpacked[1]), *unpacked[2:]] if argv[:1] == ["-m"] else unpacked
 
 
 def parse_slurm_counts(text: str) -> tuple[int, ...]:
-    """Return Slurm's count for each host: (2, 2, 2, 1) for "2(x3),1"; () for a text of another form, also an empty
-    one."""
+    """Return Slurm's count for each host: (2, 2, 2, 1) for "2(x3),1"; () for a text of another form."""
     counts: list[int] = []
     for part in text.split(","):
         found = re.fullmatch(r"([0-9]{1,6})(?:\(x([0-9]{1,6})\))?", part)

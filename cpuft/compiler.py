@@ -1,10 +1,8 @@
-"""Compile the C++ kernels, or find kernels that were compiled elsewhere and came in a wheel.
+"""Compile the C++ kernels, or find libraries that were compiled in advance and came in a wheel.
 
-The kernels are plain C functions: one library works with every version of torch and of Python. A released wheel of
-cpuft contains libraries for several classes of CPUs (`TARGETS`). For an environment that is installed from a checkout,
-`cpuft provision` puts the same libraries into a wheel of their own.
-
-This module does not import torch, because `setup.py` and `cpuft provision` also compile kernels.
+The kernels are plain C functions, so one library works with every version of torch and of Python. A released wheel of
+cpuft contains libraries for several classes of CPUs; for an installation from a checkout, `cpuft provision` puts the
+same ones into a wheel of their own. `setup.py` uses this module too, so it does not import torch.
 """
 
 from __future__ import annotations
@@ -55,11 +53,11 @@ class Target:
     """A class of CPUs for which kernels are compiled in advance."""
 
     name: str
-    """Last part of the library's file name, such as avx512."""
+    """Last part of the library's file name."""
     options: tuple[str, ...]
-    """Options for the compiler, which choose the instructions, such as -march=haswell."""
+    """Compiler options that choose the instructions."""
     needs: frozenset[str]
-    """Flags in /proc/cpuinfo that a CPU needs to run the result."""
+    """Flags in /proc/cpuinfo without which a CPU cannot run the library."""
 
 
 _AVX2 = frozenset(("avx2", "fma", "bmi1", "bmi2", "f16c", "movbe"))
@@ -76,39 +74,23 @@ TARGETS = (
 
 
 def find_compiler(environ: Mapping[str, str]) -> str | None:
-    """Return the path of the C++ compiler, or None if there is none.
-
-    It is $CXX (g++ if that is unset), else c++, each looked up in the PATH of `environ`. If $CXX is set and not found,
-    g++ is not tried.
-    """
+    """Return the path of $CXX (g++ if unset), else of c++, or None. If $CXX is set and not found, g++ is not tried."""
     path = environ.get("PATH")
     return shutil.which(environ.get("CXX", "g++"), path=path) or shutil.which("c++", path=path)
 
 
 def hash_sources(*more: str) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of the texts of SOURCES, of FLAGS and of `more`, in this order."""
+    """Return 16 hexadecimal digits of the SHA-256 of all that the compiler gets: the sources, FLAGS and `more`."""
     texts = [*(source.read_text(encoding="utf-8") for source in SOURCES), *FLAGS, *more]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()[:16]
 
 
 def compile_kernels(compiler: str, options: Iterable[str], library: Path) -> None:
-    """Compile the kernels into the shared library `library`, whose folder must exist. An older file there is replaced.
-
-    Parameters
-    ----------
-    compiler: its path or name.
-    options: for the compiler in addition to FLAGS, for example -march=native.
-
-    Raises
-    ------
-    CpuftError: the compiler cannot be started, takes longer than 300 s, or ends with an error, for example because it
-        does not know an option or cannot write the file. The message has its last line of output.
-    """
+    """Compile the kernels into the file `library`, with `options` such as -march=native in addition to FLAGS."""
     _run(compiler, [*options, *FLAGS, str(SOURCES[0]), "-o", str(library)])
 
 
 def _run(compiler: str, arguments: Sequence[str]) -> None:
-    """Run the compiler. Raise CpuftError if it fails or takes longer than 300 s."""
     try:
         subprocess.run([compiler, *arguments], capture_output=True, text=True, check=True, timeout=_COMPILE_SECONDS)
     except (OSError, subprocess.SubprocessError) as error:
@@ -126,11 +108,6 @@ def compile_target(compiler: str, target: Target) -> bytes:
 
     The library names no OpenMP library, because a host without a compiler may have none but torch's own. Whoever loads
     it must have loaded torch's OpenMP library before, with its symbols for all (`cpuft.kernels.Kernels`).
-
-    Raises
-    ------
-    CpuftError: the compiler fails or takes longer than 300 s (see `compile_kernels`), or it is not GCC, so that its
-        OpenMP code needs another library than torch has.
     """
     with tempfile.TemporaryDirectory() as folder:
         compiled, library = f"{folder}/kernels.o", f"{folder}/kernels.so"
@@ -144,12 +121,7 @@ def compile_target(compiler: str, target: Target) -> bytes:
 
 
 def compile_targets(compiler: str, targets: Sequence[Target] = TARGETS) -> dict[str, bytes | CpuftError]:
-    """Compile the kernels for several classes of CPUs at the same time.
-
-    Returns
-    -------
-    For each target, by the file name of its library: the library, or why the compiler could not make it.
-    """
+    """Return for each target, by its library's file name, the library or why it could not be compiled."""
 
     def attempt(target: Target) -> bytes | CpuftError:
         try:
@@ -162,10 +134,7 @@ def compile_targets(compiler: str, targets: Sequence[Target] = TARGETS) -> dict[
 
 
 def name_library(target: Target) -> str:
-    """Return the file name of kernels compiled in advance from exactly these sources: `kernels-HASH-avx512.so`.
-
-    HASH is that of `hash_sources` with the target's options; the last part is the target's name.
-    """
+    """Return the file name of kernels compiled in advance from exactly these sources: `kernels-HASH-avx512.so`."""
     return f"kernels-{hash_sources(*target.options)}-{target.name}.so"
 
 
@@ -175,10 +144,7 @@ def has_compiled_kernels() -> bool:
 
 
 def read_cpu_flags(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Return this CPU's flags without those that ONEDNN_MAX_CPU_ISA in `environ` forbids.
-
-    Empty if /proc/cpuinfo cannot be read.
-    """
+    """Return this CPU's flags without those that ONEDNN_MAX_CPU_ISA forbids; none if /proc/cpuinfo cannot be read."""
     try:
         cpu = parse_cpuinfo(Path("/proc/cpuinfo").read_text(encoding="utf-8"), platform.machine())
     except OSError:
@@ -187,20 +153,12 @@ def read_cpu_flags(environ: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def choose_target(cpu_flags: Collection[str]) -> Target | None:
-    """Return the fastest class of CPUs to which a CPU with these flags belongs; None if it belongs to none."""
+    """Return the fastest class of CPUs to which a CPU with these flags belongs."""
     return next((target for target in TARGETS if target.needs <= set(cpu_flags)), None)
 
 
 def find_installed(cpu_flags: Collection[str], folders: Sequence[Path] = FOLDERS) -> Path | None:
-    """Return the path of the fastest library compiled in advance that a CPU with these flags can run.
-
-    None if no library in `folders` is one of these, or if this machine is not x86_64. Only libraries made from exactly
-    these sources are used.
-
-    Parameters
-    ----------
-    cpu_flags: as in /proc/cpuinfo, for example avx2.
-    """
+    """Return the path of the fastest library compiled in advance from exactly these sources that this CPU can run."""
     if platform.machine() != "x86_64":
         return None
     names = [name_library(target) for target in TARGETS if target.needs <= set(cpu_flags)]
@@ -209,16 +167,7 @@ def find_installed(cpu_flags: Collection[str], folders: Sequence[Path] = FOLDERS
 
 
 def describe_build(environ: Mapping[str, str], folders: Sequence[Path] = FOLDERS) -> str:
-    """Return which build of the kernels training uses on this host: where it comes from, and for which instructions.
-
-    It is "from the wheel, for AVX512_BF16", "compiled on this host by /usr/bin/g++, for AVX2", "none: no C++ compiler",
-    or "none: CPUFT_KERNELS=0". Nothing is compiled or loaded.
-
-    Parameters
-    ----------
-    environ: environment variables: PATH, CXX, CPUFT_KERNELS and ONEDNN_MAX_CPU_ISA.
-    folders: see `find_installed`.
-    """
+    """Return which build of the kernels is used here: "from the wheel, for AVX2" or "none: no C++ compiler"."""
     setting, flags = environ.get("CPUFT_KERNELS"), read_cpu_flags(environ)
     if setting == "0":
         return "none: CPUFT_KERNELS=0"

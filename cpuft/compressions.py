@@ -1,7 +1,4 @@
-"""The values of --grad-compression, and what the launcher, the ranks and the estimates know about them without torch.
-
-`cpuft.comm.compression.table` holds their code under the same names.
-"""
+"""The values of --grad-compression and facts about them, without torch (code: `cpuft.comm.compression.table`)."""
 
 from __future__ import annotations
 
@@ -58,59 +55,43 @@ COMPRESSION_FACTS = {
 """All compressions, from exact to the fewest bytes."""
 
 AVX512_CODING_SHARE = 0.8
-"""The core seconds to encode and decode a number on a CPU with AVX-512, as a share of those above: 2.5 to 3.5 ns with
-int8 on a Xeon of family 6, model 167, for numbers that are not in the second-level cache. The 3.5 ns of the EPYC were
-measured with numbers in the cache. Other CPUs with AVX-512 were not measured, and powersgd is assumed to scale
-alike."""
+"""Core seconds to encode and decode a number on a CPU with AVX-512, as a share of those above: int8 takes 2.5 to 3.5 ns
+on a Xeon of family 6, model 167, for numbers that are not in the second-level cache, but the 3.5 ns of the EPYC are for
+numbers in the cache. Not measured: other CPUs with AVX-512, and powersgd, which is assumed to scale alike."""
 
 BUCKET_NUMBERS = 2**20
 """Numbers of a gradient in a message of the backward pass: 4 MiB of fp32, or 2 MiB of 16-bit numbers.
 
 Each bucket costs CPU time of its own: 40 MiB over gloo between four hosts take 55 ms of each rank as 40 buckets, 45 ms
-as 20 buckets and 39 ms as 10 buckets (bf16: 40, 34 and 26 ms). Larger buckets leave more to send after the backward
-pass. DDP's default of 25 MiB hides nothing, because a small encoder's layers never fill it. Backward pass and
-communication of MiniLM in bf16 over gloo between two hosts with one core each (scripts/bench-comm) take 384 ms at
-1 Gbit/s with 0.5, 1, 2 or 4 MiB alike; at 500 Mbit/s they take 402, 411, 417 and 454 ms."""
+as 20 buckets and 39 ms as 10 buckets. Larger buckets leave more to send after the backward pass; DDP's default of 25
+MiB hides nothing, because a small encoder's layers never fill it. MiniLM in bf16 over gloo between two hosts with one
+core each (scripts/bench-comm) takes as long with 0.5 to 4 MiB at 1 Gbit/s; at 500 Mbit/s, 0.5, 1, 2 and 4 MiB take 402,
+411, 417 and 454 ms."""
 MIN_BUCKETS = 8
 """Minimum number of gradient buckets, so that little is left to send when the backward pass ends."""
 FACTOR_BUCKETS = 3
 """Number of gradient buckets with powersgd, whose messages are small. A type that only few gradients have makes one
 more, which shares the messages of the bucket before it. In slow motion with earlier versions (four hosts of half a core
-with AMX, MiniLM in bf16), an update at 1 Gbit/s took 77 and 73 ms of CPU time in seven buckets, 59 to 63 ms in three,
-and 60 ms in two. A step at 100 Mbit/s took 619 and 622 ms in seven, 605 to 619 ms in three, and 624 ms in two. When the
-machine was slower, steps in three, four and five buckets took 600, 592 and 612 ms at 1 Gbit/s, and 676, 659 and 665 ms
-at 100 Mbit/s."""
+with AMX, MiniLM in bf16), an update at 1 Gbit/s took 73 to 77 ms of CPU time in seven buckets, 59 to 63 ms in three,
+and 60 ms in two."""
 MANY_RANKS = 32
 """Ranks from which on powersgd sends gradients in one bucket instead: the CPU time of an update grows with the number
 of buckets times the number of ranks."""
 
 
 def count_buckets(compression: str, numbers: int, ranks: int) -> int:
-    """Return the number of buckets in which gradients are sent during the backward pass.
-
-    Parameters
-    ----------
-    compression: a key of COMPRESSION_FACTS.
-    numbers: in the gradients of layers.
-    ranks: that send gradients to each other.
-    """
+    """Return the number of buckets in which gradients of `numbers` numbers are sent during the backward pass."""
     if compression == "powersgd":
         return FACTOR_BUCKETS if ranks < MANY_RANKS else 1
     return max(MIN_BUCKETS, -(-numbers // BUCKET_NUMBERS))
 
 
 def count_coding_seconds(compression: str, numbers: float, factors: float, row_numbers: float) -> float:
-    """Return the core seconds in which a rank encodes and decodes the messages of an update.
+    """Return the core seconds, on the CPU of COMPRESSION_FACTS, in which a rank codes the messages of an update.
 
-    They are those of the AMD EPYC of COMPRESSION_FACTS. For powersgd, they were measured with 0.03 to 0.07 numbers in
-    the factors for each number of the gradients.
-
-    Parameters
-    ----------
-    compression: a key of COMPRESSION_FACTS.
-    numbers: in the gradients of layers.
-    factors: numbers in the PowerSGD factors of these gradients. If there are as many, all gradients are sent whole.
-    row_numbers: in embedding rows: the mean of those that a rank sends and of those that it receives.
+    `numbers` are those in the gradients of layers, `factors` those in their PowerSGD factors (as many as `numbers` if
+    all gradients are sent whole), and `row_numbers` those in embedding rows: the mean of those sent and those received.
+    powersgd was measured with 0.03 to 0.07 numbers in the factors for each number of the gradients.
     """
     facts, blocks = COMPRESSION_FACTS[compression], COMPRESSION_FACTS["int8"].coding_seconds
     of_rows = blocks * row_numbers if facts.has_feedback else 0.0
@@ -122,11 +103,8 @@ def count_coding_seconds(compression: str, numbers: float, factors: float, row_n
 COMPRESSIONS = ("auto", *COMPRESSION_FACTS)
 """The values of --grad-compression."""
 AUTO_COMPRESSIONS = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.is_automatic)
-"""The compressions from which `auto` chooses."""
 SHARDED_COMPRESSIONS = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.works_with_shard)
-"""The compressions that work with --shard."""
 COMPRESSIONS_WITH_FEEDBACK = tuple(name for name, facts in COMPRESSION_FACTS.items() if facts.has_feedback)
-"""The compressions with error feedback."""
 REMOVED_COMPRESSIONS = {
     "late": "--grad-compression late was removed, because it cost too much accuracy: give --grad-compression int8, "
     "which sends as many bytes"
@@ -135,8 +113,5 @@ REMOVED_COMPRESSIONS = {
 
 
 def count_ring_passes(members: int) -> float:
-    """Return how often a ring all-reduce between `members`, at least one, sends its payload over each link.
-
-    This is 2 (n - 1) / n: each of n members sends an n-th of the payload 2 (n - 1) times (Patarasuk and Yuan, 2009).
-    """
+    """Return how often a ring all-reduce sends its payload over each link: 2 (n - 1) / n (Patarasuk and Yuan, 2009)."""
     return 2 * (members - 1) / members

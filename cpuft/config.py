@@ -27,29 +27,19 @@ from cpuft.tasks import DECODER_KINDS, EMBEDDING_KINDS, LABEL_KINDS, TASKS, find
 POOLINGS = ("mean", "cls", "lasttoken")
 """How the hidden states of a text's tokens become one vector: their mean, the first one, or the last one."""
 DEFAULT_MODEL = "minilm"
-"""Default of --model: a small encoder that needs no download."""
 BASE_PRECISIONS = ("auto", "fp32", "bf16", "int8")
-"""The values of --base-precision."""
 PADDINGS = ("dynamic", "max_length")
-"""The values of --padding."""
 LABEL_TYPES = ("auto", "class", "number", "multi")
-"""The values of --label-type."""
 DELIMITERS = {"comma": ",", "semicolon": ";", "tab": "\t", "bar": "|"}
 """The values of --delimiter, apart from auto, and the characters that they stand for."""
 QUOTINGS = ("auto", "csv", "none")
-"""The values of --quoting."""
 BACKENDS = ("auto", "gloo", "mpi", "ccl")
-"""The values of --backend."""
 ENGINES = ("torch", "ipex", "deepspeed", "ort")
-"""The values of --engine."""
 LAST_PORT = 65535
-"""The largest TCP port."""
 LR_SCHEDULES = ("linear", "cosine", "constant", "constant-with-warmup", "inverse-sqrt")
 """The values of --lr-schedule, which transformers writes with underscores."""
 SYNC_SCHEDULES = ("constant", "quadratic")
-"""The values of --sync-schedule."""
 SHARDS = ("none", "optimizer")
-"""The values of --shard."""
 SECTIONS = (
     "Hosts and ranks",
     "Task, model and data",
@@ -64,16 +54,12 @@ SECTIONS = (
 LARGE_DECODER = 200_000_000
 """Number of parameters above which decoders are trained with LoRA, unless --lora-rank says otherwise."""
 DEFAULT_LORA_RANK = 16
-"""Rank of LoRA adapters that are chosen by the size of the model."""
 
 C = TypeVar("C")
 
 
 def is_count(text: str, least: int = 1, most: int = 10**12) -> bool:
-    """Return whether a text is a whole number from `least` to `most`, written with the digits 0 to 9 only.
-
-    A sign, a space, 20 or more digits and an empty text make the result False.
-    """
+    """Return whether a text is a whole number from `least` to `most`, written in fewer than 20 digits 0 to 9 only."""
     return text.isascii() and text.isdecimal() and len(text) < 20 and least <= int(text) <= most
 
 
@@ -92,13 +78,12 @@ def option(
 
     Parameters
     ----------
-    default: the default value, of the field's type.
     help: a phrase that can be understood alone, without a period at its end. It names the unit, what 0 means, and the
         default as "(default: ...)" if that is not the value `default`.
     section: the heading in the help, one of SECTIONS, or empty for the last one.
     choices: the only texts that are accepted; empty for any text.
-    least, most: the smallest and the largest number that is accepted; None for no limit. A `least` of -1 stands for a
-        default that depends on other options: messages call 0 the smallest number.
+    least, most: None for no limit. A `least` of -1 stands for a default that depends on other options: messages call 0
+        the smallest number.
     takes: placeholder for the value in the help; shells complete FILE and FOLDER. TEXT stands for the choices, if there
         are any, and for N if the value is a number.
     rare: whether few runs need the option: only --help-all shows it.
@@ -567,9 +552,8 @@ class TrainConfig:
     def __post_init__(self) -> None:
         """Choose the learning rate if it is negative, which means that the user did not give one.
 
-        It stays negative if `choose_lora` has yet to decide on LoRA. Otherwise it is 2e-4 with LoRA, else 1e-4 for the
-        demo, else 2e-5. Adapters need ten times the rate of whole models. The demo has few and short examples: in three
-        epochs at 2e-5 it would end at an accuracy of 0.79.
+        It stays negative if `choose_lora` has yet to decide on LoRA. Adapters need ten times the rate of whole models.
+        The demo has few and short examples: in three epochs at 2e-5 it would end at an accuracy of 0.79.
         """
         if self.learning_rate < 0 and not self.may_choose_lora:
             rate = 2e-4 if self.lora_rank > 0 else 1e-4 if self.task == "demo" else 2e-5
@@ -577,22 +561,14 @@ class TrainConfig:
 
     @property
     def may_choose_lora(self) -> bool:
-        """Whether the size of the model decides on LoRA.
-
-        It does if no LoRA rank is given, decoders can learn the task, the model is not the default one, which is an
-        encoder, and no option is given that excludes LoRA. The demo has no large decoder by default.
-        """
+        """Whether the size of the model decides on LoRA."""
         kind = find_task(self.task, self.causal).kind
         has_labels = kind in LABEL_KINDS and self.task != "demo"
         learns = kind in DECODER_KINDS or (has_labels and self.model != DEFAULT_MODEL)
         return self.lora_rank < 0 and learns and self.engine == "torch" and self.precision != "int8"
 
     def choose_lora(self, parameters: int) -> TrainConfig:
-        """Return the options with a LoRA rank, which is not negative, and the learning rate that goes with it.
-
-        A rank that is given stays. Otherwise it is 16 for a decoder of more than 200 million `parameters`, unless it is
-        untrained, else 0. For an encoder, `parameters` is 0.
-        """
+        """Return the options with the LoRA rank for a decoder of so many parameters, 0 for an encoder."""
         is_large = self.may_choose_lora and parameters > LARGE_DECODER and not self.from_config
         return self if self.lora_rank >= 0 else dataclasses.replace(self, lora_rank=DEFAULT_LORA_RANK * is_large)
 
@@ -820,13 +796,9 @@ class CompareConfig:
 
 
 SWEEP_SEARCHES = ("grid", "random", "optuna")
-"""The values of --search."""
 SWEEP_SAMPLERS = ("tpe", "random")
-"""The values of --sampler."""
 SWEEP_PRUNERS = ("auto", "median", "none")
-"""The values of --pruner."""
 DIRECTIONS = ("auto", "maximize", "minimize")
-"""The values of --direction."""
 
 
 @dataclass(frozen=True)
@@ -928,38 +900,23 @@ class BenchConfig:
 
 
 def option_names(config: type) -> list[str]:
-    """Return the field names of a configuration class, in their order, with underscores: "batch_size"."""
+    """Return the field names of a configuration class, in their order, with underscores."""
     return [field.name for field in dataclasses.fields(config)]
 
 
 def format_flag(name: str, value: object = True) -> str:
-    """Return the command-line flag of an option: `--batch-size` for "batch_size".
-
-    If `value` is False: `--no-fast-path` for "fast_path". Any other value, also 0, does not change the result.
-    """
+    """Return the command-line flag of an option: `--batch-size`, or `--no-fast-path` if `value` is False."""
     return ("--no-" if value is False else "--") + name.replace("_", "-")
 
 
 def format_arguments(config: Any) -> list[str]:
-    """Return a command-line argument for each option that differs from its default: ["--task=mrpc", "--seed=7", ...].
-
-    Booleans are True or False. `parse_arguments` of the same version makes an equal configuration from the result.
-    """
+    """Return a command-line argument for each option that differs from its default: ["--task=mrpc", ...]."""
     fields = [field for field in dataclasses.fields(config) if getattr(config, field.name) != field.default]
     return [f"{format_flag(field.name)}={getattr(config, field.name)}" for field in fields]
 
 
 def parse_arguments(config: type[C], arguments: Sequence[str]) -> C:
-    """Return the configuration that command-line arguments describe; the inverse of `format_arguments`.
-
-    `--name value` is the same as `--name=value`. Booleans need the value true or false, in any case. Options that are
-    not given have their defaults; of an option that is given twice, the last value counts.
-
-    Raises
-    ------
-    CpuftError: an unknown option (with similar ones), an option without a value, or a value that the option does not
-        accept.
-    """
+    """Return the configuration that arguments describe; the inverse of `format_arguments`."""
     fields = _fields(config)
     types, texts, rest = get_type_hints(config), dict[str, str](), iter(arguments)
     for argument in rest:
@@ -979,18 +936,7 @@ def _fields(config: Any) -> dict[str, dataclasses.Field[Any]]:
 
 
 def parse_value(field: dataclasses.Field[Any], kind: type, text: str) -> Any:
-    """Return the value of an option from its text: a str, int, float or bool.
-
-    Parameters
-    ----------
-    field: a field made by `option`.
-    kind: type of the field: str, int, float or bool (true or false, in any case).
-
-    Raises
-    ------
-    CpuftError: the text is not one of the field's choices, not a finite number of this type in ASCII, or not in the
-        field's range. The message names the option and says what it accepts. Texts without choices are always accepted.
-    """
+    """Return the value of an option, a field made by `option`, from its text; CpuftError if the field refuses it."""
     flag, choices = format_flag(field.name), field.metadata["choices"]
     if choices and text not in choices:
         raise CpuftError(describe_unknown_value(flag, text, choices))
@@ -1030,15 +976,7 @@ _VALUES = {"nccl": _NO_GPU, "rccl": _NO_GPU, "fp16": _NO_FP16, "float16": _NO_FP
 
 
 def describe_unknown_value(option: str, value: str, choices: Collection[str]) -> str:
-    """Return the message for a value that is none of an option's `choices`, with the values to choose from.
-
-    For values that other trainers accept, such as nccl or fp16, it says why cpuft does not; for a compression that was
-    removed, what to give instead.
-
-    Parameters
-    ----------
-    option: the flag, such as --backend.
-    """
+    """Return the message for a value that is none of an option's `choices`, with the values to choose from."""
     if option == "--grad-compression" and value in REMOVED_COMPRESSIONS:
         return REMOVED_COMPRESSIONS[value]
     known = _VALUES.get(value.lower(), "")
@@ -1071,19 +1009,7 @@ UNSUPPORTED_BY_ENGINE = {
 
 
 def check_engine_for_launch(engine: str, has_notice: bool, is_independent: bool) -> None:
-    """Check that an engine supports what a launch asks for.
-
-    Parameters
-    ----------
-    engine: one of ENGINES.
-    has_notice: whether the launch has an --interruption-notice.
-    is_independent: whether the ranks train independently, to measure the ideal.
-
-    Raises
-    ------
-    CpuftError: there is an interruption notice and the engine is not torch, or the ranks are independent and the engine
-        is deepspeed.
-    """
+    """Raise CpuftError if an engine does not support what a launch asks for."""
     if has_notice and engine != "torch":
         raise CpuftError(
             f"--interruption-notice needs checkpoints, and --engine {engine} writes none: leave out one of them"
@@ -1111,18 +1037,7 @@ EMBEDDING_OPTIONS = {
 
 
 def refuse_conflicts(config: TrainConfig) -> None:
-    """Raise CpuftError if two training options exclude each other; the message names both, the reason and the next
-    step.
-
-    These are: an engine other than torch with an option in UNSUPPORTED_BY_ENGINE that differs from its default; ort
-    without fp32 and gloo, or with the task text; a label type without the task files; int8 with another engine,
-    without the fast path, with torch.compile or with LoRA; a sharded optimizer with sync_every above 1, or with a
-    compression that does not work with it; LoRA with from_config; lora_merge and base_precision without LoRA, and
-    base_precision with torch.compile; what compares evaluations without evaluations; a warm-up with a constant
-    learning rate; mining_model without hard_negatives; and an option of embedding models with another task, or with
-    another engine than torch; causal with another task than text, and what next-token prediction does not have. A
-    compression that was removed is refused, too, and so is a value of eval_every that is none.
-    """
+    """Raise CpuftError if training options exclude each other, or are for another task."""
     default, kind = TrainConfig(), find_task(config.task, config.causal).kind
     if config.grad_compression in REMOVED_COMPRESSIONS:  # from a record
         raise CpuftError(REMOVED_COMPRESSIONS[config.grad_compression])
@@ -1219,7 +1134,6 @@ def _is_used(config: TrainConfig, name: str, default: TrainConfig) -> bool:
 
 
 def _refuse_decoder_conflicts(config: TrainConfig, default: TrainConfig) -> None:
-    """Raise CpuftError for options that next-token prediction does not have."""
     task = "--task chat" if config.task == "chat" else "--causal"
     reasons = {
         "engine": "decoders are trained with --engine torch only",
@@ -1331,11 +1245,7 @@ _EMBEDDING_FILES = {".npy": b"\x93NUMPY", ".parquet": b"PAR1"}
 
 
 def name_embeddings(request: PredictConfig) -> Path:
-    """Return the file of embeddings to write: --output, or embeddings.npy in the folder of the run.
-
-    Raises CpuftError: neither is given, the name has another ending than .npy or .parquet, it does not fit
-    --id-column, or something is there that may not be replaced.
-    """
+    """Return the file of embeddings to write, --output or embeddings.npy in the run's folder, if it may be written."""
     if not request.output and not request.run:
         raise CpuftError("--model needs --output: name a file for the embeddings that ends in .npy or .parquet")
     path = Path(request.output or Path(request.run, "embeddings.npy"))
@@ -1359,7 +1269,6 @@ def name_embeddings(request: PredictConfig) -> Path:
 
 
 MINED_ENDINGS = (".csv", ".jsonl", ".parquet")
-"""Endings of the names of files of mined negatives."""
 
 
 @dataclass(frozen=True)
@@ -1468,7 +1377,6 @@ DATA_OPTIONS = (
 """The options of a training that decide on its data, which `cpuft data show` has."""
 
 EXPORT_FORMATS = ("onnx", "openvino")
-"""The values of --format."""
 
 
 @dataclass(frozen=True)
@@ -1514,13 +1422,11 @@ class HostMemory:
 
     host: str
     ranks: int
-    """Ranks that the host gets."""
     free_bytes: int
     """Bytes of memory that the host has free; 0 if that is not known."""
     machine: str = ""
     """Boot id of the machine, which simulated hosts share; empty if that is not known."""
     machine_bytes: int = 0
-    """Free memory of the whole machine."""
 
 
 @dataclass(frozen=True)
@@ -1530,25 +1436,16 @@ class RunMemory:
     hosts: tuple[HostMemory, ...]
     """The head host first."""
     precision: str
-    """Number format of matrix products: bf16, fp32 or int8."""
     independent: bool = False
-    """Whether each rank trains independently."""
 
 
 def format_run_memory(memory: RunMemory) -> tuple[str, ...]:
-    """Return the argument that passes this to a process, as a tuple: ("--host-memory=JSON",).
-
-    The result is () if the free memory of a host is not known (`free_bytes` is 0).
-    """
+    """Return ("--host-memory=JSON",), which passes this to a process, or () if a host's memory is not known."""
     return (f"{_MEMORY_FLAG}{json.dumps(asdict(memory))}",) if all(host.free_bytes for host in memory.hosts) else ()
 
 
 def split_run_memory(arguments: Sequence[str]) -> tuple[RunMemory | None, list[str]]:
-    """Return (the memory that `format_run_memory` passed, or None if it is not there; the other arguments in their
-    order).
-
-    If it is there several times, the last one counts. Raises ValueError: it is not the JSON text of a RunMemory.
-    """
+    """Return the memory that `format_run_memory` passed, if it is there, and the other arguments in their order."""
     found = [arg.removeprefix(_MEMORY_FLAG) for arg in arguments if arg.startswith(_MEMORY_FLAG)]
     others = [arg for arg in arguments if not arg.startswith(_MEMORY_FLAG)]
     return (load(RunMemory, parse_json(found[-1])) if found else None), others
@@ -1558,18 +1455,7 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
 def parse_bit_rate(rate: str, flag: str = "--net") -> int:
-    """Return the bits per second of a rate as tc(8) writes them: 10**9 for "1gbit", 10**8 for "100mbit"; 0 for "".
-
-    A number, perhaps with a fraction, then k, m, g, t or nothing (powers of 1000), then "bit", all in lower case.
-
-    Parameters
-    ----------
-    flag: the option to name in the message of an error.
-
-    Raises
-    ------
-    CpuftError: the text has another form, or the rate is below 1 bit/s.
-    """
+    """Return the bits per second of a rate as tc(8) writes them: 10**9 for "1gbit", 10**8 for "100mbit"; 0 for ""."""
     if not rate:
         return 0
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([kmgt]?)bit", rate)
@@ -1582,22 +1468,12 @@ def parse_bit_rate(rate: str, flag: str = "--net") -> int:
 TYPE_BYTES = {"float32": 4, "float64": 8, "bfloat16": 2, "float16": 2, "int32": 4, "int64": 8}
 """Bytes of one element of the types that --dtypes accepts."""
 OPERATIONS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
-"""The collectives that --operations accepts."""
 BenchCase = tuple[str, str, str, int]
 """One measurement: backend (or auto), operation, data type, and bytes of the message."""
 
 
 def list_bench_cases(config: BenchConfig) -> list[BenchCase]:
-    """Return the measurements of `cpuft bench comm` in their order: a (backend, operation, data type, bytes) for each.
-
-    They are all combinations, in which the size changes fastest, then the type, the operation and the backend; then the
-    whole list is repeated for each further round.
-
-    Raises
-    ------
-    CpuftError: an unknown name in a list, also one with a space before or after it; or a size that is not a positive
-        whole number of bytes, or not a multiple of the bytes of each data type.
-    """
+    """Return the measurements of `cpuft bench comm` in their order; each round repeats the whole list."""
     lists = {name: getattr(config, name).split(",") for name in ("backends", "operations", "dtypes", "sizes")}
     known = {"backends": BACKENDS, "operations": OPERATIONS, "dtypes": tuple(TYPE_BYTES)}
     for option_name, names in known.items():

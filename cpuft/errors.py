@@ -19,33 +19,26 @@ RESUMABLE = 75
 """Exit code of an interrupted run that `cpuft launch --resume` can continue (EX_TEMPFAIL of sysexits.h)."""
 
 IO_ERROR = 74
-"""Exit code for a disk that became full, and for results that this machine could not store (EX_IOERR of sysexits.h).
-The options of the run are right."""
+"""Exit code for a disk that became full, and for results that this machine could not store (EX_IOERR of sysexits.h)."""
 
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 """Package index with PyTorch for CPUs; PyPI's x86 packages install several GB of CUDA libraries."""
 
 
 def escape_controls(text: str, kept: str = "") -> str:
-    """Return the text in one line without characters that move a terminal's cursor or change its colours.
-
-    Each character that Python does not call printable is written as in a Python string, such as \\x1b or \\n; those in
-    `kept` stay.
-    """
+    """Return the text in one line with characters that control a terminal, except those in `kept`, as escapes."""
     return "".join(c if c.isprintable() or c in kept else c.encode("unicode_escape").decode() for c in text)
 
 
 class CpuftError(Exception):
     """An error that the user can do something about: one line that ends with the next step.
 
-    The command line prints it without a traceback and exits with `exit_code`. Any other exception is a bug in cpuft and
-    keeps its traceback.
+    The command line prints it without a traceback. Any other exception is a bug in cpuft and keeps its traceback.
     """
 
     is_transient = False
     """Whether no input is to blame, so that another attempt may succeed."""
     exit_code = 2
-    """Exit code of the command line for this error."""
 
     def __str__(self) -> str:
         return escape_controls(super().__str__())
@@ -58,16 +51,11 @@ class TransientError(CpuftError):
 
 
 class DiskFullError(CpuftError):
-    """A disk became full during a run. The message names the path and this host, and says what to do; the exit code
-    is 74."""
+    """A disk became full during a run; the message names the path and this host, and says what to do."""
 
     exit_code = IO_ERROR
 
     def __init__(self, path: str, advice: str = "") -> None:
-        """`path`: the file or folder that could not be written on this host.
-
-        `advice`: the next step; if empty, to make room and continue the run with cpuft launch --resume.
-        """
         host = socket.gethostname()
         resume = "cpuft launch --resume continues the run from its last checkpoint"
         advice = advice or f"make room there, then try again ({resume})"
@@ -75,11 +63,9 @@ class DiskFullError(CpuftError):
 
 
 class Interrupted(Exception):
-    """A signal to this process stopped the run. Its text is the signal's name, and `exit_code` is 128 + the signal's
-    number."""
+    """A signal to this process stopped the run. The text is the signal's name, and `exit_code` is 128 + its number."""
 
     def __init__(self, signal_number: int) -> None:
-        """Raises ValueError: there is no signal of this number."""
         super().__init__(signal.Signals(signal_number).name)
         self.exit_code = 128 + signal_number
 
@@ -90,20 +76,14 @@ def last_line(text: str, default: str) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """Return a number with its noun: `0 hosts`, `1 host`, `2 hosts`. The plural is the noun with an s."""
+    """Return a number with its noun: `0 hosts`, `1 host`, `2 hosts`."""
     return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def install_command(*extras: str) -> str:
     """Return the shell command that installs extras of setup.cfg into the Python that runs this process.
 
-    The command runs pip with `-c constraints.txt`, cpuft's file of exact versions. It names a checkout by its
-    folder (`-e FOLDER[train,mpi]`), and a cpuft that was installed from a wheel by its version (`cpuft[train]==0.1.0`),
-    so that pip does not replace it. With the extra `train`, it adds the index of torch builds without CUDA.
-
-    Parameters
-    ----------
-    extras: one or more names, such as train; they are not checked.
+    It names the version of a cpuft that was installed from a wheel, so that pip does not replace it.
     """
     package = Path(cpuft.__file__).parent
     names = f"[{','.join(extras)}]"
@@ -114,8 +94,7 @@ def install_command(*extras: str) -> str:
 
 
 def find_full_disk(error: OSError) -> DiskFullError | None:
-    """Return, without raising it, the error to report if a disk or the user's quota is full; None for any other
-    OSError."""
+    """Return, without raising it, the error to report if a disk or the user's quota is full; None for other errors."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return DiskFullError(str(error.filename2 or error.filename or "a file")) if full else None
 
@@ -127,14 +106,7 @@ NO_MORE_PROCESSES = (
 
 
 def describe_path_error(error: OSError) -> str:
-    """Return the message for an OSError about a path: what is wrong with the path, and what to do.
-
-    This is for a path that is too long, a missing permission, a part of the path that is not a folder, a file system
-    that is full, over quota or read-only, and a file that is too large. If a file does not exist, the message is that
-    the working folder was deleted, if it was. If no process could be started, the message is about their limit. The
-    result is empty for any other OSError, also for a file that does not
-    exist although the working folder does.
-    """
+    """Return what is wrong with the path of an OSError, or with the limit of processes, and what to do; else ""."""
     if error.errno == errno.ENOENT and _is_working_folder_deleted():
         return "the working folder does not exist any more: change to another one"
     if error.errno == errno.ENAMETOOLONG:
@@ -156,15 +128,10 @@ def _is_working_folder_deleted() -> bool:
 
 
 _ABOUT_AS_SIMILAR = 0.1
-"""Difference of two ratios of difflib below which two names are similar alike."""
 
 
 def suggest_names(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message about an unknown name: "did you mean int8?" with the most similar name.
-
-    Up to two more names follow if they are about as similar. If none of the names is similar: "choose one of " and the
-    names in alphabetical order, at most 20 of them.
-    """
+    """Return the end of a message about an unknown name: "did you mean int8?", else "choose one of" up to 20 names."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
     likeness = [difflib.SequenceMatcher(None, other, name).ratio() for other in close]

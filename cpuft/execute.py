@@ -1,4 +1,4 @@
-"""Execute plans and commands; the only module that starts processes on this machine."""
+"""Execute plans and commands. The launcher starts all its processes on this machine here."""
 
 from __future__ import annotations
 
@@ -28,15 +28,12 @@ SSH_FAILED = 255
 _DROPPED = "_exchange_identification: "
 """In ssh's message when a server closes the connection at once, as sshd does beyond its MaxStartups."""
 _DROPPED_ROUNDS = 8
-"""Most further attempts of the steps whose connection was closed so. Nothing of them has run."""
+"""Most further attempts of steps whose connection was closed so, which is safe: nothing of them has run."""
 PIPE = subprocess.PIPE
-"""Value of `streams` of `start_process`."""
 _POLL_SECONDS = 0.05
 _PROGRESS_SECONDS = 20.0
-"""Time between two lines about the progress of a task of many steps."""
 _LAST_LINES = 6
 _REMIND_SECONDS = 30.0
-"""Time between two lines that tell the user which steps are not finished."""
 _GRACE_SECONDS = 3.0
 """Time between SIGTERM and SIGKILL; together with what mpirun needs, all processes are gone within 5 s."""
 
@@ -58,26 +55,18 @@ class Answer:
 
 
 Process = subprocess.Popen[bytes]
-"""A process that one of the functions below has started."""
 
 
 def find_program(name: str) -> str:
-    """Return the path of a program, found in PATH or in the system's sbin folders; empty if it is not installed."""
+    """Return the path of a program in PATH or in the system's sbin folders; empty if it is not installed."""
     return shutil.which(name) or shutil.which(name, path="/usr/sbin:/sbin") or ""
 
 
 def run_command(command: Sequence[str], seconds: float, stdin: str = "") -> Answer:
     """Run a command with this process's environment, wait for it, and return its exit code and its output.
 
-    The exit code is 127 if there is no such program, and 126 if the command cannot be started or has not ended after
-    `seconds`; then it is killed and its output is lost. `errors` has the reason in these cases. If signal N ended the
-    command, the exit code is -N.
-
-    Parameters
-    ----------
-    command: a program, found in PATH, and its arguments.
-    seconds: time limit.
-    stdin: the text of the command's standard input.
+    The exit code is 127 if there is no such program, 126 if it cannot be started or takes longer than `seconds` (its
+    output is lost then), and -N if signal N ended it.
     """
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, input=stdin.encode(), check=False)
@@ -106,20 +95,14 @@ def run_step(
 
     Parameters
     ----------
-    step: without a `host`; `Plan.as_local` returns such a step.
-    environ: the environment of the step, to which the step's settings are added.
     output: file for both output streams; None: they go to this process's own streams.
     watch: called about 20 times a second while the step runs, and once after it. If it raises, the step is ended first.
-        If the wait for the step has raised an error already, that one is raised, except that `Interrupted` replaces
-        any other.
     seconds: time limit; 0 for none.
-    takes: called in the handler of each signal with its number; returns True if the signal has been dealt with, and the
-        step then continues.
+    takes: called in the handler of each signal with its number; the step continues if it returns True.
 
     Raises
     ------
-    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came and `takes` returned False. The step and the processes of its
-        group have ended by then, with SIGKILL if 3 s after SIGTERM they had not.
+    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. The step and its process group have ended by then.
     TimeoutError: the time limit passed; the step has ended likewise.
     OSError: the program or the step's `stdin_file` cannot be opened; FileNotFoundError if it does not exist.
     """
@@ -153,21 +136,9 @@ def run_stage(
 ) -> list[Answer]:
     """Run steps of this machine at the same time, wait for all, and return an answer for each step in their order.
 
-    `output` of an answer has both streams; an exit code of 128 + N says that signal N ended the step. A failed step
-    does not stop the others. Must be called in the main thread, because it handles signals.
-
-    Parameters
-    ----------
-    stage: steps without a `host`.
-    environ: the environment of the steps, to which the settings of each step are added.
-    seconds: time limit for the stage; 0 for none.
-    report_pending: called every 30 s with the indices of the steps that have not ended, and with the seconds so far.
-
-    Raises
-    ------
-    Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. All steps have been ended (SIGTERM, after 3 s SIGKILL).
-    TimeoutError: the time limit passed; all steps have been ended likewise.
-    OSError: the program or the `stdin_file` of a step cannot be opened; the other steps have been ended likewise.
+    A failed step does not stop the others; an exception, as of `run_step`, ends all. `seconds` is a time limit, or 0
+    for none. `report_pending` is called every 30 s with the indices of the steps that have not ended, and with the
+    seconds so far. Must be called in the main thread, because it handles signals.
     """
     with signals_raise(lambda signal_number: False):
         answers = _run_once(stage, environ, seconds, report_pending)
@@ -203,25 +174,15 @@ def _run_once(
 
 
 def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Callable[[str], None], advice: str) -> None:
-    """Execute the stages of a plan one after another; the steps of a stage run at the same time, on their hosts.
+    """Execute the stages of a plan up to the first with a failed step; the steps of a stage run at the same time.
 
-    The first stage with a failed step is the last one that is executed. Must be called in the main thread, because it
-    handles signals.
-
-    Parameters
-    ----------
-    environ: the environment of the steps on this machine, to which the settings of each step are added.
-    seconds: time limit for each stage; 0 for none.
-    say: called with a line for the user when a step or a task (`Step.part`) begins, at most every 20 s about the
-        progress of a task, and every 30 s about the steps that have not ended.
-    advice: the next step for the user, at the end of an error message.
+    `seconds` is a time limit for each stage, or 0 for none. `say` is called with lines about the progress for the user,
+    and `advice` is the end of an error message. Must be called in the main thread, because it handles signals.
 
     Raises
     ------
-    CpuftError: steps of a stage ended with another exit code than 0; names each with its host and its last lines of
-        output. Its `is_transient` is True if all of them had exit code 255, with which ssh tells that the connection
-        failed. Also if a program or a `stdin_file` does not exist, or the time limit passed; then it names the first
-        step of the stage.
+    CpuftError: steps of a stage ended with another exit code than 0, could not be started or took too long. Its
+        `is_transient` is True if all of them had exit code 255, with which ssh tells that the connection failed.
     Interrupted: SIGINT, SIGTERM, SIGHUP or SIGUSR1 came. The steps of the stage have been ended.
     """
     steps = [step for stage in plan.stages for step in stage]
@@ -252,14 +213,7 @@ def run_stages(plan: Plan, environ: Mapping[str, str], seconds: float, say: Call
 
 
 def make_reminder(say: Callable[[float], None], every: float | None = None) -> Callable[[], None]:
-    """Return a function to call often while waiting, without arguments.
-
-    Every 30 s, first 30 s after now, its next call calls `say` with the seconds that have passed since now.
-
-    Parameters
-    ----------
-    every: seconds between two calls of `say`; None for 30.
-    """
+    """Return a function to call often while waiting, which calls `say` every 30 s with the seconds since now."""
     begun, every = time.monotonic(), every or _REMIND_SECONDS
     calls = 0
 
@@ -274,7 +228,6 @@ def make_reminder(say: Callable[[float], None], every: float | None = None) -> C
 
 
 def _report_pending(stage: Sequence[Step], say: Callable[[str], None], pending: list[int], passed: float) -> None:
-    """Tell the user which steps of a stage have not ended after so many seconds."""
     for why in dict.fromkeys(stage[number].why for number in pending):
         hosts = [stage[number].host for number in pending if stage[number].why == why and stage[number].host]
         where = f" on {', '.join(dict.fromkeys(hosts))}" if hosts else ""
@@ -282,7 +235,6 @@ def _report_pending(stage: Sequence[Step], say: Callable[[str], None], pending: 
 
 
 def _describe(step: Step, output: str) -> str:
-    """Return a failed step with its host and the last lines of its output."""
     lines = [line.strip() for line in output.splitlines() if line.strip()][-_LAST_LINES:]
     where = f"{step.host}: " if step.host else ""
     if _DROPPED in output:
@@ -296,10 +248,7 @@ def open_memory_file() -> IO[bytes]:
 
 
 def _relay(source: IO[bytes] | None, stream: TextIO) -> threading.Thread:
-    """Copy a child's output to our stream. If the child had our stream itself, ssh would stall once nobody reads it.
-
-    The stream may be one of a notebook, which takes text only.
-    """
+    """Copy a child's output to our stream. If the child had our stream itself, ssh would stall once nobody reads it."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def copy() -> None:
@@ -356,19 +305,7 @@ def _start(
 def start_process(
     command: Sequence[str], environ: Mapping[str, str], streams: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process in a new session and return it without waiting.
-
-    The kernel sends the process SIGTERM when the calling thread ends.
-
-    Parameters
-    ----------
-    environ: the whole environment of the process.
-    streams: PIPE for all three streams; None: it reads nothing, and writes to this process's own streams.
-
-    Raises
-    ------
-    OSError: the program cannot be started; FileNotFoundError if it does not exist.
-    """
+    """Start a process in a new session and return it; the kernel sends it SIGTERM when the calling thread ends."""
     given, end = subprocess.DEVNULL if streams is None else streams, _end_with_parent
     return subprocess.Popen(
         command, env=environ, stdin=given, stdout=streams, stderr=streams, start_new_session=True, preexec_fn=end
@@ -378,20 +315,7 @@ def start_process(
 def start_with_log(
     command: Sequence[str], environ: Mapping[str, str], path: str, folder: str | None = None, stays: bool = False
 ) -> subprocess.Popen[bytes]:
-    """Start a process that writes its output and its errors to a file, and return it without waiting.
-
-    It runs in a new session, and reads nothing. Earlier content of the file stays. The kernel sends the process SIGTERM
-    when the calling thread ends.
-
-    Parameters
-    ----------
-    folder: in which the process starts; None for that of this process.
-    stays: whether the process goes on when the calling thread ends.
-
-    Raises
-    ------
-    OSError: the file cannot be opened, or the program cannot be started; FileNotFoundError if it does not exist.
-    """
+    """Start a process whose output goes to the end of a file; unless it `stays`, it ends with the calling thread."""
     null, end = subprocess.DEVNULL, None if stays else _end_with_parent
     with open(path, "ab") as log:
         return subprocess.Popen(
@@ -407,17 +331,14 @@ def start_with_log(
 
 
 def wait_for_exit(process: subprocess.Popen[bytes], seconds: float) -> int:
-    """Wait for a process and return its exit code (128 + N if signal N ended it).
-
-    Returns 0 if the process has not ended after `seconds`; it then continues to run.
-    """
+    """Wait for a process and return its exit code, or 0 if it has not ended after `seconds`; it then runs on."""
     with suppress(subprocess.TimeoutExpired):
         process.wait(seconds)
     return exit_code_of(process) if process.returncode is not None else 0
 
 
 def exit_code_of(process: subprocess.Popen[bytes]) -> int:
-    """Return the exit code of a process that has ended and has been waited for; 128 + N if signal N ended it."""
+    """Return the exit code of a process that has ended; 128 + N if signal N ended it."""
     return process.returncode if process.returncode >= 0 else 128 - process.returncode
 
 
@@ -436,11 +357,9 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]], watch: Callable[[], None
 
 
 def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """End the processes and all others of their process groups, and wait for the processes themselves.
+    """End processes with their process groups: SIGTERM, and 3 s later SIGKILL for those that are left.
 
-    All get SIGTERM. If one of `processes` has not ended 3 s later, or has left others behind in its group, its group
-    gets SIGKILL. Processes that have ended already are no error. Each must lead its process group, as after
-    `start_process`.
+    Each must lead its process group, as after `start_process`.
     """
     for signal_number in (signal.SIGTERM, signal.SIGKILL):
         left = [process for process in processes if _signal(process, signal_number)]
@@ -453,7 +372,6 @@ def stop_processes(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], signal_number: int) -> bool:
-    """Send a signal to a process's session; return whether any process was there."""
     try:
         os.killpg(process.pid, signal_number)
     except ProcessLookupError:

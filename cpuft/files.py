@@ -36,9 +36,7 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "sentencepiece.bpe.model",
 )
-"""Names of the files that transformers saves a tokenizer in.
-
-Their content is part of the data's checksum, in this order, and they are what `cpuft push` uploads of a tokenizer."""
+"""Files of a tokenizer: their content is part of the data's checksum, in this order, and `cpuft push` uploads them."""
 POOLING_FOLDER, NORMALIZE_FOLDER = "1_Pooling", "2_Normalize"
 EMBEDDING_FILES = (
     "modules.json",
@@ -47,9 +45,7 @@ EMBEDDING_FILES = (
     f"{POOLING_FOLDER}/config.json",
     f"{NORMALIZE_FOLDER}/config.json",
 )
-"""Paths, in the folder of an embedding model, of the files that tell sentence-transformers how to make embeddings.
-
-`cpuft push` uploads them with the model: without them, the same weights make other embeddings."""
+"""Files, in a model's folder, without which sentence-transformers makes other embeddings of the same weights."""
 _SPECIAL = {
     stat.S_IFDIR: "folder",
     stat.S_IFCHR: "device",
@@ -70,7 +66,7 @@ It fails for a path that resolves to a place outside ROOT, to / or to a folder t
 
 
 def describe_lfs_pointer(path: Path, begin: bytes) -> str:
-    """Say, if the first bytes of a file are those of a pointer of Git LFS, how to get the file; else return ""."""
+    """Say how to get a file whose first bytes are those of a pointer of Git LFS; else return ""."""
     if not begin.startswith(b"version https://git-lfs"):
         return ""
     return (
@@ -81,16 +77,9 @@ def describe_lfs_pointer(path: Path, begin: bytes) -> str:
 
 @contextmanager
 def write_atomically(path: Path) -> Iterator[Path]:
-    """Yield the path of an empty file to write to. It replaces `path` if the block raises nothing, and is removed
-    otherwise.
+    """Yield the path of an empty file beside `path`, which replaces `path` if the block raises nothing.
 
-    The file lies in the same folder, which is made if necessary. Until the block ends, `path` stays as it was. A link
-    at `path` is replaced, not its target.
-
-    Raises
-    ------
-    CpuftError: a folder, device, named pipe or socket is at `path`, or a link to one; these are never replaced.
-    OSError: the folder cannot be made or written to, or its disk is full.
+    A link at `path` is replaced, not its target. Folders, devices, pipes and sockets are never replaced (CpuftError).
     """
     refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -106,16 +95,7 @@ def write_atomically(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_folder_atomically(folder: Path) -> Iterator[Path]:
-    """Yield the path of an empty folder to write to. It becomes `folder` if the block raises nothing, and is removed
-    otherwise.
-
-    It lies in the same parent folder, which is made if necessary. An empty folder at `folder` is replaced.
-
-    Raises
-    ------
-    CpuftError: a folder that is not empty, a file or a link is at `folder`.
-    OSError: the folder cannot be made, or its disk is full.
-    """
+    """Yield the path of an empty folder beside `folder`, which becomes `folder` if the block raises nothing."""
     refuse_filled(folder)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -131,7 +111,7 @@ def write_folder_atomically(folder: Path) -> Iterator[Path]:
 
 
 def refuse_filled(folder: Path) -> None:
-    """Raise CpuftError if anything but an empty folder is at `folder`. OSError: the folder cannot be read."""
+    """Raise CpuftError if anything but an empty folder is at `folder`."""
     if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         raise CpuftError(f"{folder} is not a folder: give another --output")
     if folder.is_dir() and any(folder.iterdir()):
@@ -139,10 +119,7 @@ def refuse_filled(folder: Path) -> None:
 
 
 def refuse_special(path: Path) -> None:
-    """Raise CpuftError if a folder, device, named pipe or socket is at `path`, or a link to one.
-
-    Does nothing if a regular file or nothing is there, or if the path cannot be examined.
-    """
+    """Raise CpuftError if a folder, device, named pipe or socket is at `path`, or a link to one."""
     with suppress(OSError):  # nothing is there, or the same error will come when the file is written
         kind = _SPECIAL.get(stat.S_IFMT(path.stat().st_mode))
         if kind:
@@ -150,16 +127,7 @@ def refuse_special(path: Path) -> None:
 
 
 def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
-    """Open the regular file at `path` and return its descriptor; unlike a plain open, this never waits at a named pipe.
-
-    Parameters
-    ----------
-    flags: of open(2), for example os.O_WRONLY | os.O_CREAT; a new file gets mode 666 without the umask's bits.
-
-    Raises
-    ------
-    OSError: the file cannot be opened, or is not a regular file (EINVAL).
-    """
+    """Open the regular file at `path` and return its descriptor; unlike open, this never waits at a named pipe."""
     descriptor = os.open(path, flags | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
@@ -168,24 +136,13 @@ def open_regular(path: Path, flags: int = os.O_RDONLY) -> int:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text in UTF-8 to a file, and make its folder if necessary. Readers see the old file or the whole new one.
-
-    Raises
-    ------
-    CpuftError: a folder, device, named pipe or socket is at `path`, or a link to one.
-    OSError: the folder cannot be made or written to, or its disk is full; the old file stays.
-    """
+    """Write a text in UTF-8 to a file, and make its folder. Readers see the old file or the whole new one."""
     with write_atomically(path) as beside:
         beside.write_text(text, encoding="utf-8", errors="surrogateescape")
 
 
 def split_paths(text: str) -> list[str]:
-    """Return the paths in a text that separates them by commas, without spaces around them.
-
-    A pattern such as `data/*.csv` stands for all paths that match it, in alphabetical order, and for itself if none
-    does. A text that is itself an existing path is one path, even if it contains commas. An empty text is one empty
-    path.
-    """
+    """Return the paths in a text that separates them by commas, of which patterns such as `data/*.csv` are expanded."""
     if os.path.exists(text):
         return [text]
     names = [word.strip() for word in text.split(",")]
@@ -193,11 +150,7 @@ def split_paths(text: str) -> list[str]:
 
 
 def list_files(path: Path) -> list[Path]:
-    """Return the files at a path and below it, as `walk` finds them.
-
-    Raises OSError: something cannot be read. Raises CpuftError: a link leads to nothing, or to a folder that contains
-    it.
-    """
+    """Return the files at a path and below it, as `walk` finds them."""
     try:
         return [Path(one.path) for one in walk(str(path), path.name) if one.kind == FILE]
     except TransferError as error:
@@ -210,7 +163,7 @@ def hash_text(text: str, digits: int = 64) -> str:
 
 
 def hash_file(path: Path) -> str:
-    """Return the SHA-256 of a file in 64 hexadecimal digits. Raises OSError: the file cannot be read."""
+    """Return the SHA-256 of a file in hexadecimal digits."""
     with path.open("rb") as file:
         digest = hashlib.sha256()
         while block := file.read(1 << 20):
@@ -219,10 +172,7 @@ def hash_file(path: Path) -> str:
 
 
 def is_locked(path: str | Path) -> bool:
-    """Return whether a process holds an exclusive lock of a file.
-
-    False if the file cannot be opened, or its file system has no locks.
-    """
+    """Return whether a process holds an exclusive lock of a file; False if it cannot be opened or locked."""
     try:
         with open(path) as file:
             # NFSv4 refuses an exclusive lock of a file that is open for reading only, with EBADF.
@@ -233,29 +183,15 @@ def is_locked(path: str | Path) -> bool:
 
 
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:
-    """Return a shell command that removes `paths`, files or folders with all they contain, if they lie below `root`.
-
-    It passes over paths that do not exist and files on other disks than root's. At the first path that resolves to a
-    place outside `root`, to / or to a folder that contains the user's home, it ends with exit code 1. Nothing runs yet.
-    """
+    """Return a command that removes `paths` with all they contain, and fails at the first that is not below `root`."""
     return ("sh", "-c", f'{REMOVE}remove "$@"', "remove", root, *paths)
 
 
 def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
-    """Return the secret variables that the launcher has sent to one process of this host, by name, and remove their
-    file.
+    """Return the secret variables that the launcher has sent to one process of this host, and remove their file.
 
-    The file is `$CPUFT_SENT-PROCESS`, a JSON object. The result is empty if CPUFT_SENT is not set or the file cannot be
-    opened, as for a printed plan that is run by hand, or if another user owns the file, which then stays.
-
-    Parameters
-    ----------
-    environ: the environment of this process.
-    process: name of the process, the end of the file's name.
-
-    Raises
-    ------
-    CpuftError: the file is not a JSON object of texts; it has been removed.
+    There are none if the file `$CPUFT_SENT-PROCESS` cannot be opened, as for a printed plan that is run by hand, or if
+    another user owns it.
     """
     path = f"{environ.get(SECRETS_PREFIX) or '/nowhere'}-{process}"
     try:
@@ -275,12 +211,7 @@ def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:
-    """Return $XDG_CACHE_HOME/cpuft, or ~/.cache/cpuft if the variable is not set. Nothing is made.
-
-    Where the home cannot be written, as in some containers, it is a folder of this user in /var/tmp.
-
-    Raises CpuftError: the path is relative.
-    """
+    """Return $XDG_CACHE_HOME/cpuft, else ~/.cache/cpuft, or a folder in /var/tmp if the home cannot be written."""
     home = environ.get("XDG_CACHE_HOME") or f"{environ.get('HOME') or os.path.expanduser('~')}/.cache"
     if not os.path.isabs(home):
         raise CpuftError(f"the cache folder {home} is a relative path: {_ELSEWHERE}")
@@ -292,31 +223,12 @@ def cache_path(environ: Mapping[str, str]) -> Path:
 
 
 def cache_folder(environ: Mapping[str, str]) -> Path:
-    """Return `cache_path`, and make this folder if necessary.
-
-    Other users lose the right to read the folder (mode 700).
-
-    Raises
-    ------
-    CpuftError: the path is relative, or the folder cannot be made, is a link or a file, belongs to another user, or
-        other users can write to it.
-    """
+    """Return `cache_path` and make this folder, which no other user can read (mode 700), if necessary."""
     return make_private_folder(cache_path(environ), _ELSEWHERE)
 
 
 def make_private_folder(folder: Path, advice: str) -> Path:
-    """Make a folder that only this user can open (mode 700), with its parents, and return its path.
-
-    If the folder is there already, it gets mode 700, so that other users lose the right to read it.
-
-    Parameters
-    ----------
-    advice: the next step, at the end of an error message.
-
-    Raises
-    ------
-    CpuftError: the folder cannot be made, is a link or a file, belongs to another user, or other users can write to it.
-    """
+    """Make a folder of mode 700, or give this mode to one that only this user can write to; `advice` ends errors."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with suppress(FileExistsError):
@@ -329,17 +241,12 @@ def make_private_folder(folder: Path, advice: str) -> Path:
 
 
 def check_private_folder(folder: Path, advice: str = _ELSEWHERE) -> None:
-    """Raise CpuftError if another user may have written to a folder; the message ends with `advice`.
-
-    This is so if the path is a link or a file, if another user owns the folder, or if its mode lets others write to it.
-    That others can read the folder is no error. Raises OSError: nothing is at `folder`.
-    """
+    """Raise CpuftError if another user may have written to a folder; that others can read it is no error."""
     if trouble := _describe_risk(folder):
         raise CpuftError(f"folder {folder} {trouble}: see what it is and remove it, or {advice}")
 
 
 def _describe_risk(folder: Path) -> str:
-    """Return why another user may have written to a folder; empty if only this user can have."""
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode):
         return "is a link or a file"

@@ -1,9 +1,8 @@
 """The optional C++ kernels, loaded by ctypes.
 
-They come compiled in a wheel, that of cpuft or one of their own (cpuft.compiler). Where there are none, as in a
-checkout, or with CPUFT_KERNELS=compile, they are compiled on first use and stored in the user's cache folder. Without a
-compiler, or with CPUFT_KERNELS=0, every caller runs the same computation in plain torch: the same results within
-rounding, with the same dropout masks, more slowly. `kernel_status` tells which, for the record.
+They come compiled in a wheel (cpuft.compiler), or are compiled on first use and stored in the user's cache folder.
+Without a compiler, or with CPUFT_KERNELS=0, every caller runs the same computation in plain torch: the same results
+within rounding, with the same dropout masks, more slowly. `kernel_status` tells which, for the record.
 """
 
 from __future__ import annotations
@@ -38,9 +37,7 @@ _C_TYPES: dict[str, Any] = {
 }
 """Type of a C++ parameter by the letter that kernels.cpp gives it; p is a pointer, or an array of pointers."""
 _TYPES = (torch.float32, torch.bfloat16)
-"""Types of elements for which there are kernels."""
 _LOAD_ERRORS = (OSError, AttributeError, ValueError)
-"""What `Kernels` raises for a library that cannot be loaded."""
 _override: tuple[Kernels | None, str] | None = None
 """What `use_kernels` has put in place of the host's own kernels, and its status."""
 
@@ -76,10 +73,6 @@ class Kernels:
     """A loaded library of kernels."""
 
     def __init__(self, path: Path) -> None:
-        """Load the shared library at `path`.
-
-        Raises OSError if it cannot be loaded, and ValueError if it has no table of kernels.
-        """
         _check_length(path)
         _share_openmp()
         library = ctypes.CDLL(str(path))
@@ -101,10 +94,6 @@ class Kernels:
         arguments: those of the C++ function in kernels.cpp, in its order, without the last one, the number of threads.
             A tensor is passed as its address, None as null: the tensor must be on the CPU, alive until this returns,
             and contiguous unless the kernel takes its strides. Sizes and dtypes are not checked: wrong ones crash.
-
-        Raises
-        ------
-        KeyError: there is no such kernel, or none for this dtype.
         """
         plain = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
         self._functions[name, dtype](*plain, torch.get_num_threads())
@@ -131,7 +120,6 @@ def _share_openmp() -> None:
 
 @functools.cache
 def _load() -> tuple[Kernels | None, str]:
-    """Return this host's kernels, if any can be loaded, and what `kernel_status` returns."""
     setting = os.environ.get("CPUFT_KERNELS")
     if setting == "0":
         return None, "off: CPUFT_KERNELS=0"
@@ -146,10 +134,7 @@ def _load() -> tuple[Kernels | None, str]:
 
 
 def _load_own() -> tuple[Kernels | None, str]:
-    """Build kernels with this host's compiler for its own CPU, and load them.
-
-    Kernels in the cache folder that cannot be loaded, for example because the file is truncated, are built once more.
-    """
+    """Build kernels for this CPU and load them; a cached library that cannot be loaded is built once more."""
     compiler = find_compiler(os.environ)
     if compiler is None:
         return None, "off: no C++ compiler; install one (Debian: apt-get install g++)"
@@ -175,10 +160,7 @@ def _load_own() -> tuple[Kernels | None, str]:
 
 
 def _locate_library(compiler: str, processor: str = "native") -> Path:
-    """Return the path at which `build` stores the library of kernels; the file need not be there.
-
-    The parameters and the exceptions are those of `build`, but nothing is compiled.
-    """
+    """Return the path at which `build` stores the library of kernels; the file need not be there."""
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=30).stdout
     name = hash_sources(f"-march={processor}", version, _processor())
     return cache_folder(os.environ) / f"kernels-{name}.so"
@@ -187,21 +169,7 @@ def _locate_library(compiler: str, processor: str = "native") -> Path:
 def build(compiler: str, processor: str = "native") -> Path:
     """Return the path of the library of kernels in the cache folder; compile it if it is not there yet.
 
-    It is $XDG_CACHE_HOME/cpuft (or ~/.cache/cpuft)/kernels-HASH.so, with a hash of the sources, the compiler's options
-    and version, and the CPU's flags. Compiling takes at most 300 s. Ranks that build at the same time replace each
-    other's file by the same content.
-
-    Parameters
-    ----------
-    compiler: path of the C++ compiler.
-    processor: the value of the compiler's option -march, such as native or skylake-avx512.
-
-    Raises
-    ------
-    CpuftError: the compiler fails or takes longer; or the cache folder's path is relative, it cannot be made, or
-        another user can write to it, and could so run code as this user.
-    OSError, subprocess.SubprocessError: the compiler cannot tell its version within 30 s, or the library cannot be
-        written.
+    Ranks that build at the same time replace each other's file by the same content.
     """
     library = _locate_library(compiler, processor)
     if not library.exists():
@@ -224,10 +192,8 @@ def _processor() -> str:
 def kernels_for(*tensors: torch.Tensor) -> Kernels | None:
     """Return the kernels if these tensors are on the CPU and all bf16 or all fp32; else None: use plain torch.
 
-    None, too, if there are no kernels: CPUFT_KERNELS is 0, or they could be neither built nor found installed (see
-    `kernel_status`). The first call in a process builds them if necessary, which takes up to five minutes.
-
-    `tensors`: at least one; `torch.empty(0)` to ask for the kernels alone.
+    None, too, if there are no kernels (see `kernel_status`). The first call in a process builds them if necessary,
+    which takes up to five minutes. `torch.empty(0)` asks for the kernels alone.
     """
     first = tensors[0]
     if first.dtype not in _TYPES or any(t.dtype != first.dtype or t.device.type != "cpu" for t in tensors):
@@ -245,10 +211,7 @@ def kernel_status() -> str:
 
 @contextlib.contextmanager
 def use_kernels(kernels: Kernels | None) -> Iterator[None]:
-    """Inside, let the whole process use the kernels of another build, or plain torch if `kernels` is None.
-
-    On leaving, what was used before is used again. Inside, `kernel_status` is "on", or "off: switched off" for None.
-    """
+    """Inside, let the whole process use the kernels of another build, or plain torch if `kernels` is None."""
     global _override
     before, _override = _override, (kernels, "on" if kernels else "off: switched off")
     try:

@@ -35,10 +35,7 @@ class Step:
     stdin_file: str = ""
     """A file of this machine to use as standard input instead."""
     part: str = ""
-    """Name of the larger task to which this and many similar steps belong, such as pushing all wheels.
-
-    The user sees the progress of the task instead of every step.
-    """
+    """The larger task of this and many similar steps, such as pushing all wheels, whose progress the user sees."""
 
 
 Stages = tuple[tuple[Step, ...], ...]
@@ -51,15 +48,13 @@ class Plan:
 
     stages: Stages = ()
     notes: tuple[str, ...] = ()
-    """What the user should know about the plan."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Host -> what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
 
     def as_local(self, step: Step) -> Step:
         """Return a step that runs on this machine and does the given step on its host.
 
-        The prefix of the step's host (`command_prefixes`), one shell line and no settings: the line sets the settings
-        with env. For a step of this machine, or of a host without a prefix, the same step without `host`.
+        Its command is the prefix of the host (`command_prefixes`) and one shell line, in which env sets the settings.
         """
         prefix = self.command_prefixes.get(step.host, ())
         if not prefix:
@@ -71,7 +66,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """The plan of a run, in parts that are executed in this order."""
+    """The plan of a run, in parts that `full_plan` has in the order of their execution."""
 
     make: Stages = ()
     """Makes the run's folder on the head host."""
@@ -88,9 +83,8 @@ class RunPlan:
     claim: Stages = ()
     """Comes first if the ranks work in another run folder: makes that of this machine, and notes where theirs is."""
     notes: tuple[str, ...] = ()
-    """What the user should know about the plan."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Host -> what to put before a shell line to run it there, such as `ssh HOST`; this machine has no entry."""
+    """Host -> what to put before a shell line to run it there, as in `Plan`."""
     resumed: bool = False
     """Whether the run's folder is from an earlier start, and must not be removed if this one fails."""
     owner: int = 1
@@ -103,50 +97,33 @@ class RunPlan:
 
     @property
     def full_plan(self) -> Plan:
-        """The stages of claim, make, inputs, prepare, ranks and results as one plan; without `partial_cleanup`."""
+        """All stages in the order of their execution as one plan, except `partial_cleanup`."""
         return self.select("claim", "make", "inputs", "prepare", "ranks", "results")
 
     def select(self, *parts: str) -> Plan:
-        """Return a plan of the stages of some parts, in this order, with the notes and command prefixes.
-
-        Parameters
-        ----------
-        parts: names of fields that hold stages, such as "prepare"; AttributeError for a name that is no field.
-        """
+        """Return a plan of the stages of the fields with these names, with the notes and command prefixes."""
         return Plan(tuple(stage for part in parts for stage in getattr(self, part)), self.notes, self.command_prefixes)
 
     def for_head_host(self) -> RunPlan:
-        """Return the parts that the head host executes by itself: prepare and ranks, with notes and resumed.
-
-        The other parts are empty, and there are no command prefixes.
-        """
+        """Return the parts that the head host executes by itself, without command prefixes."""
         return RunPlan(prepare=self.prepare, ranks=self.ranks, notes=self.notes, resumed=self.resumed)
 
 
 def format_export(setting: Setting) -> str:
-    """Return the shell lines `# reason` and `export NAME=value`, with the value quoted and without a newline at the
-    end."""
+    """Return the shell lines `# reason` and `export NAME=value`."""
     return f"{format_comment(setting.reason)}\nexport {setting.name}={shlex.quote(setting.value)}"
 
 
 def format_comment(text: str) -> str:
-    """Return the text as shell comments, each line with `# ` before it; for an empty text `# `.
-
-    A newline in the text cannot end the comment and begin a command.
-    """
+    """Return the text as shell comments; a newline in the text cannot end the comment and begin a command."""
     return "\n".join(f"# {line}" for line in text.splitlines() or [""])
 
 
 def format_plan(plan: Plan, folder: str = "") -> str:
     """Return a bash script that does what the plan does, prints each step as it begins, and has each setting's reason.
 
-    The settings of a step are exported in a subshell; on another host, env sets them. Steps of the same stage run in
-    the background at the same time. The failure of a step ends the script with the step's exit code. Notes are
-    comments.
-
-    Parameters
-    ----------
-    folder: where relative paths in the script begin; by default, where the script is run.
+    Steps of the same stage run in the background at the same time. The failure of a step ends the script with the
+    step's exit code. Relative paths begin in `folder`; by default, where the script is run.
     """
     parts = ["#!/usr/bin/env bash", "set -euo pipefail"]
     parts += [format_comment(note) for note in plan.notes]
@@ -175,10 +152,7 @@ def _format_step(step: Step, plan: Plan) -> str:
 
 
 def _format_stdin(text: str) -> str:
-    """Return a redirection from a quoted text. Unlike in a here-document, no line of the text can end it early.
-
-    Without a text, the step must not read the script itself, which may come from a pipe.
-    """
+    """Return a redirection from a quoted text, or from /dev/null: the script itself may come from a pipe."""
     return f" < <(printf %s {shlex.quote(text)})" if text else " </dev/null"
 
 

@@ -33,8 +33,7 @@ class GradientSizes:
     parameters: int = 0
     """Numbers in all gradients except those of word embeddings; 0 in a record of an older version."""
     embedding_row: int = 0
-    """Numbers in one row of the word embeddings. 0 if embedding rows are not sent by themselves: then `parameters`
-    includes them."""
+    """Numbers in one row of the word embeddings. 0 if `parameters` includes them, because rows are not sent alone."""
     factors: int = 0
     """Numbers in the PowerSGD factors of all gradients except those of word embeddings; 0 in a record of an older
     version."""
@@ -71,9 +70,7 @@ class MeasuredHeader:
 class Measurement:
     """One collective of one backend on one message size, measured by `cpuft bench comm`.
 
-    Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md). Algorithm bandwidth is the size of the message divided
-    by the time. Bus bandwidth multiplies it by 2(n-1)/n for all_reduce, by (n-1)/n for all_gather and reduce_scatter of
-    n ranks, and by 1 for broadcast, so that it can be compared with the speed of the link for any n.
+    Bandwidths are defined as in nccl-tests (doc/PERFORMANCE.md).
     """
 
     backend: str
@@ -101,18 +98,14 @@ class Measurement:
 
     @property
     def bus_bytes_per_second(self) -> float:
-        """Bus bandwidth in bytes per second: bytes per second on the busiest link.
-
-        Algorithm bandwidth times 2(n-1)/n for all_reduce of n ranks, (n-1)/n for all_gather and reduce_scatter, 1 for
-        broadcast.
-        """
+        """Algorithm bandwidth times `bus_factor`, to compare with the speed of a link for any number of ranks."""
         return self.algorithm_bytes_per_second * bus_factor(self.operation, self.ranks)
 
 
 def bus_factor(operation: str, ranks: int) -> float:
-    """Return the factor of nccl-tests from algorithm bandwidth to bus bandwidth.
+    """Return the factor of nccl-tests from algorithm bandwidth to bus bandwidth, for n ranks.
 
-    2(n-1)/n for all_reduce of n ranks, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast and any other name.
+    2(n-1)/n for all_reduce, (n-1)/n for all_gather and reduce_scatter, 1 for broadcast.
     """
     shares = {"all_reduce": 2.0, "all_gather": 1.0, "reduce_scatter": 1.0}
     return shares[operation] * (ranks - 1) / ranks if operation in shares else 1.0
@@ -120,12 +113,10 @@ def bus_factor(operation: str, ranks: int) -> float:
 
 @dataclass(frozen=True)
 class Link:
-    """Latency and bandwidth of one TCP connection from one host to another, measured by the doctor."""
+    """Latency and bandwidth of a TCP connection between hosts of the hostfile, measured by the doctor."""
 
     source: str
-    """Name of the sending host in the hostfile."""
     target: str
-    """Name of the receiving host in the hostfile."""
     latency_us: float
     """Half of the round-trip time of one byte, in microseconds."""
     bits_per_second: float
@@ -134,7 +125,6 @@ class Link:
 
 
 FILE_NAME = "record.jsonl"
-"""Name of the record in the folder of a run."""
 PHASES = ("data", "forward", "backward", "communication", "update")
 """The phases of a step in their order; `StepLine` has a field PHASE_seconds for each."""
 
@@ -162,7 +152,6 @@ class Header:
     world_size: int
     ranks: list[RecordedRank]
     backend: str
-    """Backend that carried the collectives, such as gloo."""
     precision: str
     """Number format of matrix products: bf16, fp32 or int8."""
     cpu_model: str
@@ -176,8 +165,8 @@ class Header:
     started: str
     """UTC, ISO 8601."""
     products: dict[str, Any] = field(default_factory=dict)
-    """Kernel and measured speed of matrix products on rank 0, as `cpuft.train.precision.measure_products` returns
-    them: `kernel` (oneDNN's name of the implementation, or empty), `teraflops` in `precision`, and `fp32_teraflops`."""
+    """Kernel and measured speed of matrix products on rank 0, as `cpuft.train.precision.measure_products` returns them:
+    `kernel` (oneDNN's name of the implementation, or empty), `teraflops` in `precision`, and `fp32_teraflops`."""
     independent: bool = False
     """Whether this run measured the ideal: all ranks trained at the same time, each on its share of the examples, and
     exchanged nothing."""
@@ -192,8 +181,7 @@ class Header:
     """`compiled`: all ranks ran the C++ kernels. `absent`: at least one rank had none, and so no rank used them, unless
     ranks trained independently. Empty if the fast path was off, and in a record of an older version."""
     fast_path: str = ""
-    """How many layers of the model the fast path has replaced, or why it replaced none; empty in a record of an older
-    version."""
+    """How many layers the fast path has replaced, or why it replaced none; empty in a record of an older version."""
     simulated: bool = False
     """Whether the hosts are parts of one machine, so that they share its memory, its caches and perhaps its cores."""
     format: int = FORMAT
@@ -246,8 +234,7 @@ class ResumedLine:
     started: str
     """UTC, ISO 8601."""
     lost_seconds: float = 0.0
-    """After an automatic restart: seconds from the last recorded update, or from when the loss was noticed, to this
-    line."""
+    """After an automatic restart: seconds from the last update, or from when the loss was noticed, to this line."""
     because: str = ""
     """After an automatic restart: which rank or host was lost."""
 
@@ -270,11 +257,8 @@ class EvaluationLine:
     """Metrics of one evaluation on a validation split."""
 
     step: int
-    """Number of the last update before the evaluation."""
     metrics: dict[str, float]
-    """Value of each metric by its name, such as accuracy."""
     examples: int
-    """Number of examples of the split."""
     seconds: float
 
 
@@ -285,17 +269,14 @@ class GradientTime:
     name: str
     """Name of the parameter, as `named_parameters` of the model returns it."""
     shape: list[int]
-    """Shape of the gradient."""
     dtype: str
-    """Type of the gradient's elements as torch names it, such as bfloat16."""
     ready_seconds: float
     """Seconds from the start of an update's last backward pass until the gradient is accumulated."""
     needed_seconds: float
     """Seconds from the start of the update's last forward pass until the module that owns the parameter is called; -1
     if that module is never called by itself, because a layer of the fast path computes with its parameters."""
     by_rows: bool
-    """Whether the gradient is that of the word embedding, of which several ranks send only the rows of the update's
-    tokens."""
+    """Whether several ranks send only the rows of the update's tokens, as for the word embedding."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +290,6 @@ class LayerTimesLine:
     gradients: list[GradientTime]
     """In the order in which they become ready."""
     updates: int
-    """Number of updates that were measured."""
     data_seconds: float
     forward_seconds: float
     backward_seconds: float
@@ -323,8 +303,7 @@ class Footer:
     """Last line of a complete run: its totals."""
 
     train_seconds: float
-    """Seconds from the begin of the first update to the end of the last one, without evaluation, tokenising or
-    saving."""
+    """Seconds from the first update's begin to the last one's end, without evaluation, tokenising and saving."""
     samples: int
     samples_per_second: float
     steady_samples_per_second: float
@@ -351,7 +330,6 @@ class Record:
     """The record of a run as it was read; `footer` is None if the run is not complete."""
 
     path: str
-    """Path of the record file, or what the caller of `parse_record` named it."""
     header: Header
     steps: list[StepLine] = field(default_factory=list)
     evaluations: list[EvaluationLine] = field(default_factory=list)
@@ -362,25 +340,19 @@ class Record:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the saved model by name: those of the last evaluation or, with --save-best, of the best one.
-
-        Empty if there was no evaluation.
-        """
+        """Metrics of the saved model: those of the last evaluation or, with --save-best, of the best one."""
         saved = self.footer.saved_step if self.footer else 0
         lines = [line for line in self.evaluations if line.step == saved] or self.evaluations
         return lines[-1].metrics if lines else {}
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
-    """Return metrics as one line: "accuracy 0.8627  f1 0.9012", with two spaces between metrics; empty for none."""
+    """Return metrics as one line: "accuracy 0.8627  f1 0.9012", with two spaces between metrics."""
     return "  ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
 def drop_warm_up(steps: list[StepLine]) -> list[StepLine]:
-    """Return the steps without the first tenth (rounded down), in which caches and kernels warm up.
-
-    Of fewer than ten steps, all are returned.
-    """
+    """Return the steps without the first tenth (rounded down), in which caches and kernels warm up."""
     return steps[len(steps) // 10 :]
 
 
@@ -412,7 +384,7 @@ _NAMES = {cls: kind for kind, cls in _KINDS.items()}
 
 
 def format_line(line: Line) -> str:
-    """Return the line as one JSON object without a newline, its kind first: `{"kind": "step", "step": 1, ...}`."""
+    """Return the line as one JSON object without a newline: `{"kind": "step", "step": 1, ...}`."""
     return json.dumps({"kind": _NAMES[type(line)]} | dataclasses.asdict(line), allow_nan=True)
 
 
@@ -426,15 +398,8 @@ class Writer:
     def __init__(self, run_dir: str, begun: str | None = None) -> None:
         """Create record.jsonl in `run_dir`, and the folder if necessary.
 
-        Parameters
-        ----------
-        begun: None for a new run. For a resumed run the text that the record begins with, complete lines; it replaces
-            the record that is there.
-
-        Raises
-        ------
-        FileExistsError: `begun` is None, and there is a record already.
-        OSError: the folder or the file cannot be made or written.
+        `begun` is None for a new run, where a record that is there already raises FileExistsError. For a resumed run
+        it is what the record begins with, complete lines, and it replaces the record that is there.
         """
         path = Path(run_dir) / FILE_NAME
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -469,20 +434,11 @@ class Writer:
 
 
 def parse_lines(text: str, path: str) -> list[Line]:
-    """Return the lines of a record in their order; empty lines are left out.
+    """Return the lines of a record in their order, with the current names of keys and options of earlier versions.
 
     A last line without a newline is left out if it cannot be parsed, because a killed process has not finished it.
-    Names of keys and options of earlier versions are replaced by those of this version.
 
-    Parameters
-    ----------
-    text: the content of the record.
-    path: of the record, for error messages only.
-
-    Raises
-    ------
-    CpuftError: another line is not a JSON object with a known kind, lacks a key or has an unknown one or a value of
-        another type, or the header is of another version of the format. The message has the number of the line.
+    Raises CpuftError: another line is broken or of another version of the format; the message has its number.
     """
     lines = text.split("\n")
     parsed: list[Line] = []
@@ -502,13 +458,9 @@ def parse_lines(text: str, path: str) -> list[Line]:
 
 
 def parse_record(text: str, path: str = "record") -> Record:
-    """Return the record of a run from its text.
+    """Return the record of a run from its text; `path` is only stored in the result and named in messages.
 
-    `path` is only stored in the result and named in messages. Lines about interruptions are not part of the result.
-
-    Raises
-    ------
-    CpuftError: the first line is not the header of a run, or a line is broken, other than an unfinished last one.
+    Raises CpuftError: the first line is not the header of a run, or a line is broken; the last one may be unfinished.
     """
     parsed = parse_lines(text, path)
     if not parsed or not isinstance(parsed[0], Header):
@@ -527,19 +479,7 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def parse_measurements(text: str, path: str) -> list[Measurement]:
-    """Return the measurements in the text of a comm.jsonl, which `cpuft bench comm` wrote, in their order.
-
-    Empty if the file has only its header.
-
-    Parameters
-    ----------
-    path: of the file, for error messages only.
-
-    Raises
-    ------
-    CpuftError: the text does not begin with the header of such a file, is of another version of the format, or has a
-        broken line, other than an unfinished last one.
-    """
+    """Return the measurements in the text of a comm.jsonl, which `cpuft bench comm` wrote."""
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
         raise CpuftError(
@@ -559,17 +499,7 @@ def _parse_line(text: str) -> Line:
 
 
 def read_record(run_dir: str) -> Record:
-    """Read the record of a run.
-
-    Parameters
-    ----------
-    run_dir: the folder of the run, in which the record is record.jsonl, or the path of the record itself.
-
-    Raises
-    ------
-    CpuftError: there is no such file or it cannot be opened; it has no header, because the run ended before its first
-        step; it is of another version of the format; or a line is broken, other than an unfinished last one.
-    """
+    """Read the record of a run from its folder or file; CpuftError if there is none, or `parse_record` raises it."""
     path = Path(run_dir)
     path = path / FILE_NAME if path.is_dir() else path
     try:
@@ -590,7 +520,6 @@ class EarlierMeasurements:
     """What the first start of a run has measured, and which later starts of the run reuse."""
 
     ranks: int
-    """Number of ranks then."""
     backend: str = ""
     """The backend that `auto` chose; "" if nothing was measured, because --backend was given or there was one rank."""
     gradients: str = ""
@@ -598,25 +527,16 @@ class EarlierMeasurements:
     products: dict[str, Any] = field(default_factory=dict)
     """Kernel and speed of matrix products (`Header.products`)."""
     products_of: tuple[str, ...] = ()
-    """What `products` was measured with, the result of `describe_products`; the speed is reused only where it is
-    equal."""
+    """What `products` was measured with (`describe_products`): the speed is reused only where this is equal."""
 
 
 def read_measurements(header: Header) -> EarlierMeasurements:
-    """Return the measurements in a record's header: number of ranks, backend, compression, and matrix products.
-
-    The backend is "" if it was not chosen by measuring, because --backend was given or there was one rank.
-    """
+    """Return what the first start of a run has measured, from the header of its record."""
     was_given = header.options.get("backend") != "auto" or header.world_size == 1
     backend = "" if was_given else header.backend
     return EarlierMeasurements(header.world_size, backend, header.gradients, header.products, describe_products(header))
 
 
 def describe_products(header: Header) -> tuple[str, ...]:
-    """Return what the speed of matrix products depends on, as texts to compare.
-
-    The elements are the CPU model, then each of the header's CPU flags as an element of its own, then the precision,
-    then torch's version ("" if the header does not have it): ("Intel(R) Xeon(R) ...", "avx2", "amx_bf16", "bf16",
-    "2.6.0").
-    """
+    """Return what the speed of matrix products depends on, as texts to compare."""
     return (header.cpu_model, *header.cpu_flags, header.precision, header.versions.get("torch", ""))

@@ -24,12 +24,7 @@ _PLACES = {"PWD", "OLDPWD", "SSH_AUTH_SOCK", "XAUTHORITY"}
 
 
 def may_be_secret(name: str, value: str) -> bool:
-    """Return whether a variable may be secret, by its name, or because its value is a URL with a password or token.
-
-    Such names contain, in upper or lower case, KEY (not PKEY after an underscore), TOKEN (not TOKENIZ), SECRET, PASSW,
-    CREDENTIAL, AUTH, COOKIE, PRIVATE or similar. PWD, OLDPWD, SSH_AUTH_SOCK, XAUTHORITY and CPUFT_* never count as
-    secret. HF_ENDPOINT does if it is more than a host and a port.
-    """
+    """Return whether a variable may be secret, by its name, or because its value is a URL with a password or token."""
     if name in _PLACES or name.startswith(OWN_PREFIX):
         return False
     if name == "HF_ENDPOINT" and not _PLAIN_ENDPOINT.fullmatch(value):
@@ -38,21 +33,12 @@ def may_be_secret(name: str, value: str) -> bool:
 
 
 def secrets_for_ranks(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the secret variables that ranks on other hosts get, with their values.
-
-    They are HF_TOKEN, HUGGING_FACE_HUB_TOKEN, WANDB_API_KEY, MLFLOW_TRACKING_TOKEN and MLFLOW_TRACKING_PASSWORD; and
-    ALL_PROXY, HTTP_PROXY, HTTPS_PROXY, HF_ENDPOINT and MLFLOW_TRACKING_URI if their URL may hold a password or token.
-    The names may be in lower case, too. All other secrets stay on this machine.
-    """
+    """Return the secret variables that ranks on other hosts get. Other secrets stay on this machine."""
     return {name: value for name, value in environ.items() if name.upper() in _FOR_RANKS and may_be_secret(name, value)}
 
 
 def mask_secrets(text: str, environ: Mapping[str, str], *others: str) -> str:
-    """Return a text with *** in place of passwords and tokens, for messages and logs.
-
-    What stands before the @ of a URL is replaced, and wherever they occur, the values of `secrets_for_ranks` and
-    `others`.
-    """
+    """Replace what is before the @ of URLs, the values of `secrets_for_ranks`, and `others` in a text by ***."""
     text = _SECRET_VALUE.sub("://***@", text)
     # Longer values first, because a shorter one may be a part of them.
     for value in sorted({*secrets_for_ranks(environ).values(), *others} - {""}, key=len, reverse=True):

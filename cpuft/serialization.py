@@ -19,22 +19,14 @@ _MAX_NUMBER = 10**300  # larger integers do not fit into a float, so that arithm
 def find_control(text: str, allowed: str = "") -> str:
     """Return the first control character or line separator of `text` that is not in `allowed`; empty if there is none.
 
-    These are the Unicode categories Cc, Zl and Zp, so also tab and newline. Values of options, hostfiles, registry
-    entries and recipes become lines of other programs' files (ssh_config, known_hosts, container files). A line break
-    in a value would begin another line there.
+    Values of options, hostfiles, registry entries and recipes become lines of other programs' files (ssh_config,
+    known_hosts, container files), where a line break in a value would begin another line.
     """
     return next((c for c in text if unicodedata.category(c) in ("Cc", "Zl", "Zp") and c not in allowed), "")
 
 
 def parse_json(text: str, make_object: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Return the value of a JSON text; NaN and Infinity are accepted as numbers.
-
-    Parameters
-    ----------
-    make_object: makes the value of an object of its keys and values; None for a dict with the last value of each key.
-
-    Raises ValueError: not JSON, nested too deep, or a number has more than 4,300 digits.
-    """
+    """Return the value of a JSON text, in which NaN and Infinity are numbers, or raise ValueError."""
     try:
         return json.loads(text, object_pairs_hook=make_object)
     except RecursionError:
@@ -42,12 +34,9 @@ def parse_json(text: str, make_object: Callable[[list[tuple[str, Any]]], Any] | 
 
 
 def parse_yaml(text: str) -> Any:
-    """Return the value of a YAML text: dicts, lists, texts, and None for null and for an empty document.
+    """Return the value of a YAML text, or raise ValueError: dicts, lists, texts, and None for null.
 
     Numbers, dates and words like `yes` stay texts, because the type of the option decides what they mean.
-
-    Raises ValueError: not YAML, several documents, nested too deep, a key that is there twice or is not a scalar (with
-    its line), or an alias of a list or mapping.
     """
     import yaml
 
@@ -82,20 +71,11 @@ def parse_yaml(text: str) -> Any:
 
 
 def load(kind: type[T], value: Any, where: str = "it") -> T:
-    """Return a value of JSON or YAML as an instance of a type, after the types of all its parts have been checked.
+    """Return a value of JSON or YAML as an instance of a type, or raise ValueError if a part of it does not fit.
 
-    Nothing is converted, except that a whole number is accepted as a float, and a list becomes a tuple. A boolean is no
-    number. A dataclass is made from a dict; fields that are missing there have their defaults.
-
-    Parameters
-    ----------
-    kind: a dataclass, list[T], tuple[T, ...], dict[str, T], str, int, float, bool or Any.
-    where: what the value is, at the begin of error messages; a field is called `where.field`.
-
-    Raises
-    ------
-    ValueError: a field is unknown, or is missing and has no default; a value has another type, or is a whole number of
-        1e300 or more; a text contains half of a surrogate pair.
+    `kind` is a dataclass, list[T], tuple[T, ...], dict[str, T], str, int, float, bool or Any. Nothing is converted,
+    except that a whole number is accepted as a float, and a list becomes a tuple. A boolean is no number. `where` names
+    the value at the begin of error messages.
     """
     made, origin = value, get_origin(kind)
     if dataclasses.is_dataclass(kind):
@@ -122,7 +102,6 @@ def _load_fields(kind: Any, value: Any, where: str) -> Any:
 
 
 def _check(kind: Any, value: Any, where: str) -> Any:
-    """Return the value if it is of the type `kind`; a whole number is accepted as a float."""
     if kind is float and type(value) is int and abs(value) < _MAX_NUMBER:
         return float(value)
     if type(value) is not kind or (kind is int and abs(value) >= _MAX_NUMBER):

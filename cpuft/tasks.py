@@ -1,7 +1,4 @@
-"""Every task that `--task` names: the columns of its examples, its labels and its metrics.
-
-To add a task of GLUE's kind, add it to `TASKS`. No other file has to change.
-"""
+"""Every task that `--task` names. To add one of GLUE's kind, add it to `TASKS`; no other file has to change."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ class Task:
     """A task: what a model learns to predict for each example, or for each word of it."""
 
     name: str
-    """Value of --task."""
     texts: tuple[str, ...]
     """Names of the one or two columns that hold the texts, in the files of the GLUE download."""
     label: str
@@ -21,7 +17,6 @@ class Task:
     labels: tuple[str, ...]
     """The labels as they are written, in the order of their class numbers; empty for scores."""
     metrics: tuple[str, ...]
-    """Names of the metrics of an evaluation, in the order in which they are shown."""
     folder: str = ""
     """Folder in the GLUE download; empty for a task that is not GLUE's."""
     hub_texts: tuple[str, ...] = ()
@@ -33,8 +28,8 @@ class Task:
     kind: str = "class"
     """What is predicted: class (one of `labels` for each example), labels (any number of them), tags (one of them for
     each word), score (a number), masked (the masked tokens of a text), causal (each next token of a text), chat (the
-    tokens of the assistant in a conversation); and for embeddings, pairs (which text belongs to
-    which) and similarity (how similar two texts are); and relevance (how relevant a document is to a query)."""
+    tokens of the assistant in a conversation), pairs (which text belongs to which, for embeddings), similarity (how
+    similar two texts are, for embeddings), or relevance (how relevant a document is to a query)."""
 
 
 _PAIR = ("sentence1", "sentence2")
@@ -83,25 +78,18 @@ TASKS = {
 its paper (Wang et al. 2018), table 1."""
 
 CAUSAL = Task("text", ("text",), "", (), ("perplexity", "token_accuracy"), kind="causal")
-"""The task text with --causal."""
 
 FILE_TASKS = tuple(task.name for task in TASKS.values() if not task.folder and task.name != "demo")
 """Tasks whose examples come from the user's files."""
 EMBEDDING_KINDS = ("pairs", "similarity")
-"""Kinds of tasks that train embedding models."""
 SENTENCE_TRANSFORMERS_KINDS = (*EMBEDDING_KINDS, "relevance")
 """Kinds of tasks whose models sentence-transformers loads."""
 DECODER_KINDS = ("causal", "chat")
-"""Kinds of tasks that train decoders to predict the next token."""
 LABEL_KINDS = ("class", "labels", "tags", "score")
-"""Kinds of tasks that predict labels, as encoders and decoders do with a head."""
 TEXT_KINDS = ("masked", *DECODER_KINDS)
 """Kinds of tasks that predict tokens of texts, so that examples need no labels."""
 
 
 def find_task(name: str, causal: bool = False) -> Task:
-    """Return the task of --task; with `causal`, the value of --causal, the task text is CAUSAL.
-
-    Raises KeyError: no task has that name.
-    """
+    """Return the task of --task, which --causal makes CAUSAL."""
     return CAUSAL if causal and name == "text" else TASKS[name]

@@ -37,14 +37,10 @@ class _ProtectedFile(io.FileIO):
 
 
 def protect_streams() -> None:
-    """Make writes to standard output and error never fail, by replacing sys.stdout and sys.stderr.
-
-    After a failed write, the stream's descriptor is /dev/null, also for child processes; `check_stdout` tells about it.
-    Streams that are not the interpreter's own any more, as under pytest, stay as they are. Descriptors 0 to 2 that are
-    closed are opened as /dev/null.
+    """Replace standard output and error by streams whose writes never fail; `check_stdout` tells about errors.
 
     Call this before any file is opened: if a standard stream is closed, the next file would get its number and its
-    output.
+    output. Streams that are not the interpreter's own any more, as under pytest, stay as they are.
     """
     for number in range(3):
         try:
@@ -67,11 +63,7 @@ def _make_protected(stream: TextIO | None, number: int) -> io.TextIOWrapper:
 
 
 def check_stdout() -> None:
-    """Flush standard output. Raise CpuftError if a write to it has failed since `protect_streams`, such as on a full
-    disk.
-
-    It is no error that the reader of a pipe, terminal or socket is gone.
-    """
+    """Flush standard output, and raise CpuftError if a write to it failed while its reader was still there."""
     sys.stdout.flush()
     lost = getattr(getattr(sys.stdout.buffer, "raw", None), "lost", None)
     if lost and lost.errno not in _READER_GONE:
@@ -87,12 +79,8 @@ _LONGEST_INTERVAL = 10_000
 def detect_dead_peer(connection: socket.socket, seconds: float = DEAD_PEER_SECONDS) -> None:
     """Make the kernel end a TCP connection after the other host is gone; reads then raise an OSError. See tcp(7).
 
-    Parameters
-    ----------
-    seconds: of silence after which the connection ends, rounded up to a multiple of 7, at most 70,000. The kernel sends
-        the first of four probes after three sevenths of them.
-
-    Raises OSError: the socket is closed or not TCP.
+    The seconds of silence are rounded up to a multiple of 7, because the kernel sends the first of four probes after
+    three sevenths of them.
     """
     interval = min(math.ceil(seconds / 7), _LONGEST_INTERVAL)
     limits = (("KEEPIDLE", 3 * interval), ("KEEPINTVL", interval), ("KEEPCNT", 4), ("USER_TIMEOUT", 7000 * interval))
@@ -114,17 +102,10 @@ def format_table(
     left: int = 0,
     width: int = 0,
 ) -> str:
-    """Return a table as text for a terminal, with a newline at its end.
+    """Return a table as text for a terminal: the title, the headings, a rule, the rows and the notes.
 
-    First comes the title, if there is one; then the headings, a rule and the rows; then each note, wrapped, after `* `.
-
-    Parameters
-    ----------
-    columns: the headings; a newline in a heading makes it two lines.
-    rows: the cells of each row, one per column.
-    left: number of columns that are aligned to the left, as texts; the others are aligned to the right, as numbers.
-    width: width in characters if the table needs more than 120 and more than 16 per column. What does not fit is cut
-        off.
+    The first `left` columns are aligned to the left, as texts; the others to the right, as numbers. What does not fit
+    into 120 characters, 16 per column or `width`, whichever is most, is cut off.
     """
     from rich import box  # imports many modules, and most commands print no table
     from rich.console import Console

@@ -35,13 +35,11 @@ class TrackedRun:
     """What a tracker has to know of a run."""
 
     name: str
-    """Name of the run's folder."""
     key: str
     """16 hexadecimal digits that stay the same when the run is restarted or resumed, and that no other run has."""
     options: Mapping[str, Any]
     """What the run page shows as its configuration: training options, model, number of ranks and versions."""
     folder: Path
-    """The folder of the run, for trackers that write files."""
 
 
 class Tracker(abc.ABC):
@@ -71,7 +69,7 @@ class Tracker(abc.ABC):
 
     @classmethod
     def check_settings(cls, environ: Mapping[str, str]) -> None:
-        """Raise CpuftError if an environment variable that this tracker needs is missing; here: it needs none."""
+        """Raise CpuftError if an environment variable that this tracker needs is missing."""
         return
 
 
@@ -200,10 +198,7 @@ TRACKERS: dict[str, type[Tracker]] = {
 
 
 def parse_trackers(text: str) -> list[str]:
-    """Return the names in a list of trackers with commas between them; [] for an empty text.
-
-    Raises CpuftError: a name is not in TRACKERS.
-    """
+    """Return the names in a list of trackers with commas between them, each once."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     for name in names:
         if name not in TRACKERS:
@@ -249,7 +244,7 @@ def describe_run(header: Header, folder: Path) -> TrackedRun:
 
 
 def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
-    """Send the lines of a record, from its header on, to trackers. Whatever their libraries raise is passed on."""
+    """Send the lines of a record, from its header on, to trackers."""
     trackers: list[Tracker] = []
     step = 0
     for line in lines:
@@ -265,11 +260,7 @@ def send(lines: Iterator[Line], names: Sequence[str], folder: Path) -> None:
 
 
 def send_record(run: str, names: Sequence[str]) -> None:
-    """Send the record of a run that has ended to trackers, for `cpuft report RUN --to NAMES`.
-
-    Raises CpuftError: there is no record, or a tracker's library reports an error, for example because its server does
-    not answer.
-    """
+    """Send the record of a run that has ended to trackers, for `cpuft report RUN --to NAMES`."""
     path = Path(run) / FILE_NAME
     try:
         lines = parse_lines(path.read_text(encoding="utf-8", errors="replace"), str(path))

@@ -43,10 +43,7 @@ VERBS = {
     "sweep": "Train with many combinations of options, on all hosts at the same time, and compare the results.",
     "submit": "Submit a launch to Slurm, Kubernetes or AWS Batch, as a job that resumes after interruptions.",
 }
-"""The verbs with the first sentences of their help, so that `cpuft --help` imports no verb.
-
-The verb NAME is the click command NAME of the module cpuft.cli.NAME.
-"""
+"""Each verb's first sentence of help, so that `cpuft --help` imports no verb. NAME is in the module cpuft.cli.NAME."""
 
 
 class _LazyGroup(click.Group):
@@ -61,8 +58,6 @@ class _LazyGroup(click.Group):
         return cast(click.Command, getattr(importlib.import_module(f"cpuft.cli.{cmd_name}"), cmd_name))
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
-        """Return what click's own method returns. Raises click.UsageError: there is no such verb; names the most
-        similar ones."""
         if args[0] not in VERBS and not ctx.resilient_parsing:
             raise click.UsageError(f"there is no command cpuft {args[0][:60]}: {suggest_names(args[0], VERBS)}", ctx)
         return super().resolve_command(ctx, args)
@@ -79,15 +74,9 @@ def cli() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> NoReturn:
-    """Run the verb that the arguments name, and exit. Never returns.
+    """Run the verb that the arguments name, and exit with its exit code.
 
-    The exit code is the verb's own, and 0 if it has none. Bad input is answered with one line on standard error and
-    exit code 2, a full disk with one line and exit code 74. Signal N ends the command with exit code 128 + N, so Ctrl-C
-    with 130. Any other exception is a bug and is raised.
-
-    Parameters
-    ----------
-    args: the arguments without the program's name; None for those of this process.
+    Bad input exits with 2, a full disk with 74, signal N with 128 + N. Any other exception is a bug and is raised.
     """
     protect_streams()
     exit_code = 2
@@ -118,7 +107,6 @@ def main(args: Sequence[str] | None = None) -> NoReturn:
 
 
 def _run_verb(args: Sequence[str] | None) -> Any:
-    """Run the verb that the arguments name, and return its exit code."""
     try:
         return cli.main(args=args, prog_name="cpuft", standalone_mode=False) or 0
     except SystemExit as exit_request:

@@ -1,7 +1,4 @@
-"""Options of other launchers and trainers, and what to write in cpuft instead: the table aliases.txt, beside this file.
-
-The command line answers such an option with cpuft's own name, and the README shows the table.
-"""
+"""Options of other launchers and trainers, and what to write in cpuft instead, from the table aliases.txt."""
 
 from __future__ import annotations
 
@@ -26,29 +23,21 @@ class Alias:
     """How cpuft's option differs, or why there is none."""
 
     def names(self, *tools: str) -> list[str]:
-        """Return the names that these tools have for the option, such as ["--log_dir"]; empty if they have none.
-
-        Parameters
-        ----------
-        tools: some of TOOLS; other names are ignored.
-        """
+        """Return the names that these of TOOLS have for the option, such as ["--log_dir"]."""
         parts = [part.split() for part in self.theirs.split("; ")]
         return [name for tool, *names in parts for name in names if tool in tools]
 
 
 @functools.cache
 def read_aliases() -> tuple[Alias, ...]:
-    """Return the lines of aliases.txt in their order; the file is read once per process."""
+    """Return the lines of aliases.txt in their order."""
     lines = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines()
     parts = [[part.strip() for part in line.split("|")] for line in lines if not line.startswith("#")]
     return tuple(Alias(ours.strip("-") and ours, *rest) for ours, *rest in parts)
 
 
 def _find_alias(name: str) -> Alias | None:
-    """Return the first line with this option of another tool, such as --num_processes; None if no tool has the option.
-
-    Dashes and underscores are the same in names.
-    """
+    """Return the first line with this option of another tool; dashes and underscores are the same in names."""
     return next((alias for alias in read_aliases() if _dashed(name) in map(_dashed, alias.names(*TOOLS))), None)
 
 
@@ -59,8 +48,7 @@ def _dashed(name: str) -> str:
 def suggest_options(arguments: Sequence[str], flags: Collection[str], script: bool = False) -> str:
     """Return what to write instead of the options of other tools: "write --np instead of --nproc_per_node".
 
-    The phrases for options to replace, options to leave out, and the own options of a script without `--` before it,
-    are separated by `; `. Empty if none of them applies.
+    It is empty if none of them applies.
 
     Parameters
     ----------

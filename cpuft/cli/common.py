@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from cpuft.plan import RunPlan, Setting, Step
 
 MODEL = "model"
-"""Folder of the trained model in the folder of a run."""
 _FOR_COMPUTE = ("GLIBC_TUNABLES", "KMP_", "LD_PRELOAD", "MALLOC_", "OMP_", "THP_")
 """Prefixes of the settings for threads and memory, which a single process needs as well as a rank."""
 
@@ -29,10 +28,7 @@ def say(line: str) -> None:
 
 
 def print_plans(plans: Sequence[RunPlan]) -> None:
-    """Print the stages of one or more plans of runs, in their order, as one bash script on standard output.
-
-    The notes are those of the first plan. `partial_cleanup` is left out.
-    """
+    """Print the stages of plans as one bash script, with the notes of the first plan and without `partial_cleanup`."""
     from cpuft.plan import Plan, format_plan
 
     stages = tuple(stage for plan in plans for stage in plan.full_plan.stages)
@@ -41,10 +37,7 @@ def print_plans(plans: Sequence[RunPlan]) -> None:
 
 
 def run_or_print(step: Step, dry_run: bool) -> None:
-    """Run a step on this machine and exit with its exit code, 128 + N if signal N ended it.
-
-    With `dry_run`, print the step as a bash script on standard output and return; nothing runs.
-    """
+    """Run a step on this machine and exit with its exit code, or print it as a bash script with `dry_run`."""
     from cpuft.execute import run_step
     from cpuft.plan import Plan, format_plan
 
@@ -54,14 +47,7 @@ def run_or_print(step: Step, dry_run: bool) -> None:
 
 
 def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
-    """Run a short form of the doctor's checks on the hosts of a cluster, and print each warning on standard error.
-
-    Does nothing if --no-check was given (`config.check` is False).
-
-    Raises
-    ------
-    CpuftError: a check found a problem that would make the run fail or hang. The message has the codes of the checks.
-    """
+    """Check the hosts briefly unless --no-check was given, print warnings, and raise CpuftError if a run would fail."""
     from cpuft.doctor.examine import check_before_launch
 
     if config.check:
@@ -69,10 +55,7 @@ def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
 
 
 def find_model_folder(run: str) -> Path:
-    """Return the folder of the trained model in the folder of a run.
-
-    Raises CpuftError: the run has saved no model.
-    """
+    """Return the folder of the trained model in the folder of a run."""
     folder = Path(run, MODEL)
     if not (folder / "config.json").exists():
         raise CpuftError(
@@ -82,13 +65,7 @@ def find_model_folder(run: str) -> Path:
 
 
 def compute_settings(environ: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Return the settings for threads and memory that a single rank on this machine would have.
-
-    Their names begin with one of the prefixes in `_FOR_COMPUTE`. A value of the user's own in `environ` replaces
-    cpuft's.
-
-    Raises CpuftError: the facts about this machine, such as its cores, cannot be gathered.
-    """
+    """Return the settings for threads and memory of a single rank here; the user's own values replace cpuft's."""
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts
     from cpuft.hosts.topology import Interface, plan_placement
     from cpuft.launch.settings import host_settings, keep_user_values, shared_settings, user_variables

@@ -70,11 +70,8 @@ def move(
 ) -> int:
     """Move a planned command to its head host, or print the plan of that; return the exit code.
 
-    Parameters
-    ----------
-    values: values of all options of the verb, by name.
-    there: what the command does on the head host.
-    packages: what the head host's Python must have besides cpuft.
+    `values` are those of all options of the verb, `there` is what the command does on the head host, whose Python must
+    have `packages` besides cpuft.
     """
     from cpuft.launch.detached import Detached, Head, examine_python, list_place_options, plan_move, plan_start, start
     from cpuft.launch.inputs import TRAINING_INPUTS, LaunchNote, list_input_paths

@@ -23,13 +23,11 @@ if TYPE_CHECKING:
 
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
-"""Number of updates of the short training that is done without RUN."""
 PROBE_SECONDS = 60.0
 """Seconds that the ranks of the short training may take, with their start. Preparing the data comes before."""
 
 
 MOST_HOSTS = 1024
-"""Largest number that --hosts accepts."""
 _host_option = partial(option, section=SECTIONS[0])
 
 
@@ -80,11 +78,7 @@ class EstimateConfig:
 
 
 def parse_hosts(text: str) -> list[int]:
-    """Return the numbers of hosts in a text such as "1,2,4", ascending and each once. Spaces around a number are
-    allowed.
-
-    Raises CpuftError: a part of the text is not a whole number from 1 to 1024, or is empty.
-    """
+    """Return the numbers of hosts in a text such as "1, 2,4", ascending and each once."""
     numbers = [number.strip() for number in text.split(",")]
     if not all(is_count(number, most=MOST_HOSTS) for number in numbers):
         raise CpuftError(
@@ -166,10 +160,7 @@ def estimate(run: str | None, as_json: bool, **values: Any) -> None:
 
 
 def _read_link(path: str) -> Network | list[Measurement]:
-    """Return the network in a file of cpuft doctor, or the measurements in a comm.jsonl of cpuft bench comm.
-
-    Raises CpuftError: there is no such file, it cannot be read, or it is neither.
-    """
+    """Return the network in a file of cpuft doctor, or the measurements in a comm.jsonl of cpuft bench comm."""
     from cpuft.record import parse_measurements
     from cpuft.report.estimate import read_doctor_links
 
@@ -189,10 +180,6 @@ def _read_link(path: str) -> Network | list[Measurement]:
 def _find_network(
     config: EstimateConfig, job: Job, bits: int, rented: Instance | None, measured: list[Measurement]
 ) -> Network:
-    """Return the network that was measured, or that of --bandwidth or --instance.
-
-    Raises CpuftError: --link was given, and its measurements are not sufficient.
-    """
     from cpuft.report.estimate import Network, find_network
 
     if config.link:
@@ -202,7 +189,6 @@ def _find_network(
 
 
 def _describe_instance(record: Record, rented: Instance | None) -> list[str]:
-    """Return a note about a type of instance, with a warning if its CPU differs from the recorded one."""
     if rented is None:
         return []
     recorded = "amx_bf16" in record.header.cpu_flags
@@ -226,8 +212,7 @@ def _output_on_stderr() -> Iterator[None]:
 
 
 def _probe(train: TrainConfig) -> Record:
-    """Train 16 steps on this machine for at most a minute, and return the record of this run, whose files are then
-    removed."""
+    """Train 16 steps on this machine for at most a minute, and return the record, whose files are removed."""
     import tempfile  # takes half the time of `cpuft estimate --help`
 
     from cpuft.hosts.cluster import gather_cluster

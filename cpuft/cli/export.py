@@ -43,17 +43,7 @@ def export(dry_run: bool, **values: Any) -> None:
 
 
 def check_export(asked: ExportConfig, header: Header) -> None:
-    """Check what `cpuft export` is asked for.
-
-    Parameters
-    ----------
-    header: of the record of the run.
-
-    Raises
-    ------
-    CpuftError: the run has no model, or is one of --task text or chat; or --data-dir or --batch-size is given without
-        --validate.
-    """
+    """Raise CpuftError if the run's model cannot be exported, or options do not fit together."""
     if header.task in ("text", "chat"):
         raise CpuftError(
             f"{asked.run} is a run of --task {header.task}, whose model predicts tokens and no labels: export the "
@@ -68,12 +58,7 @@ def check_export(asked: ExportConfig, header: Header) -> None:
 
 
 def plan_export(asked: ExportConfig, settings: tuple[Setting, ...]) -> Step:
-    """Return the step that exports, in a Python process of its own on this machine. Nothing runs yet.
-
-    Parameters
-    ----------
-    settings: environment variables of the process.
-    """
+    """Return the step that exports, in a Python process of its own with these settings on this machine."""
     from cpuft.argv import module_command
     from cpuft.plan import Step
 

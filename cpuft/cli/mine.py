@@ -32,11 +32,7 @@ def mine(dry_run: bool, **values: Any) -> None:
 
 
 def check_mining(asked: MineConfig) -> None:
-    """Check what `cpuft mine` is asked for.
-
-    Raises CpuftError: --model, --file or --output is missing, --corpus-column is given without --corpus, or
-    --search-depth is smaller than what --skip-top and --negatives need.
-    """
+    """Raise CpuftError if an option that `cpuft mine` needs is missing, or options do not fit together."""
     if not asked.model:
         raise CpuftError("there is no --model: name the embedding model that compares the texts, such as minilm")
     if not asked.file:
@@ -53,12 +49,7 @@ def check_mining(asked: MineConfig) -> None:
 
 
 def plan_mining(asked: MineConfig, settings: tuple[Setting, ...]) -> Step:
-    """Return the step that mines, in a Python process of its own on this machine. Nothing runs yet.
-
-    Parameters
-    ----------
-    settings: environment variables of the process.
-    """
+    """Return the step that mines, in a Python process of its own with these settings on this machine."""
     from cpuft.argv import module_command
     from cpuft.plan import Step
 

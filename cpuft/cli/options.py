@@ -52,7 +52,7 @@ class _FieldType(click.ParamType[Any]):
         self.field, self.kind = field, kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the value of a text; a default is returned as it is. Raises click.BadParameter."""
+        """Return the value of a text; a default is returned as it is."""
         if not isinstance(value, str):
             return value
         try:
@@ -61,31 +61,24 @@ class _FieldType(click.ParamType[Any]):
             raise _ValueError(str(error), ctx, param) from None
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        """Offer the choices."""
         from click.shell_completion import CompletionItem
 
         return [CompletionItem(choice) for choice in self.field.metadata["choices"] if choice.startswith(incomplete)]
 
 
 class FieldOption(click.Option):
-    """An option made from a field of a configuration. Shells complete paths after those that take FILE or FOLDER.
+    """An option made from a field of a configuration, whose heading in the help is `section`.
 
-    `section` is its heading in the help, one of SECTIONS or empty; `is_rare` options are under another one.
+    `takes` is the placeholder for the value in the help. Shells complete paths after FILE or FOLDER.
     """
 
     def __init__(self, names: list[str], section: str, takes: str, is_rare: bool = False, **attributes: Any) -> None:
-        """`takes`: placeholder for the value in the help. `attributes`: those of click.Option."""
         complete = _complete_paths if takes in ("FILE", "FOLDER") else None
         super().__init__(names, metavar=takes, shell_complete=complete, **attributes)
         self.section, self.is_rare = section, is_rare
 
     def get_help_record(self, ctx: click.Context) -> tuple[str, str]:
-        """Return (the flag with its placeholder, its help): ("--batch-size N", "Number of examples ... [32]").
-
-        The help ends with the default in brackets, unless the default is an empty text, or the help describes the
-        default itself. The flag of a boolean has no placeholder; if it is on by default, it is `--[no-]NAME`, and the
-        help ends with [yes].
-        """
+        """Return the flag with its placeholder, and the help, with the default in brackets unless it names it."""
         flag, text = self.opts[0], str(self.help)
         if self.is_flag:
             return (f"--[no-]{flag[2:]}", f"{text} [yes]") if self.default else (flag, text)
@@ -100,20 +93,14 @@ def is_rare(param: click.Parameter) -> bool:
 
 
 def _complete_paths(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Let the shell complete the paths of files, or of folders only if the parameter takes FOLDER.
-
-    Returns one item, which tells the shell to do so.
-    """
+    """Return one item, with which the shell completes paths of files, or of folders if the option takes FOLDER."""
     from click.shell_completion import CompletionItem
 
     return [CompletionItem(incomplete, type="dir" if param.metavar == "FOLDER" else "file")]
 
 
 def complete_runs(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Return the folders of runs below the path that is typed, also those of comparisons, as completions in order.
-
-    If there are none, the single item lets the shell offer folders.
-    """
+    """Return the folders of runs below the path that is typed; if there are none, let the shell offer folders."""
     from click.shell_completion import CompletionItem
 
     begin = glob.escape(incomplete)
@@ -139,14 +126,7 @@ DRY_RUN = click.Option(
 
 
 def make_options(config: type, *without: str, lists: Collection[str] = ()) -> list[FieldOption]:
-    """Return a click option for each field of a configuration class, in the order of the fields.
-
-    Parameters
-    ----------
-    config: a dataclass whose fields were made by `cpuft.config.option`.
-    without: names of fields that get no option; unknown names are ignored.
-    lists: names of fields whose option accepts any text, because it may be a list of values.
-    """
+    """Return a click option for each field of a configuration class but those in `without`; `lists` accept any text."""
     types = get_type_hints(config)
     return [
         _make_option(field, types[field.name], field.name in lists)
@@ -174,35 +154,19 @@ def _make_option(field: dataclasses.Field[Any], kind: type, is_list: bool) -> Fi
 
 
 def pick(config: type[C], values: dict[str, Any]) -> C:
-    """Return the configuration with those of the values that are its fields, and defaults for all other fields.
-
-    Parameters
-    ----------
-    values: by the names of fields; values of other names are ignored.
-    """
+    """Return the configuration with those of the values that are its fields, and defaults for all other fields."""
     return config(**{name: values[name] for name in option_names(config) if name in values})
 
 
 def given_options() -> dict[str, ParameterSource]:
-    """Return the options and arguments that the user gave to the running verb, by name, each with its source.
-
-    The source is COMMANDLINE, or DEFAULT_MAP for the file of --config. Raises RuntimeError: no click command is
-    running.
-    """
+    """Return the options and arguments that the user gave, by name, from the command line or the file of --config."""
     context = click.get_current_context()
     sources = {name: context.get_parameter_source(name) for name in context.params}
     return {name: source for name, source in sources.items() if source in _GIVEN}
 
 
 def refuse_options(config: type, reason: str) -> None:
-    """Raise CpuftError if the command line gave an option of this class; the message is the flag and the reason.
-
-    Options from the file of --config are not refused.
-
-    Parameters
-    ----------
-    reason: the rest of the sentence that begins with the flag, such as "is for cpuft's own training: leave it out".
-    """
+    """Raise CpuftError for options of this class on the command line; `reason` follows the flag in the message."""
     given = given_options()
     for name in option_names(config):
         if given.get(name) is ParameterSource.COMMANDLINE:
@@ -230,11 +194,7 @@ class CheckedCommand(click.Command):
     """A command that refuses control characters in its options and arguments."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments into `ctx.params`; return the arguments that are left over.
-
-        Raises click.UsageError: an unknown option or a wrong value, or a value contains a control character. Arguments
-        of type UNPROCESSED, which are the user's own command, may contain any character.
-        """
+        """Parse the arguments into `ctx.params`; only those of type UNPROCESSED may contain control characters."""
         rest = super().parse_args(ctx, args)
         for param in self.get_params(ctx) if not ctx.resilient_parsing else ():
             value = ctx.params.get(str(param.name))
@@ -250,11 +210,7 @@ class CheckedCommand(click.Command):
 class Verb(CheckedCommand):
     """A verb whose options may also come from a YAML file (--config), with its help in sections.
 
-    Options of other tools are answered with cpuft's own.
-
-    Parameters
-    ----------
-    alternatives: pairs of names of options of which only one may be given, besides those in ALTERNATIVES.
+    Options of other tools are answered with cpuft's own. Only one of each pair of `alternatives` may be given.
     """
 
     def __init__(self, *args: Any, alternatives: Sequence[tuple[str, str]] = (), **kwargs: Any) -> None:
@@ -264,16 +220,7 @@ class Verb(CheckedCommand):
             self.params.append(_HELP_ALL)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse the arguments into `ctx.params`, with the values of --config's YAML file for options that are not among
-        them.
-
-        Returns the arguments that are left over. While a shell completes the line, nothing is refused and no file is
-        read.
-
-        Raises click.UsageError or CpuftError: an unknown option, an option of another tool (with cpuft's own), a wrong
-        value, options that exclude each other, a control character, or a file of --config that
-        `read_config` refuses.
-        """
+        """Parse the arguments, with the values of --config's file for options that are not among them."""
         if ctx.resilient_parsing:  # A shell is completing the line: nothing is refused, and no file is read.
             return super().parse_args(ctx, args)
         own = args[: args.index("--")] if "--" in args else args
@@ -338,20 +285,7 @@ class Verbs(click.Group):
 
 
 def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
-    """Return the option values of a YAML file by option name, as texts in the form of the command line.
-
-    click takes the result as its default_map. A list becomes a text with commas. Dashes and underscores are the same in
-    keys. The values are not checked here. An empty file is {}.
-
-    Parameters
-    ----------
-    known: names of the options with underscores.
-
-    Raises
-    ------
-    CpuftError: the file cannot be read, is not YAML or not a mapping; a key is an option of another tool, is not one of
-        the `known` options or is there twice; a value is missing, is a mapping, or contains a control character.
-    """
+    """Return the option values of a YAML file as click's default_map: texts by option name, not checked yet."""
     values = _read_mapping(path)
     flags = {flag for name in known for flag in (f"--{name}", format_flag(name), format_flag(name, False))}
     if suggestion := suggest_options([f"--{key}" for key in values], flags):
@@ -370,7 +304,6 @@ def read_config(path: str, known: Sequence[str]) -> dict[str, str]:
 
 
 def _read_mapping(path: str) -> dict[str, Any]:
-    """Return the mapping in a YAML file. Raises CpuftError: the file cannot be read, or holds something else."""
     try:
         values = parse_yaml(Path(path).read_text(encoding="utf-8")) or {}
     except FileNotFoundError:
@@ -389,10 +322,6 @@ def _underscored(key: str) -> str:
 
 
 def _format_value(value: Any, where: str) -> str:
-    """Return a YAML value as the text that the flag takes; a list becomes a text with commas.
-
-    Raises CpuftError: it is neither a text nor a list of texts; the message begins with `where`.
-    """
     try:
         text = ",".join(load(list[str], value if isinstance(value, list) else [value], where))
         if control := find_control(text):

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _NOT_GLUE = ("demo", *FILE_TASKS)
 _SPLITS = ("validation", "test")
 _NOT_HERE = set(option_names(LaunchConfig)) - set(PLACE_OPTIONS)
-"""Options of LaunchConfig that this verb does not take from there."""
 _STORE = (
     'mkdir -p "$(dirname "$1")" && part=$(mktemp "$1.XXXXXX") && '
     '{ mv -f "$0" "$part" && mv -fT "$part" "$1" || { rm -f "$part"; exit 1; }; }'
@@ -83,24 +82,14 @@ def predict(dry_run: bool, **values: Any) -> None:
 
 
 def needs_launch(config: LaunchConfig) -> bool:
-    """Return whether embeddings are computed by ranks that mpirun starts, and not by processes of this host.
-
-    That is so if an option says where ranks run or how they are started, and for several processes in a job on several
-    hosts.
-
-    Raises CpuftError: the hosts of the job cannot be found out.
-    """
+    """Return whether embeddings are computed by ranks that mpirun starts, and not by processes of this host."""
     from cpuft.hosts.cluster import read_hosts
 
     return replace(config, np=0) != LaunchConfig() or (config.np > 1 and len(read_hosts(config)) > 1)
 
 
 def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) -> None:
-    """Compute embeddings on the ranks of a launch, or print its plan; then move the file to its place, and exit.
-
-    Raises CpuftError: the output may not be written, the hosts cannot be used, the request was rejected on the head
-    host, the head host was lost, or the file cannot be moved.
-    """
+    """Compute embeddings on the ranks of a launch, or print its plan; then move the file to its place, and exit."""
     from cpuft.execute import run_step
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.leases import renew_leases
@@ -139,20 +128,7 @@ def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) ->
 
 
 def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | None = None) -> None:
-    """Check what `cpuft predict` is asked for.
-
-    Parameters
-    ----------
-    header: of the record of the run.
-    config: where ranks run, which is for embeddings only; None if that cannot be asked for.
-
-    Raises
-    ------
-    CpuftError: not exactly one of --file and --split is given; --split is neither validation nor test; --split test for
-        a task that is not GLUE's, or with --with-input; --data-dir with --file, or for a task that is not GLUE's; or
-        the run has no model; or an option of embeddings is given for another task. For a run that has trained an
-        embedding model, what `_check_embedding_request` raises.
-    """
+    """Raise CpuftError if a run with this header cannot predict what is asked for, or not where `config` says."""
     if is_embedding_task(header.task):
         _check_embedding_request(asked)
         find_model_folder(asked.run)
@@ -194,10 +170,6 @@ def check_request(asked: PredictConfig, header: Header, config: LaunchConfig | N
 
 
 def _check_embedding_request(asked: PredictConfig) -> None:
-    """Check what `cpuft predict` is asked for with an embedding model.
-
-    Raises CpuftError: --file is missing, or an option is given that embeddings do not have.
-    """
     _refuse_generation_options(asked, "this model computes embeddings")
     if asked.split or not asked.file:
         raise CpuftError("an embedding model needs --file, without --split: give a file of texts")
@@ -208,10 +180,6 @@ def _check_embedding_request(asked: PredictConfig) -> None:
 
 
 def _check_generation_request(asked: PredictConfig) -> None:
-    """Check what `cpuft predict` is asked for with a decoder.
-
-    Raises CpuftError: --file is missing, or an option is given that answers do not have.
-    """
     if asked.split or not asked.file:
         raise CpuftError("a decoder answers prompts, and needs --file, without --split: give a file of prompts")
     default = PredictConfig()
@@ -228,23 +196,16 @@ def _refuse_generation_options(asked: PredictConfig, reason: str) -> None:
 
 
 def _is_decoder_run(header: Header) -> bool:
-    """Return whether a run, whose record has this header, has trained a decoder to predict tokens."""
     return header.task in TASKS and find_task(header.task, header.options.get("causal") is True).kind in DECODER_KINDS
 
 
 def is_embedding_task(task: str) -> bool:
-    """Return whether a run of the task of this name trains an embedding model; False for a name that is unknown."""
+    """Return whether a run of this task trains an embedding model; False for a name that is unknown."""
     return task in TASKS and TASKS[task].kind in EMBEDDING_KINDS
 
 
 def plan_prediction(asked: PredictConfig, settings: tuple[Setting, ...], task: str = "") -> Step:
-    """Return the step that predicts, in a Python process of its own on this machine. Nothing runs yet.
-
-    Parameters
-    ----------
-    settings: environment variables of the process.
-    task: name of the run's task, chat for any decoder; empty without a run.
-    """
+    """Return the step that predicts in a process of its own; `task` is chat for any decoder, empty without a run."""
     from cpuft.argv import module_command
     from cpuft.plan import Step
 

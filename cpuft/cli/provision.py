@@ -38,7 +38,6 @@ def _ask(question: str) -> bool:
 
 
 def _print_or_execute(dry_run: bool, plan: Callable[[], Plan], execute: Callable[[], str]) -> None:
-    """With `dry_run` print the plan as a script; else execute it and print the sentence that is returned."""
     if dry_run:
         click.echo(format_plan(plan()), nl=False)
     else:
@@ -105,13 +104,7 @@ def aws(dry_run: bool, policy: bool, **values: Any) -> None:
 
 
 def make_verb(kind: str) -> Verb:
-    """Return the verb that makes clusters of a kind, from the kind's options; the docstring of the options class is its
-    help.
-
-    Parameters
-    ----------
-    kind: a key of PROVIDERS whose entry has options, such as hosts; KeyError for an unknown one.
-    """
+    """Return the verb that makes clusters of a kind; the docstring of the kind's options class is its help."""
     options = PROVIDERS[kind].options
 
     def make(dry_run: bool, **values: Any) -> None:

@@ -30,8 +30,7 @@ _FILES = (
     *TOKENIZER_FILES,
     *EMBEDDING_FILES,
 )
-"""Patterns of the paths of all files that are ever uploaded: the model card, the model, its tokenizer, and how it makes
-embeddings."""
+"""Patterns of all files that are ever uploaded."""
 _SECONDS = 60.0
 """Time in which the hub must accept a connection, and take or send the next bytes."""
 _LOG_IN = "log in with `hf auth login`, or set HF_TOKEN to a token that may write"
@@ -80,12 +79,7 @@ def push(run: str, name: str, public: bool, dry_run: bool, config: str) -> None:
 
 
 def _list_upload(folder: Path) -> Upload:
-    """Return which files of a model's folder are uploaded: regular files with the names of a model, its tokenizer, its
-    card, and the settings of an embedding model, some of which are in folders of their own. Links and other folders
-    are not.
-
-    Raises CpuftError: there are no weights among them.
-    """
+    """Return which files of a model's folder are uploaded: regular files with the names of _FILES, but no links."""
     paths = list[Path]()
     for path in sorted(folder.iterdir()):
         has_settings = path.name in (POOLING_FOLDER, NORMALIZE_FOLDER) and path.is_dir() and not path.is_symlink()
@@ -122,7 +116,6 @@ def _check_base_model(folder: Path) -> None:
 
 
 def _describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
-    """Return lines that list the files with their sizes, and the names of what is not uploaded."""
     sizes = {file: (upload.folder / file).stat().st_size for file in upload.files}
     width = max(map(len, sizes))
     return [
@@ -133,11 +126,7 @@ def _describe_upload(upload: Upload, name: str, public: bool) -> list[str]:
 
 
 def _upload_files(upload: Upload, name: str, public: bool) -> str:
-    """Make the repository if necessary, upload the files in one commit, and return the address of the model.
-
-    Raises CpuftError: the client of the hub is not installed; there is no token, or it may not write there; the hub
-    does not answer or refuses; the repository is public and `public` is False; or the name is not valid.
-    """
+    """Make the repository if necessary, upload the files in one commit, and return the address of the model."""
     try:
         import huggingface_hub
         from huggingface_hub import constants

@@ -39,12 +39,7 @@ def stacks(run: str) -> None:
 
 
 def format_dumps(dumps: tuple[RankDump, ...]) -> str:
-    """Return a table as text, with a line for each rank.
-
-    The columns are rank, host, process id (empty if unknown), state, operation and location. The operation is the
-    longest pending collective with its seconds, else "after" and the last operations. Location is the innermost place
-    in the user's code or cpuft's training, as "file:line in function".
-    """
+    """Return a table of the ranks with each one's longest pending collective, or "after" and its last operations."""
     from cpuft.terminal import format_table
 
     return format_table(_COLUMNS, [_format_row(dump) for dump in dumps], left=len(_COLUMNS), width=_WIDTH)

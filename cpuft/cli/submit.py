@@ -61,12 +61,8 @@ def _submit(kind: str, argv: tuple[str, ...], wait: bool, dry_run: bool, name: s
 def _parse_launch(argv: tuple[str, ...], nodes: int, sees_files: bool) -> tuple[JobLaunch, str]:
     """Return (the launch, its task or "script") after its own parser has accepted it.
 
-    Parameters
-    ----------
-    nodes: number of hosts that the user asked for; 0 for as many as the ranks need.
-    sees_files: whether the job sees the files of this machine, so that a run to resume can be looked up here.
-
-    Raises CpuftError: `argv` is not a launch that a job can run. Raises click.UsageError: the parser refused it.
+    `nodes` is 0 for as many hosts as the ranks need. With `sees_files`, the job sees the files of this machine, so that
+    a run to resume can be looked up here.
     """
     if argv[:1] != ("launch",):
         raise CpuftError("no launch is given: write it at the end, e.g. -- launch --np 8 --task mrpc")
@@ -89,12 +85,7 @@ def _parse_launch(argv: tuple[str, ...], nodes: int, sees_files: bool) -> tuple[
 def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
     """Return (recorded number of ranks of a run, number of ranks on the host that had most).
 
-    Parameters
-    ----------
-    run: folder of the run.
-    sees_files: whether the job sees the files of this machine. If not, the folder here may be that of another run.
-
-    Raises CpuftError: no record of the run can be read here, for example because it is the run of a script.
+    If the job does not see the files of this machine, the folder here may be that of another run, so nothing is read.
     """
     from cpuft.record import read_record
 
@@ -109,14 +100,7 @@ def _read_ranks(run: str, sees_files: bool) -> tuple[int, int]:
 
 
 def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str]:
-    """Return (the sweep, "sweep") after its own parser has accepted it.
-
-    Parameters
-    ----------
-    sees_files: whether the job sees the files of this machine, so that a sweep to resume can be looked up here.
-
-    Raises CpuftError: `argv` is not a sweep that a job can run. Raises click.UsageError: the parser refused it.
-    """
+    """Return (the sweep, "sweep") after its own parser has accepted it."""
     from cpuft.report.sweep import read_sweep
 
     context = _parse("sweep", argv[1:])
@@ -141,10 +125,7 @@ def _parse_sweep(argv: tuple[str, ...], sees_files: bool) -> tuple[JobSweep, str
 
 
 def _parse(verb: str, argv: tuple[str, ...]) -> click.Context:
-    """Return the context of a verb of cpuft whose parser has accepted these arguments.
-
-    Raises CpuftError: an option has no meaning in a job. Raises click.UsageError: the parser refused the arguments.
-    """
+    """Return the context of a verb of cpuft whose parser has accepted these arguments for a job."""
     root = click.get_current_context().find_root()
     command = root.command.get_command(root, verb) if isinstance(root.command, click.Group) else None
     assert command is not None

@@ -98,8 +98,7 @@ def _detach(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> NoRet
 def _is_running(folder: str) -> bool:
     """Return whether a `cpuft sweep` works on the sweep in a folder.
 
-    On other hosts, it is found where the file system of the folder has locks. Otherwise, it is found if it is this
-    user's on this machine.
+    It is found on other hosts if the file system of the folder has locks, else only this user's on this machine.
     """
     from cpuft.launch.active_runs import lock_run
     from cpuft.sweep.queue import has_locked_journal
@@ -114,7 +113,6 @@ def _is_running(folder: str) -> bool:
 
 
 def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
-    """Plan a new sweep and carry it out."""
     from cpuft.launch.active_runs import lock_run
     from cpuft.launch.plan import choose_run_dir
     from cpuft.report.sweep import NOT_STORED, Sweep
@@ -155,10 +153,7 @@ def _begin(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
 
 @contextmanager
 def _open_search(sweep: Sweep, storage: str, is_new: bool) -> Iterator[OptunaSearch | None]:
-    """Open the Optuna study of a sweep, and keep other sweeps out of it; None for a sweep whose runs are all known.
-
-    Raises CpuftError: Optuna is not installed, the storage cannot be used, or another sweep has the study.
-    """
+    """Open the Optuna study of a sweep, and keep other sweeps out of it; None for a sweep whose runs are all known."""
     from cpuft.sweep.study import OptunaSearch, lock_study
 
     settings = sweep.header.search
@@ -170,7 +165,6 @@ def _open_search(sweep: Sweep, storage: str, is_new: bool) -> Iterator[OptunaSea
 
 
 def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
-    """Continue a sweep."""
     from cpuft.hosts.cluster import LOCAL, read_hosts
     from cpuft.launch.active_runs import lock_run
     from cpuft.report.sweep import read_sweep
@@ -218,18 +212,14 @@ def _resume(config: SweepConfig, values: dict[str, Any], dry_run: bool) -> None:
 
 
 def list_options_for_resume() -> list[str]:
-    """Return the names of the options that may be given again with --resume: those that say where the runs train, and
-    the storage of a search."""
+    """Return the names of the options that may be given again with --resume."""
     own = ("np", "ppn", "only_hosts", "run_dir")
     launch = [name for name in option_names(LaunchConfig) if name not in own]
     return ["parallel", "stop_after_failures", "storage", *launch]
 
 
 def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
-    """Return what the sweep does: the options of all runs, and the values of each.
-
-    Raises CpuftError: a value is wrong, options exclude each other, or there are too many runs.
-    """
+    """Return what the sweep does: the options of all runs, and the values of each."""
     from cpuft.report.sweep import VERSION, SearchSettings, SweepHeader
     from cpuft.sweep.search import (
         Space,
@@ -301,15 +291,7 @@ def _plan_header(config: SweepConfig, values: dict[str, Any]) -> SweepHeader:
 
 
 def _plan_search(config: SweepConfig, spaces: Sequence[Space], configs: Sequence[TrainConfig]) -> SearchSettings:
-    """Return how Optuna searches, still without the name of the study and its token.
-
-    Parameters
-    ----------
-    spaces: the alternatives of the sweep.
-    configs: training options of a part of the configurations.
-
-    Raises CpuftError: there are fewer configurations than trials, or the pruner has no evaluations.
-    """
+    """Return how Optuna searches the alternatives `spaces`, of which `configs` are a part of the configurations."""
     from cpuft.report.sweep import SEED, SearchSettings
     from cpuft.sweep.search import count_configurations, format_values
 
@@ -367,10 +349,7 @@ def _find_places(hosts_per_run: int, parallel: int, launch: LaunchConfig) -> lis
 def _measure_places(
     sweep: Sweep, options: list[str], launch: LaunchConfig, places: list[Place]
 ) -> tuple[list[Place], str]:
-    """Return the places with which the first configuration trains fastest, and what was measured, after saying so.
-
-    Only this machine can be divided: with other hosts, `places` are returned.
-    """
+    """Return the places with which the first configuration trains fastest, and what was measured, after saying so."""
     from cpuft.hosts.cluster import LOCAL, Access, gather_facts, read_hosts
     from cpuft.sweep.parallel import choose_parallel, describe_choice, list_candidates, measure_parallel
     from cpuft.sweep.queue import plan_places
@@ -403,9 +382,9 @@ def _measure_places(
 
 
 def _list_launch_options() -> list[str]:
-    """Return the options of the command line that every launch of the sweep gets, too, with absolute paths of files.
+    """Return the options of the command line that every launch of the sweep gets, too.
 
-    The launches start in the folder where the sweep was started first, and not where --resume continues it.
+    Paths of files are absolute, because launches start where the sweep was started first, not where it is resumed.
     """
     own = [name for name in option_names(LaunchConfig) if name != "run_dir"]
     context, given = click.get_current_context(), given_options()
@@ -418,13 +397,7 @@ def _list_launch_options() -> list[str]:
 
 
 def _make_path_absolute(option: str, folder: str) -> str:
-    """Return an option of a launch such as "--hostfile=hosts"; if it names a file on this machine by a relative path,
-    the path in the result is absolute.
-
-    Parameters
-    ----------
-    folder: absolute path of the folder where relative paths begin; empty for the working directory.
-    """
+    """Return an option of a launch such as "--hostfile=hosts" with an absolute path, if it is one of this machine."""
     flag, _, path = option.partition("=")
     absolute = os.path.abspath(os.path.join(folder, path))
     # --mpirun may be a name that is looked up on PATH, or a path on another host.
@@ -433,10 +406,7 @@ def _make_path_absolute(option: str, folder: str) -> str:
 
 
 def _print_plan(sweep: Sweep, options: list[str], places: list[Place], note: str = "") -> None:
-    """Print the command of each run that is still to be made, as a shell script that makes one after another.
-
-    The comment `note` follows the number of runs.
-    """
+    """Print the commands of the runs that are still to be made, as a shell script that makes one after another."""
     import shlex
 
     from cpuft.report.sweep import DONE, PRUNED, STOPPED, describe_values
@@ -470,8 +440,7 @@ def _carry_out(
 ) -> None:
     """Run the queue, print the results, and exit.
 
-    The exit code is 1 if a run failed, 75 if SIGUSR1 ended the sweep, with which a job script asks for a checkpoint,
-    and 128 + N after another signal N.
+    SIGUSR1, with which a job script asks for a checkpoint, gives exit code 75.
     """
     from cpuft.report.sweep import format_sweep
     from cpuft.sweep.queue import SweepQueue
@@ -493,12 +462,7 @@ def _carry_out(
 
 
 class LiveStatus:
-    """Lines at the end of a terminal that show the state of a sweep, and are drawn again when it changes.
-
-    Parameters
-    ----------
-    places: number of runs at the same time.
-    """
+    """Lines at the end of a terminal with the state of a sweep that has `places` runs at the same time."""
 
     def __init__(self, places: int) -> None:
         self._places, self._lines, self._drawn = places, 0, 0.0

@@ -1,6 +1,6 @@
 """The doctor's checks: what is known of a cluster's hosts, and pure functions that turn it into findings.
 
-Each check has a stable code, CPUFT-001 and so on. A code is never given to another check.
+A code, such as CPUFT-001, is never given to another check.
 """
 
 from __future__ import annotations
@@ -33,8 +33,7 @@ _MIN_SHM = 24 * _MIB
 """Free bytes in /dev/shm for the ranks of one host.
 
 Intel MPI 2021.18 takes 18.1 MB for two local ranks with messages of up to 134 MB, and less for three to eight ranks. If
-it cannot get them, a rank dies of SIGBUS. oneCCL uses 24 MB per rank if it can, and works without.
-"""
+it cannot get them, a rank dies of SIGBUS. oneCCL uses 24 MB per rank if it can, and works without."""
 _MIN_OPEN_FILES, _OPEN_FILES_PER_RANK = 320, 6
 """Files that a rank must be allowed to open: the first number, and the second one for each rank of the run.
 
@@ -56,7 +55,6 @@ class Health:
     executable: str
     """Path of the Python interpreter that ran the probe, as that process knows it."""
     packages: dict[str, str]
-    """Versions of the installed packages that training depends on, by name."""
     mpi: str
     """First line of `mpirun --version`. Empty if there is no mpirun; it begins with "broken" if mpirun failed."""
     kernels: str
@@ -64,9 +62,7 @@ class Health:
     kernel_build: str
     """Which build of the kernels training uses, such as "from the wheel, for AVX2". Empty if the host has no cpuft."""
     own_address: str
-    """Address to which the host resolves its own name."""
     amx_usable: bool
-    """Whether the kernel lets a process use AMX."""
     memory_available: int
     """Bytes of memory that can be used without swapping."""
     shm_free: int
@@ -74,9 +70,7 @@ class Health:
     disk_free: int
     """Free bytes in /var/tmp, or -1 if it does not exist."""
     mtus: dict[str, int]
-    """MTU of each network interface."""
     governors: list[str]
-    """Frequency governors of the cores, without duplicates."""
     huge_pages: str
     """Content of /sys/kernel/mm/transparent_hugepage/enabled."""
     load: float
@@ -109,9 +103,7 @@ class HostState:
     address: str = ""
     """Address of the host, or empty if its name cannot be resolved."""
     facts: HostFacts | None = None
-    """What the host reported about its hardware and system; None if it could not be examined."""
     health: Health | None = None
-    """What the probe found on the host; None if it could not be examined."""
     failure: str = ""
     """Why the host could not be examined. Empty if it could."""
     kind: str = ""
@@ -123,8 +115,7 @@ class HostState:
 
     @property
     def name(self) -> str:
-        """Name of the host in messages: as in the hostfile, with its own hostname if that differs, as in "10.0.0.2
-        (node2)"."""
+        """Name of the host in messages, with its own hostname if that differs, as in "10.0.0.2 (node2)"."""
         if self.facts is None or self.facts.hostname == self.host.name:
             return self.host.name
         return f"{self.host.name} ({self.facts.hostname})"
@@ -145,20 +136,16 @@ class ClusterState:
 
     @property
     def answering(self) -> tuple[tuple[HostState, HostFacts, Health], ...]:
-        """The hosts that could be examined, in the order of the hostfile: (state, its facts, its health) for each."""
+        """The hosts that could be examined, in the order of the hostfile, with their facts and health."""
         return tuple((h, h.facts, h.health) for h in self.hosts if h.facts and h.health)
 
 
 Find = Callable[[ClusterState], Iterator[Finding]]
-"""A function that yields the findings of a check, without code."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """A registered check. `cause` and `next_step` apply to its findings that have none of their own.
-
-    `code` is such as CPUFT-007, `title` a sentence that names the problem, and `find` yields the findings.
-    """
+    """A check. `cause` and `next_step` apply to its findings that have none of their own."""
 
     code: str
     title: str
@@ -171,10 +158,7 @@ _REGISTERED: dict[str, Check] = {}
 
 
 def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[Find], Find]:
-    """Return a decorator that registers a function as a check, and returns it unchanged.
-
-    The parameters are the fields of `Check`. Raises AssertionError: two checks have the same code.
-    """
+    """Return a decorator that registers a function as a check, and returns it unchanged."""
 
     def register(find: Find) -> Find:
         assert code not in _REGISTERED, f"two checks have the code {code}"
@@ -185,10 +169,7 @@ def check(code: str, title: str, cause: str, next_step: str = "") -> Callable[[F
 
 
 def find_all(state: ClusterState) -> list[Finding]:
-    """Run all checks and return their findings in the order of the codes; empty if there is no problem.
-
-    Each finding gets the code of its check, and the check's cause and next step if it has none of its own.
-    """
+    """Run all checks and return their findings in the order of the codes; empty if there is no problem."""
     return [
         replace(one, code=check.code, cause=one.cause or check.cause, next_step=one.next_step or check.next_step)
         for check in CHECKS
@@ -261,7 +242,6 @@ def _check_login(state: ClusterState) -> Iterator[Finding]:
 
 
 def _list_failed(state: ClusterState, *kinds: str) -> list[HostState]:
-    """Return the hosts with an address that could not be examined because of an error of one of these kinds."""
     return [one for one in state.hosts if one.address and one.failure and one.facts is None and one.kind in kinds]
 
 
@@ -378,7 +358,6 @@ def _check_mtu(state: ClusterState) -> Iterator[Finding]:
 
 
 def _find_mtu(facts: HostFacts, mtus: dict[str, int]) -> int:
-    """Return the MTU of the interface that leads to the other hosts, or 0 if it is unknown."""
     source = next(iter(facts.routes.values()), "")
     name = next((name for name, address in facts.interfaces.items() if address == source), "")
     return mtus.get(name, 0)
@@ -436,10 +415,7 @@ def _check_outside(state: ClusterState) -> Iterator[Finding]:
 
 
 def _find_different(state: ClusterState, value: Callable[[HostFacts, Health], V]) -> Iterator[tuple[HostState, V, V]]:
-    """Yield each host whose value is not the most common one, with its value and the most common value.
-
-    If several values are equally common, the one that comes first in the hostfile counts as the most common.
-    """
+    """Yield each host whose value is not the most common one, with both; of equally common ones, the first counts."""
     values = [value(facts, health) for _, facts, health in state.answering]
     if not values:
         return
@@ -843,22 +819,12 @@ def _check_kernels(state: ClusterState) -> Iterator[Finding]:
 
 
 def find_kernel_builds(state: ClusterState) -> dict[str, str]:
-    """Return which build of the kernels each host uses, by the host's name (see `Health.kernel_build`).
-
-    Hosts that could not be examined or have no cpuft are left out.
-    """
+    """Return which build of the kernels each host with cpuft uses, by the host's name."""
     return {one.name: health.kernel_build for one, _, health in state.answering if health.kernel_build}
 
 
 def format_kernel_builds(builds: dict[str, str]) -> str:
-    """Return a line for each different build with the hosts that use it: "kernels: from the wheel, for AVX2 (node1)".
-
-    Empty without builds.
-
-    Parameters
-    ----------
-    builds: what `find_kernel_builds` returned.
-    """
+    """Return a line for each different build, with its hosts: "kernels: from the wheel, for AVX2 (node1)"."""
     hosts_of: dict[str, list[str]] = {}
     for host, build in builds.items():
         hosts_of.setdefault(build, []).append(host)
@@ -866,4 +832,3 @@ def format_kernel_builds(builds: dict[str, str]) -> str:
 
 
 CHECKS = tuple(_REGISTERED[code] for code in sorted(_REGISTERED))
-"""All checks in the order of their codes."""

@@ -34,7 +34,7 @@ _ALL_PAIRS = 16
 _LOGINS = 32
 """Most hosts to which this machine logs in at the same time."""
 _CONNECT_SECONDS, _PAUSE_SECONDS = 1.0, 0.1
-"""Of one attempt to connect to a host from outside its network, and between two attempts."""
+"""Seconds of one attempt to connect to a host from outside its network, and between two attempts."""
 _FATAL = ("CPUFT-022", "CPUFT-034")
 """Checks (/dev/shm, open files) whose findings stop even a run on a single host: its ranks would die or hang."""
 _TRANSIENT = (*_FATAL, "CPUFT-021", "CPUFT-023", "CPUFT-026", "CPUFT-027", "CPUFT-032", "CPUFT-038")
@@ -67,8 +67,8 @@ def examine_hosts(
 
     A program that needs only Python 3 runs on each host for up to 33 s, and 0.1 s more for each host; on a host that
     logs in to others, for up to 8 s more for each 16 of them. It changes nothing there, but the hosts connect to each
-    other on a random TCP port, and the head host logs in to the others by ssh. Each of more than 16 hosts tries only
-    the ports of some others (`choose_peers`).
+    other on a random TCP port, and the head host logs in to the others by ssh. The state of a host that could not be
+    examined has the reason as `failure`; no error is raised.
 
     Parameters
     ----------
@@ -77,11 +77,6 @@ def examine_hosts(
     try_outside: whether this machine tries to connect to a port of each host, if it is outside the hosts' network.
     known: facts of all hosts that were gathered a moment ago, for a shorter examination before a launch: it gathers
         none, and does not find out which kernels the hosts have. Empty for a complete one.
-
-    Returns
-    -------
-    One state for each host, in the order of `hosts`. The state of a host that could not be examined, for example
-        because it does not answer, has the reason as `failure`, and neither facts nor health; no error is raised.
     """
     addresses = [_resolve(host, access) for host in hosts]
     try_outside = try_outside and not access.transport.bootstrap and not any(map(access.transport.is_here, hosts))
@@ -103,19 +98,10 @@ def examine_hosts(
 
 
 def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
-    """Examine the hosts of a run and pass one line for each check with warnings to `say`.
+    """Examine the hosts of a run, pass a line for each check with warnings to `say`, and raise CpuftError for errors.
 
     If the run has only one host, the function warns only of what can differ from run to run, and only too small a
     /dev/shm or too low a limit of open files is an error: no other host would have to wait for the run.
-
-    Parameters
-    ----------
-    say: called with each line.
-
-    Raises
-    ------
-    CpuftError: something would make the run fail or hang; of several hosts, also one that cannot be examined. The
-        message has the code, host, evidence and next step of each error.
     """
     ranks = {one.host.name: one.ranks for one in cluster.assignments}
     hosts = tuple(one.host for one in cluster.assignments)
@@ -132,7 +118,6 @@ def check_before_launch(cluster: Cluster, say: Callable[[str], None]) -> None:
 
 
 def _read_routes() -> str:
-    """Return this machine's IPv4 routes as in /proc/net/route, or nothing if that cannot be read."""
     try:
         return Path("/proc/net/route").read_text(encoding="utf-8")
     except OSError:
@@ -140,15 +125,7 @@ def _read_routes() -> str:
 
 
 def is_outside(address: str, routes: str) -> bool:
-    """Return whether this machine reaches an IPv4 address through a gateway, so that it is on another network.
-
-    False if no route leads to the address.
-
-    Parameters
-    ----------
-    address: if it is not an IPv4 address, such as a name behind a bastion, the result is False.
-    routes: content of /proc/net/route; lines that cannot be parsed are ignored.
-    """
+    """Return whether this machine reaches an address through a gateway; `routes` is the text of /proc/net/route."""
     try:
         target = int.from_bytes(socket.inet_aton(address), sys.byteorder) if address.count(".") == 3 else None
     except OSError:
@@ -195,14 +172,9 @@ def _make_orders(
 def choose_peers(addresses: Sequence[str], own: str, full: bool) -> list[str]:
     """Return the addresses to which the host `own` tries to connect; they try to connect to it, too.
 
-    These are all others of up to 16 hosts, and with `full` of any number. Of more hosts they are those that are 1, 2,
-    4, 8 ... places before and behind it in the order of the hosts, because the number of all pairs grows with the
-    square of the number of hosts. Rings, trees and recursive doubling, by which ranks exchange data, use these pairs.
-
-    Parameters
-    ----------
-    addresses: of all hosts, each once.
-    own: may be missing in `addresses`, if the host has no address; the result is then empty.
+    With `full` or up to 16 hosts these are all others. Of more hosts they are those that are 1, 2, 4, 8 ... places
+    before and behind it, because the number of all pairs grows with the square of the number of hosts. Rings, trees and
+    recursive doubling, by which ranks exchange data, use these pairs.
     """
     count = len(addresses)
     if own not in addresses or full or count <= _ALL_PAIRS:
@@ -214,13 +186,11 @@ def choose_peers(addresses: Sequence[str], own: str, full: bool) -> list[str]:
 
 
 def choose_port() -> int:
-    """Return a random TCP port from 20000 to 31999: it is probably free, because it is below the range that the
-    kernel assigns to clients. Nothing checks that."""
+    """Return a random TCP port, which is probably free, because the kernel assigns higher ones to clients."""
     return random.SystemRandom().randrange(20000, 32000)
 
 
 def _resolve(host: Host, access: Access) -> tuple[str, str]:
-    """Return the address of a host and an empty string, or an empty string and the reason why it has no address."""
     try:
         return access.transport.address(host), ""
     except CpuftError as error:
@@ -265,7 +235,7 @@ def _examine_host(
 
 
 def _reach(address: str, port: int, greeting: str, ended: threading.Event) -> bool:
-    """Return whether this machine can connect to the probe that listens on a port of a host, before `ended` is set.
+    """Return whether this machine reaches the probe on a host's port, before `ended` is set.
 
     The greeting shows that it is the probe, and not another machine with the same private address.
     """
@@ -279,7 +249,6 @@ def _reach(address: str, port: int, greeting: str, ended: threading.Event) -> bo
 
 
 def _run_probe(host: Host, order: dict[str, Any], access: Access) -> str:
-    """Run the probe on a host and return what it printed. Raise CpuftError if it failed."""
     # If no host answers, each round of logins to 16 hosts takes as long as it may.
     logins = probe.LOGIN_SECONDS * (len(order["ssh_peers"]) // probe.LOGINS)
     seconds = _PROBE_SECONDS + order["seconds"] + logins
@@ -291,16 +260,7 @@ def _run_probe(host: Host, order: dict[str, Any], access: Access) -> str:
 
 
 def run_fixes(findings: Sequence[Finding], state: ClusterState, access: Access) -> list[str]:
-    """Run the fix of each finding that has one, on its host, one after another.
-
-    Returns
-    -------
-    One line for each fix: "CPUFT-028 on node1: fixed", or "... the fix failed (OUTPUT)".
-
-    Raises
-    ------
-    CpuftError: another host cannot be reached, or a fix takes more than 60 s there; the fixes before it have been made.
-    """
+    """Run the fix of each finding that has one, and return a line for each: "CPUFT-028 on node1: fixed"."""
     hosts = {one.name: one.host for one in state.hosts}
     lines = []
     for finding in findings:

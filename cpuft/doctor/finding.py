@@ -21,7 +21,6 @@ class Finding:
     cause: str = ""
     """Why this happens, in a sentence or two."""
     next_step: str = ""
-    """What the user should do."""
     severe: bool = True
     """Whether a run would fail or hang. Otherwise the run is slower than it could be, or its measurements mislead."""
     fix: tuple[str, ...] = ()
@@ -31,21 +30,11 @@ class Finding:
 
 
 warning = functools.partial(Finding, severe=False)
-"""Make a finding that does not stop a run; the parameters are those of `Finding` without `severe`."""
+"""Make a finding that does not stop a run."""
 
 
 def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str:
-    """Return the findings as text for a terminal, errors first, and a last line with their number.
-
-    Each entry has a line "CODE error on HOSTS: evidence" (or warning), a line with the cause and a line with the next
-    step. Findings that differ only in the host share one entry. Without findings: "2 hosts, 37 checks: no problems
-    found".
-
-    Parameters
-    ----------
-    hosts: number of hosts that were examined.
-    checks: number of checks.
-    """
+    """Return the findings as text, errors first, in which those that differ only in the host share an entry."""
     examined = f"{counted(hosts, 'host')}, {counted(checks, 'check')}"
     if not findings:
         return f"{examined}: no problems found\n"
@@ -65,11 +54,7 @@ def format_findings(findings: Sequence[Finding], hosts: int, checks: int) -> str
 
 
 def to_json(findings: Sequence[Finding], hosts: Sequence[str]) -> dict[str, Any]:
-    """Return all findings as one JSON object.
-
-    `format` is 1, `hosts` the names of all hosts, and `findings` has an object for each finding with the fields of
-    `Finding`.
-    """
+    """Return all findings as one JSON object: `format` 1, the names of all hosts, and the fields of each finding."""
     return {"format": 1, "hosts": list(hosts), "findings": [asdict(finding) for finding in findings]}
 
 

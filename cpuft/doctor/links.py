@@ -33,9 +33,7 @@ _LOADER = (
 def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Arrange all pairs of the numbers 0 to count - 1 in rounds, so that no number is in two pairs of a round.
 
-    Returns a tuple of rounds; each round is a tuple of pairs (smaller number, larger number), and each pair is in
-    exactly one round. There are count - 1 rounds, or count if it is odd. Source: the circle method of round-robin
-    tournaments.
+    Source: the circle method of round-robin tournaments.
     """
     seats = list(range(count + count % 2))
     rounds = []
@@ -49,18 +47,8 @@ def plan_pairs(count: int) -> tuple[tuple[tuple[int, int], ...], ...]:
 def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
     """Measure the links between all pairs of hosts in both directions; pairs without a common host run side by side.
 
-    This takes a little more than 1 s for each of about as many rounds as there are hosts, at most 20 s per round. The
-    hosts connect to each other on a random TCP port.
-
-    Returns
-    -------
-    Two links for each pair of hosts, one in each direction, in the order of `hosts` as sources. A link that could not
-        be measured has its `error`.
-
-    Raises
-    ------
-    CpuftError: hosts have no address, cannot be reached, take too long, or could not run the measurement. The message
-        names all of them, or the first one without an address.
+    This takes a little more than 1 s for each of about as many rounds as there are hosts, at most 20 s per round. A
+    link that could not be measured has its `error`; CpuftError if a host could not run the measurement.
     """
     addresses = [access.transport.address(host) for host in hosts]
     rounds = plan_pairs(len(hosts))
@@ -77,7 +65,6 @@ def measure_links(hosts: tuple[Host, ...], access: Access) -> tuple[Link, ...]:
 
 
 def _measure_on(host: Host, order: str, access: Access, seconds: float) -> list[Any]:
-    """Run one host's part of the measurement, and return its results (see `probe.measure_links`)."""
     answer = access.transport.run(host, access.any_python("-c", _LOADER), order, seconds)
     try:
         return load(list[dict[str, Any]], parse_json(answer.output))
@@ -90,21 +77,8 @@ def _measure_on(host: Host, order: str, access: Access, seconds: float) -> list[
 def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[list[Any]]) -> tuple[Link, ...]:
     """Combine the results of all hosts: the receiver measured the rate, and the host that connected the latency.
 
-    Parameters
-    ----------
-    hosts: the names of the hosts.
-    names: name of each host by its address.
-    results: for each host in `hosts` a list of dicts from `probe.measure_links`: `peer` (an address), and `error` or
-        `bits_per_second`, and on the host that connected `latency_us`.
-
-    Returns
-    -------
-    A link for each host as the source and each other host as the target, in the order of `hosts`. What was not measured
-        is 0.
-
-    Raises
-    ------
-    KeyError: a `peer` is not in `names`.
+    `names` has the hosts' names by their addresses, and `results` what `probe.measure_links` returned on each of
+    `hosts`. A link whose rate or latency was not measured has 0 there.
     """
     found = {(host, names[line["peer"]]): line for host, lines in zip(hosts, results) for line in lines}
     links = []
@@ -119,10 +93,7 @@ def read_links(hosts: Sequence[str], names: dict[str, str], results: Sequence[li
 
 
 def format_links(links: Sequence[Link]) -> str:
-    """Return a table as text, with a row for each sending host and a column for each receiving host.
-
-    A cell is "85 us 9.41 Gbit/s", the first 30 characters of the error, or "-" for a host and itself.
-    """
+    """Return a table as text, with a row for each sending host and a column for each receiving host."""
     hosts = list(dict.fromkeys(link.source for link in links))
     cells = {
         (one.source, one.target): one.error[:30] or f"{one.latency_us:.0f} us {one.bits_per_second / 1e9:.2f} Gbit/s"

@@ -28,12 +28,8 @@ from typing import Any
 UNFETCHED = " (with checkpoints or results that were not fetched)"
 """Follows the path of a directory of a run that must not be removed without a decision of the user."""
 RUN_FOLDER = r"/cpuft-(\d+/)?[0-9a-f]{12}(\.sent)?"
-"""Pattern of the work directories of runs below /var/tmp, and of the files that were sent to their ranks.
-
-Older versions had no directories of users (the part with digits).
-"""
+r"""The work directories of runs below /var/tmp, and files that were sent to ranks. Old ones lack the user (`\d+/`)."""
 GOVERNORS = "/sys/devices/system/cpu/cpu*/cpufreq/scaling_governor"
-"""Pattern of the files with the frequency governor of each core."""
 PACKAGES = ("cpuft", "torch", "transformers", "datasets", "numpy", "impi-rt", "mpi4py", "oneccl-cpu")
 """Distribution names of the packages that training depends on."""
 _ARCH_REQ_XCOMP_PERM = 0x1023  # asm/prctl.h
@@ -53,24 +49,15 @@ LOGIN_SECONDS = 8.0
 
 
 def examine(order: dict[str, Any]) -> dict[str, Any]:
-    """Examine this host; this takes some seconds, for the connections and logins to other hosts and for mpirun
-    --version.
+    """Examine this host and return the values of all fields of `cpuft.doctor.checks.Health`, by their names.
 
     Parameters
     ----------
     order: a dict of `port` (to listen on, the same on all hosts), `peers` (addresses to connect to), `seconds` (most
         time for these connections), `greeting` (text to send to whoever connects; if it is not empty, a machine outside
-        the cluster is expected to connect, too), `ssh_options` (arguments for ssh), `ssh_peers` (names of hosts to
-        log in to) and `kernels` (whether to find out which build of the kernels training uses). `greeting` and
-        `kernels` may be missing.
-
-    Returns
-    -------
-    The values of all fields of `cpuft.doctor.checks.Health`, by their names.
-
-    Raises
-    ------
-    KeyError: a key is missing in `order`.
+        the cluster is expected to connect, too), `ssh_options` (arguments for ssh), `ssh_peers` (names of hosts to log
+        in to) and `kernels` (whether to find out which build of the kernels training uses). `greeting` and `kernels`
+        may be missing.
     """
     now = time.time()
     busy_cores, steal = sample_cpu()  # first, so that it does not measure the work of this probe itself
@@ -110,7 +97,6 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(path: str) -> str:
-    """Return the stripped text of a file, or nothing if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read().strip()
@@ -119,7 +105,6 @@ def _read(path: str) -> str:
 
 
 def _read_field(path: str, name: str) -> str:
-    """Return the first word after `NAME:` in a file of /proc, or nothing."""
     return next((line.split()[1] for line in _read(path).splitlines() if line.startswith(f"{name}:")), "")
 
 
@@ -133,15 +118,7 @@ def read_packages() -> dict[str, str]:
 
 
 def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
-    """Return the first line of `mpirun --version`: of the mpirun in `folder`, else in PATH, else srun in a Slurm job.
-
-    Empty if there is none of them. Begins with "broken: " if the program cannot be started, prints nothing on its
-    standard output or takes more than 15 s. Never raises.
-
-    Parameters
-    ----------
-    folder: by default that of the Python interpreter; mpiexec.hydra comes before mpirun there.
-    """
+    """Return the first line of `mpirun --version`, or of srun in a Slurm job; "" without one, or "broken: " and why."""
     path = next((p for p in (f"{folder}/mpiexec.hydra", f"{folder}/mpirun") if os.access(p, os.X_OK)), "")
     path = path or shutil.which("mpirun") or ("SLURM_JOB_ID" in os.environ and shutil.which("srun")) or ""
     if not path:
@@ -155,11 +132,7 @@ def read_mpi(folder: str = os.path.dirname(sys.executable)) -> str:
 
 
 def find_kernels() -> str:
-    """Return the path of a C++ compiler for the fast path's kernels ($CXX or g++, else c++).
-
-    Without one, the path of a precompiled library in site-packages, in cpuft itself or in cpuft_kernels; empty if there
-    is none either.
-    """
+    """Return the path of a C++ compiler for the kernels, else of a precompiled library in site-packages, or ""."""
     compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
     folders = ("cpuft/train/fast/compiled", "cpuft_kernels")
     precompiled = [path for name in folders for path in glob.glob(f"{sysconfig.get_path('purelib')}/{name}/*.so")]
@@ -167,10 +140,7 @@ def find_kernels() -> str:
 
 
 def describe_kernels() -> str:
-    """Return which build of the kernels the cpuft of this Python uses, as `cpuft.compiler.describe_build` says it.
-
-    Empty if this Python has no cpuft, or one that cannot say it.
-    """
+    """Return which build of the kernels the cpuft of this Python uses, as `cpuft.compiler.describe_build` says it."""
     try:
         from cpuft.compiler import describe_build  # the only import of cpuft: a host may have none, or an older one
 
@@ -180,7 +150,6 @@ def describe_kernels() -> str:
 
 
 def _resolve_own_name() -> str:
-    """Return the IPv4 address to which this host resolves its own name; empty if it cannot."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError:
@@ -205,13 +174,7 @@ def read_free_bytes(path: str) -> int:
 
 
 def sample_cpu() -> tuple[float, float]:
-    """Watch the CPU for a quarter of a second.
-
-    Returns
-    -------
-    (number of busy cores of this host, share of CPU time from 0 to 1 that other guests of the hypervisor took). (0.0,
-        0.0) if /proc/stat cannot be read.
-    """
+    """Return the number of busy cores, and the share of CPU time that other guests of the hypervisor took."""
     before = _read("/proc/stat").split("\n")[0].split()[1:]
     time.sleep(_CPU_SAMPLE_SECONDS)
     after = _read("/proc/stat").split("\n")[0].split()[1:]
@@ -229,17 +192,12 @@ def read_mtus() -> dict[str, int]:
 
 
 def find_leftovers(root: str = "/var/tmp") -> list[str]:
-    """Return what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a rank, or the path of a
-    directory.
+    """Return what earlier runs of this user left behind: "pid 12: cpuft.rank ..." for a rank, or a directory.
 
     A rank is left over when it has been handed to process 1, because its mpirun is gone. A run's directory is left over
     when it is a day old and no process of this user names it. The path of one with checkpoints or with the state of a
     run is followed by `UNFETCHED`: the launcher removes both when it has fetched the run, so its results may be the
-    only ones. Nothing is removed. Empty if nothing is left.
-
-    Parameters
-    ----------
-    root: folder that holds the runs' directories.
+    only ones.
     """
     found, mentioned = [], ""
     for path in filter(_is_own, glob.glob("/proc/[0-9]*")):
@@ -259,13 +217,10 @@ def find_leftovers(root: str = "/var/tmp") -> list[str]:
 
 
 def _find_listening() -> dict[str, str]:
-    """Find the ports on which processes of this user's runs listen for other hosts.
+    """Return the addresses on which processes of this user's runs listen for other hosts, by process and port.
 
-    Returns
-    -------
-    The address by process and port: "hydra_pmi_proxy (pid 12), port 40000" -> "10.0.0.1", "0.0.0.0" or "::" for all
-        interfaces. Loopback addresses are left out. A socket that several processes share is listed once, for the
-        lowest process id: ranks inherit the sockets of mpirun.
+    An item is "hydra_pmi_proxy (pid 12), port 40000" -> "10.0.0.1", or "::" for all interfaces. A socket that several
+    processes share is listed once, for the lowest process id: ranks inherit the sockets of mpirun.
     """
     found = {}
     sockets = [line.split() for line in (_read("/proc/net/tcp") + "\n" + _read("/proc/net/tcp6")).splitlines()]
@@ -287,7 +242,6 @@ def _parse_address(text: str) -> str:
 
 
 def _is_own(path: str) -> bool:
-    """Return whether a file exists and belongs to this user."""
     try:
         return os.lstat(path).st_uid == os.geteuid()
     except OSError:
@@ -297,20 +251,9 @@ def _is_own(path: str) -> bool:
 def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -> dict[str, Any]:
     """Listen on `port`, and connect to the same port of every peer, for at most about `seconds`.
 
-    The function returns earlier if it has connected to all peers and all of them have connected to this host.
-
-    Parameters
-    ----------
-    peers: IPv4 addresses or names.
-    greeting: if not empty, wait also for a connection from a machine that is no peer. Every connection is sent the
-        greeting, so that the other side knows that it reached this probe.
-
-    Returns
-    -------
-    `listens`: whether the port was free; if it was not, nothing is tried.
-    `tried`: `peers`.
-    `connected`: milliseconds that each connection took, by address of the peer; peers that were not reached are
-        missing.
+    If `greeting` is not empty, a machine that is no peer is expected to connect, too. Every connection is sent the
+    greeting, so that the other side knows that it reached this probe. The result has `listens` (if the port was not
+    free, nothing is tried), `tried` (the peers) and `connected` (milliseconds by peer).
     """
     end = time.monotonic() + seconds
     connected: dict[str, float] = {}
@@ -338,7 +281,6 @@ def try_ports(port: int, peers: list[str], seconds: float, greeting: str = "") -
 
 
 def _time_connection(peer: str, port: int, end: float) -> float:
-    """Return the milliseconds that a connection took, or -1 if none was possible until `end`."""
     while time.monotonic() < end:
         start = time.monotonic()
         try:
@@ -350,16 +292,9 @@ def _time_connection(peer: str, port: int, end: float) -> float:
 
 
 def try_ssh(options: list[str], peers: list[str]) -> dict[str, str]:
-    """Log in to all peers by ssh, for at most 8 s each, without a password; return the error message for each.
+    """Log in to all peers by ssh without a password; return ssh's last line for each, empty if the login worked.
 
     At most 16 logins run at the same time: the client's part of one takes more than a tenth of a second of a core.
-
-    The message is the last line of ssh's errors, "exit code N" if it printed none, and empty if the login worked.
-
-    Parameters
-    ----------
-    options: arguments for ssh, such as ["-F", "FILE"].
-    peers: names of the hosts, which are the keys of the result.
     """
 
     def attempt(peer: str) -> str:
@@ -389,13 +324,8 @@ def measure_links(order: dict[str, Any]) -> list[dict[str, Any]]:
 
     Returns
     -------
-    A dict for each peer, in order: its address as `peer`, and either `error` (a text) or `bits_per_second` as received
-        on this host. If this host opened the connection, also `latency_us`: half a round trip of one byte, the median
-        of 200.
-
-    Raises
-    ------
-    OSError: the port is not free on this host.
+    A dict for each peer, in order: its address as `peer`, and either `error` or `bits_per_second` as received on this
+        host. If this host opened the connection, also `latency_us`: half a round trip of one byte, the median of 200.
     """
     results: list[dict[str, Any]] = []
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as server:
