@@ -81,8 +81,7 @@ def save_state(step: int, **things: Any) -> bool:
 
 
 def load_state(**things: Any) -> dict[str, Any] | None:
-    """Load the newest checkpoint that `save_state` has written on any host into the things with the same names.
-    Collective.
+    """Load the newest checkpoint that `save_state` has written on any host into things of the same names. Collective.
 
     Rank 0 prints a line on standard error for each damaged checkpoint. These are left out, and removed if they are
     newer than the one that is loaded.
@@ -94,8 +93,8 @@ def load_state(**things: Any) -> dict[str, Any] | None:
     Returns
     -------
     A dict with everything in the checkpoint that is not among `things`, by name, as it was saved (tensors on the CPU;
-    the state dict of what had one), and the number of steps as `step`. None if there is no checkpoint: nothing is
-    loaded.
+    the state dict of what had one), and the number of steps as `step`. None, and nothing is loaded, if there is no
+    checkpoint.
 
     Raises
     ------
@@ -134,10 +133,10 @@ def load_state(**things: Any) -> dict[str, Any] | None:
 
 def interrupted() -> bool:
     """Return on all ranks alike whether any rank was told to stop, by the launcher or an interruption notice.
-    Collective.
 
-    Once True, it stays True: call `save_state` and exit with code 75. It costs an all-reduce of one number. A script
-    that handles SIGUSR1 itself receives that signal instead. Raises CpuftError if several ranks have no process group.
+    Collective. Once True, it stays True: call `save_state` and exit with code 75. It costs an all-reduce of one number.
+    A script that handles SIGUSR1 itself gets that signal instead. Raises CpuftError: several ranks have no process
+    group.
     """
     _check_group(parse_world(os.environ))
     told = torch.tensor([float(is_interrupted())])
