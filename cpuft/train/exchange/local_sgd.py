@@ -38,7 +38,7 @@ class LocalSGDExchange(Exchange):
         return ranks > 1 and config.sync_every > 1
 
     def reset(self) -> None:
-        """Count changes from the parameters of now, such as those of a checkpoint; unsent ones and momentum are lost."""
+        """Count changes from the parameters of now, such as a checkpoint's; unsent ones and momentum are lost."""
         with fp32_weights(self.bare_model):
             self._local.restart()
         self._updates_since_sent = 0

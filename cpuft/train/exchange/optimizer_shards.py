@@ -47,7 +47,7 @@ class ShardPiece:
 
 
 def shard_length(elements: int, ranks: int, unit: int = ALIGNMENT) -> int:
-    """Return the length of each rank's shard of a bucket: an Nth of its elements, rounded up to a multiple of `unit`."""
+    """Return the length of each rank's shard of a bucket: an Nth of the elements, rounded up to whole `unit`s."""
     return -(-elements // (ranks * unit)) * unit
 
 
