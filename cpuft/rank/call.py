@@ -53,10 +53,7 @@ def compute_digest(content: bytes) -> str:
 
 
 def read_call(run_dir: str, digest: str) -> tuple[CallHeader, bytes]:
-    """Return header and pickle, not loaded, of the call of a run, which has the digest that was planned.
-
-    Raises CpuftError if the file cannot be read, has another digest, or comes from another user or version of Python.
-    """
+    """Return header and pickle, not loaded, of a run's call; CpuftError unless it is the call that was planned."""
     path = Path(run_dir, CALL_FILE)
     content = _read_own(path)
     if not hmac.compare_digest(compute_digest(content), digest):
@@ -85,10 +82,7 @@ def sign_result(key: str, rank: int, pickled: bytes) -> bytes:
 
 
 def read_result(run_dir: str, rank: int, key: str) -> bytes:
-    """Return the pickle of a rank's result from the run's folder, after its signature has been checked.
-
-    Raises CpuftError if there is no result, or it is not signed with this key for this rank.
-    """
+    """Return the pickle of a rank's result from the run's folder; CpuftError if there is none with its signature."""
     path = _result_path(run_dir, rank)
     signed = _read_own(path)
     signature, pickled = signed[:32], signed[32:]

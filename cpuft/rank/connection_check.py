@@ -34,8 +34,7 @@ from cpuft.rank.process import format_steps
 from cpuft.rank.world import parse_world
 
 CHECK_VARIABLE = "CPUFT_CHECK_CONNECTED"
-"""Environment variable that is 1 where ranks of a script must be connected. Without it nothing is changed or checked:
-for a single rank, and with `--independent`."""
+"""Environment variable that is 1 where ranks of a script must be connected; else nothing is changed or checked."""
 
 _CHECKED_STEPS = (2, 10, 50, 100)
 """Optimizer steps before which the rank notes whether its process group has exchanged data. The flight recorder of
@@ -79,16 +78,12 @@ class _WrappedModel:
 
 
 class ConnectionCheck:
-    """Checks that this rank forms one process group with all others, and exchanges data in it.
-
-    mpi4py's MPI_COMM_WORLD with all ranks counts as both. `address` is MASTER_ADDR of the launch; "" if it is unknown.
-    """
+    """Checks that this rank forms one process group, or mpi4py's MPI_COMM_WORLD, with all others, and uses it."""
 
     def __init__(self, size: int, address: str = "") -> None:
         self.size = size
         self.address = address
         self.group_size = 0
-        """Size of the largest default process group that this process has formed."""
         self.steps = 0
         self.exchanged = False
         """Whether a collective operation other than a barrier was seen."""
@@ -113,12 +108,7 @@ class ConnectionCheck:
                 wrapped.missed = 0
 
     def before_step(self, optimizer: Any = None, *_: Any) -> None:
-        """Count an optimizer step and check before it, as a hook of all optimizers of torch.
-
-        Raises RefusedScriptError before the first step if no process group of all ranks was formed, before step 100 if
-        no collective operation but barriers was seen, and if the ranks train separate copies of a model in
-        DistributedDataParallel, because the script calls the model inside.
-        """
+        """Count an optimizer step, as a hook of all optimizers of torch; RefusedScriptError if ranks train apart."""
         self.steps += 1
         if self.steps == 1 and not self._is_joined():
             raise RefusedScriptError(self._describe("was stopped before its first optimizer step"))
@@ -135,11 +125,7 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe_unused(f"was stopped before optimizer step {self.steps}"))
 
     def check_end(self) -> None:
-        """Check at the end of a script that has run without an error.
-
-        Raises RefusedScriptError if the ranks never formed a process group of all ranks, or made optimizer steps and
-        exchanged no data, or none after the first of several steps, which not only this rank has made.
-        """
+        """Check at the end of a script that has run without an error; raises RefusedScriptError."""
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
@@ -153,11 +139,7 @@ class ConnectionCheck:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
 
     def before_group(self, init_method: object, store: object) -> None:
-        """Refuse a process group in a process that the script has started, or on the wrong host.
-
-        Without a store, the address of rank 0 is that in the `init_method` "tcp://ADDRESS:PORT", or else MASTER_ADDR.
-        It is wrong if it is one of this host, and that of the launch is not.
-        """
+        """Refuse a process group in a process that the script has started, or with a wrong address of rank 0."""
         if os.getpid() != self._process:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
         if store or not self.address:
@@ -194,10 +176,7 @@ class ConnectionCheck:
                 )
 
     def _differs(self, key: str, parameters: list[Any]) -> bool:
-        """Whether another rank has stored other parameters under this key. The last rank to come sees all others.
-
-        Nothing waits: ranks need not make the same steps.
-        """
+        """Whether another rank has stored other parameters under this key; nothing waits for other ranks."""
         uint8, checksum = sys.modules["torch"].uint8, 0
         names = [f"cpuft/parameters/{key}/{rank}" for rank in range(self.size)]
         with suppress(RuntimeError, TypeError):  # the store is gone, or a parameter is no plain tensor
@@ -205,6 +184,7 @@ class ConnectionCheck:
                 checksum = zlib.crc32(one.detach().contiguous().reshape(-1).view(uint8).numpy(), checksum)
             own = str(checksum).encode()
             self._store.set(names[int(os.environ["RANK"])], own)
+            # The last rank to come sees all others.
             return any(self._store.get(name) != own for name in names if self._store.check([name]))
         return False
 
@@ -254,10 +234,7 @@ class ConnectionCheck:
 
 
 def list_operations() -> set[str] | None:
-    """Return the names of collective operations, such as "all_reduce", that this process has started, as far as known.
-
-    None: no name is known, and torch's flight recorder is off, missing, or cannot be read.
-    """
+    """Return the names of collective operations that this process has started; None if nothing has recorded them."""
     own = read_operations()
     names = {str(name) for name in own.get("names", ())} | {name for _, name in own.get("progress", {}).values()}
     recorded = _read_recorded()
@@ -439,7 +416,6 @@ def explain_exception(error: BaseException, check: ConnectionCheck | None) -> st
 
 
 def _is_here(address: str) -> bool:
-    """Return whether a name or an address is one of this host's own."""
     with suppress(OSError, UnicodeError):
         family, kind, _, _, place = socket.getaddrinfo(address or None, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind) as probe:

@@ -1,9 +1,8 @@
 """What a rank offers to stack dumps (`cpuft.rank.dump_stacks`), even while it hangs: its stacks and its operations.
 
 faulthandler's signal handler writes the stacks, also while C code holds the GIL. A thread writes the operations twice a
-second, so that those of a rank that is then stopped are known. Operations of cpuft.comm's groups come from its own
-register, those of torch's own gloo groups from torch's flight recorder. Neither can replace the other: the recorder
-knows no groups that are written in Python, and the register none that a script makes without cpuft.
+second, so that those of a rank that is then stopped are known. Those of cpuft.comm's groups come from its own register,
+and those of torch's own gloo groups from torch's flight recorder, which knows no groups written in Python.
 """
 
 from __future__ import annotations
@@ -30,8 +29,7 @@ SUPERVISED_VARIABLE = "CPUFT_SUPERVISED"
 MAX_WAIT_SECONDS = 25.0
 """How long a rank waits for the stack dump: a lost host delays it by ten seconds."""
 RECORDER = ("TORCH_FR_BUFFER_SIZE", "64")
-"""Environment variable that lets torch's gloo groups record their last operations, and its value. The records of some
-kilobytes are read twice a second."""
+"""Variable and value that let torch's gloo groups record their last operations, which are read twice a second."""
 WAIT_SECONDS = 20.0
 """How long a rank of a script waits in an operation until it asks for a diagnosis. Later waits must be twice as long as
 the one before, because ranks may wait regularly while one of them evaluates."""
@@ -40,8 +38,7 @@ _MAX_FRAMES = 40
 
 OperationSource = Callable[[], Mapping[str, Any]]
 """Returns `pending` and `progress` as `read_recorder` does; for groups of cpuft.comm also the `names` of operations."""
-Place = tuple[str, int, str]
-"""File, line and function."""
+Place = tuple[str, int, str]  # file, line, function
 
 
 class _Reporter:
@@ -82,12 +79,10 @@ _reporter: _Reporter | None = None
 
 
 def start_reporting(source: OperationSource | None = None, reports_waits: bool = False) -> None:
-    """Let this process's stacks and operations be dumped from now on. Later calls only change the source, if they name
-    one.
+    """Let this process's stacks and operations be dumped from now on; later calls only change a `source` that they
+    name.
 
-    The first call makes two files in memory, lets SIGURG write all stacks to one of them, and starts a daemon thread
-    that writes the operations to the other one. `source` is by default torch's flight recorder. `reports_waits`: this
-    process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
+    `reports_waits`: this process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
     """
     global _reporter
     _reporter = _reporter or _Reporter()
@@ -105,10 +100,9 @@ def read_operations() -> Mapping[str, Any]:
 def wait_for_stack_dump(text: str = "", error: BaseException | None = None) -> None:
     """Write `text` to standard error; if there is a supervisor, wait until it has dumped the stacks and ends this rank.
 
-    A rank calls this when it has waited in vain for other ranks. There is a supervisor if CPUFT_SUPERVISED is set and
-    `start_reporting` was called; if it does nothing, the call returns after MAX_WAIT_SECONDS. The traceback of `error`,
-    which ended the wait, is reported, because its frames no longer exist; and if it is one of torch's gloo, so is the
-    operation that was started last.
+    A rank calls this when it has waited in vain for other ranks; the call returns after MAX_WAIT_SECONDS if nobody has
+    ended it. The traceback of `error`, which ended the wait, is reported, because its frames no longer exist; and if it
+    is one of torch's gloo, so is the operation that was started last.
     """
     is_supervised = bool(os.environ.get(SUPERVISED_VARIABLE)) and _reporter is not None
     os.write(2, (text + (f"{HANG_MARK}\n" if is_supervised else "")).encode())
@@ -149,19 +143,9 @@ def dump_recorder() -> dict[str, Any] | None:
 def parse_recorder(found: Mapping[str, Any], now: int) -> dict[str, Any]:
     """Return the flight recorder's entries as unfinished operations and as the last operation of each channel.
 
-    A channel is "the world" (the default process group) or "group NAME"; operations between two ranks have a channel of
-    their own, which ends with ", between two".
-
-    Parameters
-    ----------
-    found: what torch's recorder dumps as JSON.
-    now: nanoseconds since 1970.
-
-    Returns
-    -------
-    `pending`: list of dictionaries with `channel`, `sequence`, `name` and `seconds` since the operation was started.
-    `progress`: channel -> (number, name) of the operation with the highest number.
-    `last`: channel, number and name of the operation that was started last.
+    A channel is "the world" (the default process group) or "group NAME"; operations between two ranks have one of their
+    own, which ends with ", between two". `now` is in nanoseconds since 1970. `pending` lists unfinished operations;
+    `progress` has by channel the (number, name) of the highest number; `last` is the operation that was started last.
     """
     pending, progress, last = [], dict[str, tuple[int, str]](), list[Any]()
     for entry in found.get("entries", ()):

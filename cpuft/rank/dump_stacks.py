@@ -24,11 +24,9 @@ _POLL_SECONDS = 0.02
 
 
 def find_workers(run_dir: str, hostname: str, proc: str = "/proc") -> dict[int, dict[str, str]]:
-    """Return process number -> environment variables of a run's workers here, the children of its `cpuft.rank`
-    processes.
+    """Return process number -> environment of a run's workers on this host, the children of its `cpuft.rank` processes.
 
-    Processes with another CPUFT_HOSTNAME than `hostname`, in containers of another simulated host, are left out. `proc`
-    is where procfs is mounted.
+    Containers of other simulated hosts have another CPUFT_HOSTNAME. `proc` is where procfs is mounted.
     """
     found = {}
     for name in filter(str.isdecimal, os.listdir(proc)):

@@ -63,20 +63,13 @@ def _interrupt_script(number: int, frame: FrameType | None) -> None:
 
 
 def is_interrupted() -> bool:
-    """Return whether SIGUSR1 or the launcher's request has told this process to stop, after `handle_interruption`.
-
-    After the first call, SIGUSR1 raises no KeyboardInterrupt any more in a script.
-    """
+    """Return whether this process was told to stop; from then on, SIGUSR1 raises no KeyboardInterrupt in a script."""
     _is_polled.set()
     return _is_requested.is_set()
 
 
 def describe_cause(environ: Mapping[str, str]) -> str:
-    """Return what told this rank to stop, for a message; whether a notice or a signal has come is not checked.
-
-    It is the name of the signal in the launcher's request, such as "SIGTERM", and without a request "the notice PLACE
-    on HOST" if $CPUFT_NOTICE is set, else "SIGUSR1 on HOST".
-    """
+    """Return what told this rank to stop, for a message: the launcher's signal, else the notice or SIGUSR1."""
     if request := _read_request(_find(environ, REQUEST_FILE)):
         return request
     notice = environ.get(NOTICE_VARIABLE, "")
@@ -90,10 +83,7 @@ def _read_request(path: str) -> str:
 
 
 def is_host_leaving(environ: Mapping[str, str]) -> bool:
-    """Return whether this rank, which was told to stop, was told so because its host will be taken away.
-
-    The notice itself is not checked again: a notice is what remains without a request.
-    """
+    """Return whether this rank was told to stop because its host will be taken away: by a notice, not by a request."""
     return bool(environ.get(NOTICE_VARIABLE)) and not os.path.exists(_find(environ, REQUEST_FILE))
 
 
@@ -141,8 +131,7 @@ def catches_signal(process: int) -> bool:
 
 
 class InterruptionNotice:
-    """A notice that a host will be taken away: a file that then appears, or a URL that then answers with 200 and not
-    404.
+    """A notice that a host will be taken away: a file that then appears, or a URL that then answers with status 200.
 
     For URLs with the path /latest/meta-data/... a token of EC2's metadata service is requested first.
     """

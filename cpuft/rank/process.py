@@ -34,9 +34,8 @@ from cpuft.serialization import load, parse_json
 FAILED_MARK, STARTED_MARK, ENDED_MARK = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"
 STEPS_MARK, WAITS_MARK, RAISED_MARK = "cpuft-rank-steps:", "cpuft-rank-waits:", "cpuft-rank-raised:"
 MARKS = (FAILED_MARK, STARTED_MARK, ENDED_MARK, STEPS_MARK, WAITS_MARK, RAISED_MARK)
-"""Beginnings of those lines on a rank's standard error that are for the launcher, and are not shown to the user. A line
-with WAITS_MARK asks for a diagnosis of a long wait, and one with RAISED_MARK is about the exception of a function,
-which the function's caller gets."""
+"""Beginnings of the lines on a rank's standard error that are for the launcher, and are not shown to the user.
+WAITS_MARK asks for a diagnosis of a long wait; RAISED_MARK has the exception of a function, which its caller gets."""
 OUT_OF_MEMORY = "cpuft: the kernel killed this rank because memory ran out"
 KILLED_BY_SOMEBODY = "cpuft: somebody killed this rank: the kernel has killed no process because memory ran out"
 FOREIGN_STORE_ENTRY = "an entry in torch's store was not written by this run"
@@ -52,11 +51,7 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
 
 def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
-    """Return the hardware threads of a rank from CPUFT_CORES, which holds one entry for each local rank.
-
-    "0,1;2,3" means threads 0 and 1 for local rank 0, and threads 2 and 3 for local rank 1. The tuple is empty if there
-    is no entry for `local_rank`. Raises CpuftError if it is not a list of whole numbers.
-    """
+    """Return the hardware threads of a local rank from CPUFT_CORES, such as "0,1;2,3" for two; () without an entry."""
     ranks = text.split(";")
     if not text or local_rank >= len(ranks):
         return ()
@@ -89,10 +84,7 @@ def _check_place(world: World, environ: Mapping[str, str], hostname: str) -> Non
 
 
 def refuse_later_start(environ: Mapping[str, str]) -> None:
-    """Raise CpuftError if this host knows a later start of the run, which then works with the same files.
-
-    An mpirun that was frozen, or cut off from the launcher, may start ranks late.
-    """
+    """Raise CpuftError if this host knows a later start of the run: a frozen mpirun may start ranks late."""
     run_dir, owner = environ.get("CPUFT_RUN_DIR", ""), environ.get(OWNER_VARIABLE, "")
     for folder in (run_dir, os.path.dirname(run_dir)) if owner.isdecimal() else ():
         with contextlib.suppress(OSError, ValueError), open(f"{folder}/state.json", encoding="utf-8") as file:
@@ -133,10 +125,8 @@ def _count_unread(descriptor: int) -> int:
 def _run_worker(command: list[str], environ: Mapping[str, str], world: World) -> int:
     """Run the worker as a child process, wait for its end, and return its exit code as a shell would.
 
-    While the worker runs, a thread watches for the launcher's request to stop and for an interruption notice, and sends
-    the worker SIGUSR1 (`start_host_watch`). If this process dies, the kernel kills the worker. After SIGKILL, one line
-    on standard error says whether the kernel killed a process meanwhile because memory ran out, unless no counter of
-    such kills can be read.
+    If this process dies, the kernel kills the worker. After SIGKILL, one line on standard error says whether the kernel
+    killed a process meanwhile because memory ran out, unless no counter of such kills can be read.
     """
     kills = _count_memory_kills()
     child = os.fork()
@@ -165,18 +155,14 @@ def _start_program(command: list[str], environ: Mapping[str, str]) -> NoReturn:
 def _count_memory_kills() -> int:
     """Return how many processes the kernel has killed because memory ran out; -1 if nothing counts them.
 
-    This is the counter of the host, which includes kills because a control group reached its limit. Where a container
-    hides it, this is the counter of this process's control group. The kernel's log would name the processes, but only
-    root may read it. Source: mm/oom_kill.c and mm/memcontrol.c.
+    This is the counter of the host or, where a container hides it, that of this process's control group. The kernel's
+    log would name the processes, but only root may read it. Source: mm/oom_kill.c and mm/memcontrol.c.
     """
     return next((count for path in list_memory_counters() if (count := _read_kills(path)) >= 0), -1)
 
 
 def list_memory_counters(groups: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> list[str]:
-    """Return the paths of files that may count processes killed for memory, in the order in which they are tried.
-
-    The first is /proc/vmstat; the others belong to this process's control groups (version 1 or 2) and need not exist.
-    """
+    """Return the paths that may count processes killed for memory: /proc/vmstat, then those of own control groups."""
     paths = ["/proc/vmstat"]
     with contextlib.suppress(OSError), open(groups, encoding="utf-8") as file:
         for line in file:
@@ -195,15 +181,12 @@ def _read_kills(path: str) -> int:
 
 
 def find_shared_memory(process: int) -> set[str]:
-    """Return the paths of the shared memory that libfabric's shm provider has for a process."""
+    """Return the paths of a process's shared memory, which libfabric names PID:N:N (prov/shm)."""
     return set(glob.glob(f"/dev/shm/{process}:*"))
 
 
 def remove_shared_memory(process: int) -> None:
-    """Remove the shared memory that libfabric's shm provider leaves of a process without exit handlers (64 MB each).
-
-    The provider names its segments PID:N:N (prov/shm of libfabric). Files that cannot be removed are left.
-    """
+    """Remove the shared memory (64 MB) that libfabric's shm provider leaves of a process without exit handlers."""
     for path in find_shared_memory(process):
         with contextlib.suppress(OSError):
             os.unlink(path)
@@ -236,7 +219,7 @@ def raise_open_files_limit(most: int = 65536) -> None:
 
 
 def format_failure(world: World, hostname: str, code: int, missing: Collection[int] = ()) -> str:
-    """Return the line that tells the launcher, with any mpirun, which rank failed and for which ranks it had waited.
+    """Return the line that tells the launcher which rank failed and for which ranks it had waited.
 
     For example "cpuft-rank-failed: rank 3 on node1 exit code 1 5 7", where 5 and 7 are the `missing` ranks.
     """
@@ -267,12 +250,7 @@ def parse_missing_ranks(text: str) -> set[int]:
 
 
 def main() -> None:
-    """Run the worker of `sys.argv` as this rank, and exit with its exit code.
-
-    It tells the launcher on standard error that the rank has started, ended or failed. After a failure it asks mpirun
-    to end all ranks. The exit code is 2, with one line, if this process is not where the plan put it, the launcher's
-    variables are wrong, or the file with its secret variables is damaged.
-    """
+    """Run the worker of `sys.argv` as this rank, and exit with its exit code, or with 2 if it is not started."""
     end_with_parent()
     hostname, code = socket.gethostname(), 2
     world = World(0, 1, 0, 1)

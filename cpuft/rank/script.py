@@ -106,9 +106,8 @@ def report_exception(
     """Report the exception that ended the user's code on standard error, as Python would, and return the exit code.
 
     The exit code is 2 for `refusals`, which are reported in one line instead of a traceback, and otherwise Python's; a
-    KeyboardInterrupt has 130. After a time-out of torch the call first waits up to 25 s for the supervisor to dump
-    stacks. The frames of `caller`, the file that called the user's code, are left out at the begin of the traceback.
-    `mark` begins each line.
+    KeyboardInterrupt has 130. After a time-out of torch the call first waits for the supervisor to dump stacks. Frames
+    of the file `caller` at the begin of the traceback are left out. `mark` begins each line.
     """
     if isinstance(error, SystemExit):
         if error.code is None or isinstance(error.code, int):
@@ -223,12 +222,10 @@ def wait_for_listener(address: str, port: int, seconds: float = 10.0) -> None:
 
 
 def prepare_torch() -> ConnectionCheck | None:
-    """Prepare this process for a script that uses torch. This must be called before torch is imported.
+    """Prepare this process for a script that uses torch, before torch is imported; return the check for `run_script`.
 
-    Return the connection check for `run_script`; None with one rank, or with ranks that are meant to be independent.
-    The call lets torch record operations, starts what stack dumps need, and installs an import hook. With the hook the
-    group of all ranks is never destroyed, torch's store listens on its own address, init_process_group refuses NCCL
-    without GPUs, and libraries connect CPU ranks with each other.
+    With the import hook the group of all ranks is never destroyed, torch's store listens on its own address,
+    init_process_group refuses NCCL without GPUs, and libraries connect CPU ranks with each other.
     """
     os.environ.setdefault(*RECORDER)
     start_reporting(reports_waits=True)
@@ -248,25 +245,18 @@ def keep_forever(thing: object) -> None:
 
 
 def end_process(code: int) -> NoReturn:
-    """End the process as Python does, with its threads, exit handlers and buffers, but do not finalize Python.
-
-    It waits for all threads that are not daemons. With exit code 0 it also finalizes MPI if mpi4py would have.
-    """
+    """End the process as Python does, with its threads, exit handlers and buffers, but do not finalize Python."""
     if code and (backend := sys.modules.get("cpuft.comm.backends.mpi")):
         atexit.unregister(backend._finalize)  # it would wait for ranks that wait for this one
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
-    if code == 0:
+    if code == 0:  # finalizing waits for the other ranks
         _finalize_mpi()
     flush_and_exit(code)
 
 
 def _finalize_mpi() -> None:
-    """Finalize MPI, as mpi4py does when Python is finalized; without it, mpirun believes that the rank has failed.
-
-    A failed rank does not finalize, because that would wait for the other ranks. Neither does a rank whose mpi4py was
-    told not to, as cpuft.comm does.
-    """
+    """Finalize MPI, as mpi4py does when Python is finalized; without it, mpirun believes that the rank has failed."""
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi and sys.modules["mpi4py"].rc.finalize is not False and mpi.Is_initialized() and not mpi.Is_finalized():
         mpi.Finalize()

@@ -50,10 +50,7 @@ def parse_world(environ: Mapping[str, str]) -> World:
 
 
 def is_started_by_srun(environ: Mapping[str, str]) -> bool:
-    """Return whether srun itself started this rank, and not an mpirun in a Slurm job.
-
-    Ranks of Hydra's mpirun in a job also inherit SLURM_STEP_ID, but have a local rank from mpirun.
-    """
+    """Return whether srun started this rank, and not an mpirun in a Slurm job, which also sets a local rank."""
     return "SLURM_STEP_ID" in environ and "MPI_LOCALRANKID" not in environ
 
 
