@@ -144,7 +144,6 @@ def _check_all_gather(group: GroupMembership, outputs: list[Tensors], inputs: Te
 
 
 def _check_all_gather_coalesced(group: GroupMembership, outputs: list[Tensors], inputs: Tensors, opts: Any) -> str:
-    """Check a list of outputs for each rank, with as many as there are inputs."""
     if any(len(targets) != len(inputs) for targets in outputs):
         _refuse("all_gather", "requires input/output tensor lists to have the same length")
     return _check_all_gather(group, transpose(outputs), inputs, opts)

@@ -39,7 +39,7 @@ def format_table(measurements: Sequence[Measurement]) -> str:
     """Return the measurements as a table, with one row for all rounds of a backend, operation, type and size.
 
     Bandwidths are those of nccl-tests; the last column is gloo's median divided by this backend's. A row with a single
-    repetition has no quartiles, which is a StatisticsError.
+    repetition raises StatisticsError.
     """
     measured = merge_rounds(measurements)
     gloo = {(row.operation, row.dtype, row.nbytes): row.median_seconds for row in measured if row.backend == "gloo"}
@@ -62,10 +62,7 @@ def format_record(measurements: Sequence[Measurement]) -> str:
 
 
 def main() -> None:
-    """Measure as one rank of a job; rank 0 prints the table and writes the record. All ranks must run this.
-
-    The command line is the path of the record and the options of `cpuft bench comm`.
-    """
+    """Measure as one rank of a job, with the options of `cpuft bench comm`; rank 0 prints and writes the results."""
     output, config = Path(sys.argv[1]), parse_arguments(BenchConfig, sys.argv[2:])
     store, rank, size = next(rendezvous("env://"))
     plan = list_bench_cases(config)

@@ -51,10 +51,7 @@ _FOREIGN_SECONDS = 10.0
 
 
 class StartupDisturbedError(CpuftError):
-    """Ranks did not find each other, perhaps because another host wrote to torch's store, which has no password.
-
-    Its exit code is 1 and not that of a refused option, because another start of the run may succeed.
-    """
+    """Ranks did not find each other. Its exit code is not that of a refused option: another start may succeed."""
 
     exit_code = 1
 
@@ -123,10 +120,7 @@ class Hub:
         writer.transport.abort()
 
     async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Accept a rank that sends "RANK PROOF", each rank once; return "" or why it was refused.
-
-        Nothing is parsed before the proof is verified.
-        """
+        """Return "" if this accepts a rank that sends "RANK PROOF", each rank once, or why it was refused."""
         nonce = secrets.token_hex(16).encode()
         writer.write(nonce + b"\n")
         try:
@@ -238,7 +232,6 @@ def _seal_address(key: bytes, host: str, port: int) -> str:
 
 
 def _open_hub(store: Store, ranks: Sequence[int]) -> Hub:
-    """Open the hub, and write its address with an HMAC to the store."""
     shared_key, host = os.environ.get(KEY_VARIABLE, ""), _own_address()
     key = shared_key or secrets.token_hex(32)
     hub = Hub(key.encode(), host, ranks, lambda text: os.write(2, text.encode() + b"\n"))
@@ -275,7 +268,6 @@ def _find_hub(store: Store, rank: int) -> tuple[tuple[str, int], bytes]:
 
 
 def _read_entry(text: bytes) -> tuple[tuple[str, int], bytes] | None:
-    """Return the hub's (host, port) and the run's key, or None if the entry was not written with the key."""
     try:
         place = json.loads(text)
         key = (os.environ.get(KEY_VARIABLE, "") or str(place.get("key", ""))).encode()

@@ -1,7 +1,4 @@
-"""A c10d process group over any backend of blocking collectives.
-
-Operations are queued to threads of the group, so that they overlap with computing; torch waits on their Works.
-"""
+"""A c10d process group over a backend of blocking collectives, which run on threads beside computing."""
 
 # torch's stub lists the overloads that its C++ class accepts; torch calls a subclass with the first one only.
 # mypy: disable-error-code="override,assignment"
@@ -75,8 +72,6 @@ def _run_callbacks(task: Callable[[], None]) -> None:
 
 class QueuedWork(dist.Work):
     """The Work of a queued operation. Its errors reach Python's wait() and C++ callbacks alike.
-
-    `result` is what the future and `result()` return: the output tensors, in the form in which the caller passed them.
 
     Works made by torch's own `_create_work_from_future` swallow errors in wait(), and `Future.set_exception` passes C++
     a value that it cannot read. So the error is raised in a callback of a future, which both sides understand.
@@ -288,11 +283,7 @@ class CollectiveGroup(WatchedGroup):
         channel: str = "",
         ranks: tuple[int, ...] = (),
     ) -> QueuedWork:
-        """Queue an operation and return its Work.
-
-        `payload` is this rank's contribution, whose bytes are counted; `body` returns the rank it received from, or
-        None. `channel` is what the operation is ordered in, and `ranks` the world ranks in it; by default the group.
-        """
+        """Queue an operation, by default of the group, and return its Work; `body` returns the rank of the sender."""
         work = QueuedWork(result)
         nbytes = count_bytes(payload)
         key = f"{name} {channel}" if channel else _COLLECTIVES
@@ -320,10 +311,7 @@ class CollectiveGroup(WatchedGroup):
         return work
 
     def _launch_collective(self, method: Method, body: Body, given: tuple[Any, ...]) -> QueuedWork:
-        """Check a collective's arguments, and queue it; before its body runs, all ranks compare what they have called.
-
-        If the check refuses the arguments, its error is raised, and told to the ranks that wait for this one.
-        """
+        """Queue a collective; an error of its check is raised, and also told to the ranks that wait for this one."""
 
         def agree(call: str) -> None:
             if self.compares_calls:
@@ -344,10 +332,7 @@ class CollectiveGroup(WatchedGroup):
         return self._launch(method.operation, flatten(payload), result, checked_body)
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to send a tensor, the only one of the list, to rank `peer`, which receives it with the same tag.
-
-        The Work may be done before the peer has received it.
-        """
+        """Start to send a tensor, the only one of the list; the Work may be done before rank `peer` has received it."""
         arguments.check_message("send", self._membership, tensors, peer, tag)
 
         def body() -> int:
@@ -359,19 +344,13 @@ class CollectiveGroup(WatchedGroup):
         return self._launch("send", tensors, tensors, body, *place)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to receive a tensor, the only one of the list, from rank `peer` of the group, sent with the same tag.
-
-        The Work's wait() raises an error if the message is longer than the tensor, and with ccl also if it is shorter.
-        """
+        """Start to receive a tensor, the only one of the list; wait() raises an error if the message is longer."""
         body = self._make_receiver(tensors, peer, tag)
         place = self.describe_message(peer, self._membership.rank, tag)
         return self._launch("recv", tensors, tensors, body, *place)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
-        """Start to receive a tensor with this tag from the rank that sends first: the Work's `source_rank()`.
-
-        The backend ccl cannot do this: wait() then raises CpuftError.
-        """
+        """Start to receive from the rank that sends first, the Work's `source_rank()`; ccl cannot, so wait() raises."""
         body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
         return self._launch("recvAnySource", tensors, tensors, body, channel, self._membership.ranks)
 

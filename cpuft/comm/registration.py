@@ -34,16 +34,12 @@ class BackendEntry:
     torch_name: str
     """Name in torch.distributed; torch keeps "mpi" for a library compiled into it, and "gloo" for its own backend."""
     make_group: Callable[[GroupMembership, Store, float], dist.ProcessGroup]
-    """Takes the membership, a store that all members share, and the timeout of operations in seconds; returns the
-    process group. All members call it together."""
+    """Takes the membership, a store of all members, and the timeout in seconds. All members call it together."""
     load: Callable[[], object] = lambda: None
     """Loads the libraries that the backend needs. Raises CpuftError if one is missing."""
 
     def find_problem(self) -> str:
-        """Return why the backend cannot be used here, in a line that ends with what to do, or "" if it can.
-
-        This loads what the backend needs, which stays loaded; for mpi also MPI_Init runs.
-        """
+        """Load what the backend needs, for good; return why that fails, with what to do next, or "" if it does not."""
         try:
             self.load()
         except CpuftError as error:

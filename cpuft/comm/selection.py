@@ -92,11 +92,9 @@ def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str =
     """Return the backend that `--backend auto` means on these hosts, the same on all ranks.
 
     The choice for these hosts, this number of ranks, these versions of the libraries and this type comes from rank 0's
-    cache, or is measured within some seconds and then written there. `dtype` is torch's name of the type in which
-    gradients are sent: not every library sums 16-bit floats quickly. All ranks must call this together, before they
-    make the default process group, and the process must end with `cpuft.comm.exit_process`.
-
-    Raises CpuftError if no backend could be measured, and RuntimeError if a rank does not come in the store's timeout.
+    cache, or is measured within some seconds and written there. `dtype` is the type in which gradients are sent: not
+    every library sums 16-bit floats quickly. All ranks must call this together, before they make the default process
+    group, and the process must end with `exit_process`. Raises CpuftError if no backend could be measured.
     """
     store = PrefixStore("automatic", store)
     store.set(f"host/{rank}", socket.gethostname())

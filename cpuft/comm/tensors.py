@@ -88,10 +88,7 @@ def all_reduce(backend: Backend, size: int, tensor: torch.Tensor, reduction: str
 
 
 def all_reduce_sparse(backend: Backend, rank: int, size: int, tensor: torch.Tensor) -> None:
-    """Sum a sparse COO tensor over the ranks, in place. Ranks may have different numbers of values.
-
-    Indices and values of all ranks are gathered, as torch's gloo does.
-    """
+    """Sum a sparse COO tensor over the ranks in place, by gathering indices and values, as torch's gloo does."""
     own = tensor.coalesce()
     count = torch.tensor([own._nnz()])
     counts = torch.empty(size, dtype=torch.int64)
@@ -147,11 +144,7 @@ def _reduce_locally(gathered: torch.Tensor, reduction: str) -> torch.Tensor:
 
 
 def reduce_scatter(backend: Backend, rank: int, pieces: Tensors, target: torch.Tensor, reduction: str) -> None:
-    """Reduce each piece, one for each rank, over the ranks, and write the `rank`-th one to `target`, of any layout.
-
-    The r-th piece has the same shape on all ranks. If the sizes of pieces differ, all of them are reduced on every
-    rank, which sends twice as many bytes.
-    """
+    """Reduce each piece over the ranks, and write the `rank`-th to `target`; unequal sizes cost twice the bytes."""
     whole = torch.cat([piece.reshape(-1) for piece in pieces])
     if len({piece.numel() for piece in pieces}) == 1:
         with contiguous_in_place(target) as dense:
@@ -178,10 +171,7 @@ def all_gather_single(backend: Backend, source: torch.Tensor, target: torch.Tens
 
 
 def all_gather(backend: Backend, rank: int, source: torch.Tensor, targets: Tensors) -> None:
-    """Write the tensor of rank r to the r-th target, which has its shape and type.
-
-    If all targets have as many bytes, this is one all-gather and a copy; otherwise it is one broadcast for each rank.
-    """
+    """Write the tensor of rank r to the r-th target; targets of unequal sizes cost a broadcast for each rank."""
     if len({target.nbytes for target in targets}) == 1:
         whole = targets[0].new_empty((len(targets), targets[0].numel()))
         all_gather_single(backend, source, whole)
@@ -202,10 +192,7 @@ def _exchange(
     received: Sequence[int],
     is_known: bool,
 ) -> None:
-    """Send and receive pieces of these many bytes, after all ranks have seen that the pieces fit each other.
-
-    This is not compared again if it `is_known` from the ranks' calls.
-    """
+    """Send and receive pieces of these many bytes, which all ranks compare first unless `is_known` from their calls."""
     if is_known:
         backend.all_to_all(source.data_ptr(), sent, target.data_ptr(), received)
         return
@@ -239,10 +226,9 @@ def all_to_all_single(
 
 
 def all_to_all(backend: Backend, sources: Tensors, targets: Tensors, is_known: bool = False) -> None:
-    """Send the r-th source to rank r, and receive the r-th target from it.
+    """Send the r-th source to rank r, and receive the r-th target from it; tensors may differ in type and layout.
 
-    Tensors may be empty, and may differ in type and layout. The r-th source must have as many bytes as rank r's target
-    for this rank, which is compared unless it `is_known`.
+    The r-th source must have as many bytes as rank r's target for this rank, which is compared unless it `is_known`.
     """
     sent = torch.cat([to_contiguous(source).view(-1).view(torch.uint8) for source in sources])
     received = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)

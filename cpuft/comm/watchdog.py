@@ -107,10 +107,7 @@ class OperationRegister:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def begin(self, channel: str, name: str, nbytes: int, ranks: Sequence[int], timeout: float) -> Operation:
-        """Register that this rank has arrived at an operation, which is pending until `end`, and return the operation.
-
-        The parameters are fields of `Operation`.
-        """
+        """Register that this rank has arrived at an operation with these fields, and return the operation."""
         with self._lock:
             sequence = self.progress.get(channel, (0, ""))[0] + 1
             operation = Operation(channel, sequence, name, nbytes, tuple(ranks), timeout, time.monotonic())
@@ -125,10 +122,7 @@ class OperationRegister:
         return operation
 
     def ignore_traffic(self, ranks: Sequence[int]) -> None:
-        """Count no bytes of operations between exactly these world ranks from now on.
-
-        Hierarchical means use this for the ranks of a host, so that the traffic is what is sent between hosts.
-        """
+        """Count no bytes between exactly these world ranks, such as those of one host, whose bytes do not leave it."""
         with self._lock:
             self.uncounted.add(tuple(ranks))
 
@@ -219,10 +213,7 @@ def find_missing_ranks(
 def describe_failure(
     operation: Operation, rank: int, missing: Mapping[int, str], now: float, calls: Mapping[int, Call] | None = None
 ) -> str:
-    """Return the line, without a newline, that explains why this rank ends.
-
-    `missing` is what `find_missing_ranks` returned; `calls` has only ranks that have arrived, with what they called.
-    """
+    """Return the line that explains why this rank ends; `calls` has only ranks that have arrived."""
     waited = now - operation.started
     names = ", ".join(f"rank {other} ({state})" for other, state in sorted(missing.items()))
     arrived = f"did not arrive: {names}" if missing else "all ranks arrived, so the network or a library hangs"
@@ -258,12 +249,9 @@ class CollectiveWatchdog:
     """A thread that ends the process when an operation is overdue, after it has asked all ranks for their progress.
 
     Before that, it writes two lines to standard error, which name the missing ranks for the user and for the launcher,
-    and it tells the other ranks, which end as well. The exit code is 75, with which `cpuft launch` can resume the run.
-    If no rank has ended and the launcher supervises this process, it first waits up to 25 s for the stack dumps of all
-    ranks.
-
-    It ends the process with os._exit, because destroying a pending oneCCL event blocks, and so does finalizing MPI when
-    a rank is gone.
+    and it tells the other ranks, which end as well. If no rank has ended and the launcher supervises this process, it
+    first waits for the stack dumps of all ranks. It ends the process with os._exit, because destroying a pending oneCCL
+    event blocks, and so does finalizing MPI when a rank is gone. The exit code 75 lets `cpuft launch` resume the run.
     """
 
     def __init__(self, register: OperationRegister) -> None:
@@ -297,10 +285,7 @@ class CollectiveWatchdog:
             self._connection.close()
 
     def exit_if_rank_lost(self, operation: Operation, error: BaseException) -> None:
-        """End the process if an operation has failed because one of its ranks has ended; else return.
-
-        A library may notice a lost rank before the hub does, so after a connection error this waits for the hub.
-        """
+        """End the process if an operation has failed because one of its ranks has ended; else return."""
         is_connection_error = any(text in str(error).lower() for text in _CONNECTION_ERRORS)
         deadline = time.monotonic() + (_DETECTION_SECONDS if is_connection_error else 0.0)
         while not self._closed.is_set():
@@ -334,7 +319,6 @@ class CollectiveWatchdog:
         return {rank: state for rank, state in missing.items() if rank not in self._gave_up} or missing
 
     def _find_calls(self, operation: Operation) -> dict[int, Call]:
-        """Return by rank with which call it has arrived at the operation, as far as the ranks have answered."""
         place = (operation.channel, operation.sequence)
         return {
             rank: (name, nbytes)
@@ -407,7 +391,6 @@ def _write_and_exit(text: str, missing: Collection[int], is_hang: bool) -> None:
 
 
 register = OperationRegister()
-"""The one register of this process."""
 _watchdog: CollectiveWatchdog | None = None
 _lock = threading.Lock()
 
@@ -415,9 +398,8 @@ _lock = threading.Lock()
 def start_watchdog(store: Store, group_rank: int, ranks: tuple[int, ...]) -> CollectiveWatchdog:
     """Return the watchdog of this process, which all of its process groups share.
 
-    The first call starts it and connects `ranks`, for which all of them must call this together; the one with
-    `group_rank` 0 runs the liveness hub. Later calls only return it, whatever their arguments. The errors are those of
-    `LivenessConnection`.
+    The first call starts it and connects `ranks`, which must all call this together; the one with `group_rank` 0 runs
+    the liveness hub. Later calls only return it. The errors are those of `LivenessConnection`.
     """
     global _watchdog
     with _lock:

@@ -120,10 +120,7 @@ def worker_settings(environment: dict[str, str], cores: set[int]) -> dict[str, s
 
 
 class CclBackend(Backend):
-    """Collectives over a oneCCL communicator. Failed calls raise RuntimeError with oneCCL's message.
-
-    oneCCL's sends have no tags, so each message is preceded by a header with its tag and size.
-    """
+    """Collectives over a oneCCL communicator, whose sends have no tags: a header with tag and size comes first."""
 
     name = "ccl"
 
