@@ -51,9 +51,9 @@ _FOREIGN_SECONDS = 10.0
 
 
 class StartupDisturbedError(CpuftError):
-    """Ranks did not find each other. Its exit code is not that of a refused option: another start may succeed."""
+    """Ranks did not find each other, perhaps because another host wrote to torch's store, which has no password."""
 
-    exit_code = 1
+    exit_code = 1  # not that of a refused option: another start of the run may succeed
 
 
 class Hub:
@@ -120,7 +120,7 @@ class Hub:
         writer.transport.abort()
 
     async def _verify(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> str:
-        """Return "" if this accepts a rank that sends "RANK PROOF", each rank once, or why it was refused."""
+        """Accept a rank that sends "RANK PROOF", each rank once; return "" or why it was refused."""
         nonce = secrets.token_hex(16).encode()
         writer.write(nonce + b"\n")
         try:
@@ -129,7 +129,7 @@ class Hub:
             return "sent too long a line"
         except (OSError, EOFError):
             return "closed it without a hello"
-        rank, _, proof = hello[:-1].partition(b" ")
+        rank, _, proof = hello[:-1].partition(b" ")  # nothing else is parsed before the proof is verified
         if not hmac.compare_digest(proof, make_proof(self._key, nonce, rank)):
             return "does not know the run's key"
         if rank not in self._missing:
@@ -201,7 +201,7 @@ class LivenessConnection:
         threading.Thread(target=self._run, name="cpuft-comm-liveness", daemon=True).start()
 
     def wait_for_all(self) -> None:
-        """Wait on the first rank until all ranks are connected, or for 60 s, without telling which; else return."""
+        """Wait on the first rank, up to 60 s, until all ranks are connected; it does not tell whether all came."""
         if self._hub:
             self._hub.is_full.wait(_JOIN_SECONDS)
 

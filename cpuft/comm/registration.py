@@ -39,7 +39,7 @@ class BackendEntry:
     """Loads the libraries that the backend needs. Raises CpuftError if one is missing."""
 
     def find_problem(self) -> str:
-        """Load what the backend needs, for good; return why that fails, with what to do next, or "" if it does not."""
+        """Load and keep what the backend needs; return why that fails, with what to do next, or "" if it does not."""
         try:
             self.load()
         except CpuftError as error:

@@ -79,8 +79,7 @@ _reporter: _Reporter | None = None
 
 
 def start_reporting(source: OperationSource | None = None, reports_waits: bool = False) -> None:
-    """Let this process's stacks and operations be dumped from now on; later calls only change a `source` that they
-    name.
+    """Let this process's stacks and operations be dumped from now on; later calls may change the `source`.
 
     `reports_waits`: this process asks a supervisor for a diagnosis when it has waited for WAIT_SECONDS.
     """

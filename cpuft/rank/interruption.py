@@ -69,7 +69,7 @@ def is_interrupted() -> bool:
 
 
 def describe_cause(environ: Mapping[str, str]) -> str:
-    """Return what told this rank to stop, for a message: the launcher's signal, else the notice or SIGUSR1."""
+    """Return what told this rank to stop, for a message: the signal in the request, else the notice or SIGUSR1."""
     if request := _read_request(_find(environ, REQUEST_FILE)):
         return request
     notice = environ.get(NOTICE_VARIABLE, "")
@@ -141,7 +141,7 @@ class InterruptionNotice:
         self._is_reported = False
 
     def has_arrived(self) -> bool:
-        """Return whether the notice is there, False on any failure; the first one but 404 is reported."""
+        """Return whether the notice is there; False on a failure, which is reported once unless it is a 404."""
         if not self._place.startswith(("http://", "https://")):
             return os.path.exists(self._place)
         try:

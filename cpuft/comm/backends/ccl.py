@@ -146,7 +146,7 @@ class CclBackend(Backend):
         self._remove_names(find_shared_memory(os.getpid()) - others)
 
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
-        """Return true for sum, product, min and max of all numbers; not for bool or bitwise reductions."""
+        """Return true for sum, product, min and max of integers and floats; not for bool or bitwise reductions."""
         return dtype in _TYPES and reduction in _REDUCTIONS
 
     def all_reduce(self, address: int, count: int, dtype: torch.dtype, reduction: str) -> None:

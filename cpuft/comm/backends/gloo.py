@@ -45,7 +45,7 @@ class GlooWork(dist.Work):
         """What gloo's works have returned: gloo waits for ever, or divides nothing, if it is asked twice."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all works are done; only the first call is watched and can fail. `timeout` is ignored."""
+        """Block until all works are done, while the watchdog watches; raises gloo's errors. `timeout` is ignored."""
         if self._done is None:
             operation = self._begin()
             try:

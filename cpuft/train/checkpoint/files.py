@@ -148,10 +148,7 @@ def _list_folders(root: Path) -> list[tuple[Path, re.Match[str]]]:
 
 
 def read_checkpoint(path: Path) -> dict[str, bytearray]:
-    """Return the contents of a checkpoint's files by name, after a check of their checksums.
-
-    Raises ValueError if the checkpoint is missing, incomplete, damaged or of another version.
-    """
+    """Return a checkpoint's files by name; ValueError if it is missing, damaged or of another version."""
     try:
         text = _read(path / _META).decode()
         meta = load(dict[str, Any], parse_json(text), _META)

@@ -29,10 +29,8 @@ def save_model(
 
     A model of peft is saved as its adapters and head or, with `merged`, whole, with the adapters merged into weights
     that are loaded again. `source` is the folder or hub name whose tokenizer is saved, unless `made` is the JSON of one
-    that was made for this run. `finish` writes more files before the folder gets its name.
-
-    Raises DiskFullError; CpuftError if the tokenizer or, with `merged`, the base model cannot be loaded or does not
-    fit; and whatever else transformers and safetensors raise.
+    that was made for this run. `finish` writes more files before the folder gets its name. Raises DiskFullError,
+    CpuftError, and whatever transformers and safetensors raise.
     """
     target, beside = Path(run_dir) / MODEL_DIR, Path(run_dir) / f"{MODEL_DIR}.{os.getpid()}.tmp"
     try:

@@ -71,7 +71,7 @@ class Requests:
 
     @classmethod
     def decode(cls, total: float) -> Requests:
-        """Return what ranks have requested together, from the sum of their numbers; a stop includes the checkpoint."""
+        """Return what ranks have requested together, from the sum of their numbers; `stop` excludes `checkpoint`."""
         return cls(checkpoint=total == 1.0, stop=total >= 2.0)
 
 
@@ -116,8 +116,7 @@ class Checkpoints:
         """Begin to write a checkpoint after an update; each rank writes one or contributes to others'. Collective.
 
         It returns when the state is copied; a thread writes the copy. A writer whose previous checkpoint is not on the
-        disk yet writes none or, with `is_best`, waits for it. `is_best` keeps this checkpoint until a better one comes.
-        A full disk is a warning on standard error, not an exception.
+        disk yet writes none or, with `is_best`, waits for it. A full disk is a warning, not an exception.
         """
         if self.writer:
             self.writer.write(update, skip_if_busy=not is_best, is_best=is_best)
@@ -144,7 +143,7 @@ class Checkpoints:
         """Write a checkpoint after an update, wait for the disk, and raise Interrupted on all ranks. Collective.
 
         At least one rank must have been told to stop. It returns only if no rank could write its checkpoint, as on a
-        full disk: then training goes on. `updates` is the number of the whole run's.
+        full disk: then training goes on. `updates` are the whole run's.
         """
         causes: list[tuple[str, bool]] = gather(
             (describe_cause(os.environ), is_host_leaving(os.environ)) if is_interrupted() else ("", False)
@@ -251,12 +250,11 @@ class CheckpointWriter:
     ) -> bool:
         """Copy the state, and write it with the record as the checkpoint of an update, on a thread.
 
-        With an exchange that shards the optimizer this is collective: ranks without a writer contribute. If the disk
-        does not take the checkpoint, or has less than twice its size free, a warning is printed once per run, and
-        nothing is raised. With `skip_if_busy` (None: unless `wait`), a writer whose previous checkpoint is still being
-        written only contributes to those of other ranks; else it waits. `last_line` ends the record in this checkpoint.
-
-        Returns, with `wait`, whether the checkpoint is on the disk; without, always False.
+        With an exchange that shards the optimizer this is collective: ranks without a writer contribute. A disk that
+        does not take the checkpoint, or has less than twice its size free, is one warning per run. With `skip_if_busy`
+        (None: unless `wait`), a writer whose previous checkpoint is still being written only contributes to those of
+        other ranks; else it waits. `last_line` ends the record in this checkpoint. Returns whether it is on the disk,
+        always False without `wait`.
         """
         if self._thread.is_alive() and (not wait if skip_if_busy is None else skip_if_busy):
             self._contribute()
@@ -323,7 +321,6 @@ class HostCheckpoint:
     text: str
     """The file beside the state, RECORD or VALUES."""
     nbytes: int
-    """Size of the state."""
 
 
 def find_newest_checkpoint(
@@ -331,14 +328,10 @@ def find_newest_checkpoint(
 ) -> tuple[HostCheckpoint, Callable[[], torch.Tensor]]:
     """Find the newest whole checkpoint in `root` on any host. Collective: the first rank of each host reads `root`.
 
-    `text` names the file beside the state that all ranks need, RECORD or VALUES; `header` is the number of bytes of the
-    state that they need to compare. Rank 0 prints a line for each damaged checkpoint that is newer than a host's whole
-    one. If there are only damaged ones, CpuftError is raised on all ranks.
-
-    Returns
-    -------
-    (checkpoint, read): the checkpoint, on every rank the same, with update -1 if there is none; and a collective
-    function that returns its state on every rank, uint8 of shape (nbytes,). Call `read` only if there is a checkpoint.
+    Returns the checkpoint, on every rank the same, with update -1 if there is none, and a collective function for its
+    state on every rank, uint8 of shape (nbytes,), to be called only if there is one. `text` names the file beside the
+    state that all ranks need, RECORD or VALUES; `header` is the number of bytes of the state that they compare. Rank 0
+    prints a line for each newer checkpoint that is damaged; CpuftError is raised on all ranks if all are damaged.
     """
     update, files, damaged = read_newest(root) if world.local_rank == 0 else (-1, {}, [])
     content, decoded = files.get(STATE, bytearray()), files.get(text, bytearray()).decode(errors="replace")
@@ -377,9 +370,8 @@ def resume(state: TrainingState, root: Path, world: World, options: Mapping[str,
 def find_difference(record: Record, same_tensors: bool, options: Mapping[str, Any], data: str) -> str:
     """Return the first difference between a checkpoint's job and this one, and what to do; "" if they are one job.
 
-    The text is the end of a sentence about the checkpoint. An option that the record lacks counts as equal.
-    `same_tensors` says whether names, dtypes and shapes of the state, and the frozen weights, are the same; `data` is
-    the checksum of this run's examples.
+    The text is the end of a sentence about the checkpoint. `same_tensors` says whether names, dtypes and shapes of the
+    state, and the frozen weights, are the same; `data` is the checksum of this run's examples.
     """
     then = record.header.options
     for name, value in options.items():

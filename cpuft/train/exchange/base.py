@@ -44,10 +44,7 @@ class Exchange:
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
-        """Return whether a run with these options on this number of ranks can use this exchange; here: with one rank.
-
-        The first exchange of `table.EXCHANGES` that returns True is used.
-        """
+        """Return whether these options on this number of ranks select this exchange, the first such in `EXCHANGES`."""
         return ranks == 1
 
     def reset(self) -> None:

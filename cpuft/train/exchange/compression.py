@@ -1,8 +1,4 @@
-"""Which gradient compression `--grad-compression auto` chooses for a job, and what an update sends.
-
-The choice is measured before the first update. The record holds what an update sends, from which `cpuft estimate`
-estimates the step time on any number of hosts.
-"""
+"""Which gradient compression `--grad-compression auto` measures and chooses for a job, and what an update sends."""
 
 from __future__ import annotations
 
@@ -56,16 +52,9 @@ def choose_compression(
     is slow, of two forward and backward passes, which leave the model in training mode without gradients. `earlier` is
     what was chosen when the run began, if it is being resumed.
 
-    Returns
-    -------
-    The compression, for example int8, and the reason in one line:
-
-    - both are "" if there was nothing to choose: `--grad-compression` is not auto, the exchange does not send
-      gradients, or all ranks are on one host;
-    - `earlier` and "as when the run began" if `earlier` is one that auto may choose;
-    - bf16 if `precision` is bf16, else none, and "", if the link sends gradients as they are within 20 ms;
-    - otherwise the most exact one with which a step is estimated to be as short as the shortest within 2 %, and the
-      figures.
+    Returns the compression, for example int8, and the reason in one line. Both are "" if there was nothing to choose.
+    The most exact compression is chosen with which a step is estimated to be as short as the shortest within 2 %; if
+    the link sends gradients as they are within 20 ms, that is bf16 or none, without a reason.
     """
     base = resolve_compression(config.grad_compression, precision)
     has_choice = config.grad_compression == "auto" and choose_exchange(config, world.size).sends_gradients
@@ -101,12 +90,11 @@ def choose_compression(
 def make_levels(
     model: torch.nn.Module, tokens: float, own_tokens: float, ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
-    """Return what an update of a model sends with each compression, from none to powersgd, the most exact first.
+    """Return what an update of a model sends with each compression, from none to powersgd.
 
-    The word embedding counts by rows if it can be exchanged by rows: a trained torch.nn.Embedding whose weight is not
-    shared. `tokens` and `own_tokens` are the distinct tokens in an update of all ranks and of one rank (of one host if
-    means are hierarchical), `ranks` the number whose all-reduce has these bytes as payload, `coding_seconds` the time
-    to encode and decode one number with int8. `hosts` is 0 unless int8 and powersgd have hierarchical means.
+    `tokens` and `own_tokens` are the distinct tokens in an update of all ranks and of one rank (of one host if means
+    are hierarchical), which count if the word embedding is exchanged by rows. `ranks` are those of the all-reduce whose
+    payload the bytes are, `coding_seconds` are for one number with int8, and `hosts` is 0 without hierarchical means.
     """
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
@@ -117,10 +105,7 @@ def make_levels(
 
 
 def measure_link() -> LinkModel:
-    """Measure all-reduces between all ranks, of 1 MiB and of 64 bytes, and return what they cost. Collective.
-
-    The result is the same on all ranks. The measurement takes a fraction of a second to some seconds.
-    """
+    """Measure all-reduces of 1 MiB and of 64 bytes, and return what they cost, the same on all ranks. Collective."""
     small = measure_collective("", "all_reduce", "float32", 64, 5).median_seconds
     large = measure_collective("", "all_reduce", "float32", MESSAGE_BYTES, 3).median_seconds
     taken = count_ring_passes(dist.get_world_size()) * CPU_SECONDS_PER_BYTE / torch.get_num_threads()

@@ -28,11 +28,7 @@ from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows
 
 
 class DataParallelExchange(Exchange):
-    """The mean of the gradients of all ranks, in every update: the exchange of several ranks if no option selects
-    another.
-
-    Making it is collective. All ranks must have the same parameters.
-    """
+    """The mean of the gradients of all ranks in every update. Making it is collective; parameters must be equal."""
 
     sends_gradients = True
 
@@ -106,11 +102,9 @@ class DataParallelExchange(Exchange):
 def make_buckets(
     layers: Sequence[torch.nn.Parameter], unused: Sequence[torch.nn.Parameter], compression: str, members: int
 ) -> list[Bucket]:
-    """Return the buckets of gradients in the order in which they are sent, with `members` ranks that send to each
-    other.
+    """Return the buckets of gradients in the order in which they are sent; `members` ranks send to each other.
 
-    `unused` is what `list_unused` returned. These have the last buckets for themselves: others would wait for them
-    until the end of the backward pass.
+    `unused` (see `list_unused`) have the last buckets for themselves: others would wait for them until backward ends.
     """
     total, late = sum(one.numel() for one in layers), {*unused}
     least = -(-total // count_buckets(compression, total, members))

@@ -19,8 +19,7 @@ from cpuft.train.fast.adamw import fp32_weights
 class LocalSGDExchange(Exchange):
     """Average the ranks' parameters when `plan_averages` says so: fp32 master weights if the model has them.
 
-    Making it is collective. `--grad-compression auto` means int8 here. Raises CpuftError if changes of parameters
-    cannot be sent with the `--grad-compression`; none, bf16, fp16 and int8 can.
+    Making it is collective, and raises CpuftError for a `--grad-compression` that cannot send changes of parameters.
     """
 
     def __init__(self, model: torch.nn.Module, optimizer: Optimizer, config: TrainConfig, precision: str) -> None:
@@ -38,7 +37,7 @@ class LocalSGDExchange(Exchange):
         return ranks > 1 and config.sync_every > 1
 
     def reset(self) -> None:
-        """Count changes from the parameters of now, such as a checkpoint's; unsent ones and momentum are lost."""
+        """Count changes from the parameters of now, as after a checkpoint; unsent changes and momentum are dropped."""
         with fp32_weights(self.bare_model):
             self._local.restart()
         self._updates_since_sent = 0

@@ -52,10 +52,7 @@ def shard_length(elements: int, ranks: int, unit: int = ALIGNMENT) -> int:
 
 
 def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNMENT) -> list[ShardPiece]:
-    """Return what a rank's shard of a bucket holds of the bucket's parameters, which have these sizes, in their order.
-
-    A parameter without an element in the shard is not in the list; a shard that is only padding has an empty list.
-    """
+    """Return what a rank's shard of a bucket holds of parameters of these sizes, in their order; [] if only padding."""
     length, start, found = shard_length(sum(sizes), ranks, unit), 0, []
     begin, end = rank * length, (rank + 1) * length
     for parameter, size in enumerate(sizes):
@@ -67,10 +64,7 @@ def find_pieces(sizes: Sequence[int], ranks: int, rank: int, unit: int = ALIGNME
 
 
 class ShardedBucket(Bucket):
-    """A bucket whose parameters lie side by side in memory, too, and this rank's shard of them.
-
-    Making one needs the default process group, but sends nothing.
-    """
+    """A bucket whose parameters lie side by side in memory, too, and this rank's shard of them."""
 
     @torch.no_grad()
     def __init__(
@@ -98,10 +92,7 @@ class ShardedBucket(Bucket):
         """What the optimizer updates: a slice of `weights`, or of their fp32 masters."""
 
     def fill(self, shard: Tensor, find_value: Callable[[nn.Parameter], Tensor]) -> Tensor:
-        """Copy this rank's elements of each parameter's value into `shard`, one-dimensional, and return it.
-
-        Padding stays as it is. `find_value` is called once for each parameter, in their order.
-        """
+        """Copy this rank's elements of each parameter's value into `shard`, one-dimensional, and return it."""
         values = [find_value(parameter).reshape(-1) for parameter in self.parameters()]
         for piece in self._pieces:
             value = values[piece.parameter][piece.start : piece.start + piece.length]
@@ -153,10 +144,7 @@ class OptimizerShards:
         return self._masters.hand_over(self.parameters) if self._masters else {}
 
     def mark_rows(self, rows: Tensor) -> None:
-        """Note that these rows of the embedding (int64, any shape, the same on all ranks) have had gradients.
-
-        `gather_weights` sends them from now on. All rows are sent anyway if the embedding has weight decay.
-        """
+        """Note that these rows of the embedding, int64, the same on all ranks, have had gradients and must be sent."""
         if self._changed_rows is not None:
             self._changed_rows[rows.reshape(-1)] = True
 
@@ -197,8 +185,7 @@ class OptimizerShards:
         return max(float(state.get("step", 0)) for state in [*self._optimizer.state.values(), {}])
 
     def gather_state(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
-        """Yield all that is sharded, as (kind, parameter, value), bucket by bucket. Collective: every rank iterates to
-        the end.
+        """Yield all that is sharded, as (kind, parameter, value), bucket by bucket. Collective, to the end.
 
         The kind is "exp_avg", "exp_avg_sq" or, for bf16 parameters with masters only, "model"; the value is the whole
         fp32 tensor in the parameter's shape. One bucket at a time is gathered in memory.
@@ -214,8 +201,7 @@ class OptimizerShards:
     def restore(self, find_value: Callable[[str, nn.Parameter], Tensor], step: Tensor) -> None:
         """Take this rank's shards of the values that `gather_state` has yielded after `step` updates. Not collective.
 
-        The model has its weights back already. `find_value` returns the value of a kind and a parameter; with a `step`
-        of 0, no moments are taken.
+        The model has its weights back already. `find_value` returns the value of a kind and a parameter.
         """
         for bucket in self.buckets:
             if bucket.has_masters:

@@ -69,7 +69,6 @@ class ShardedExchange(Exchange):
         self._gradients = GradientBuckets(self._dense_buckets, self._send)
         self._messages: list[_Message] = []
         self._waited = 0.0
-        """Seconds of the last pass in which this rank waited for messages, because too many buckets were under way."""
 
     @staticmethod
     def is_selected(config: TrainConfig, ranks: int) -> bool:
@@ -103,10 +102,7 @@ class ShardedExchange(Exchange):
 
     @torch.no_grad()
     def average_gradients(self, find_token_ids: Callable[[], Sequence[Tensor]]) -> float:
-        """Finish the mean of the gradients: each rank gets that of its own shards, and blocks until it has.
-
-        Returns the seconds of the last backward pass in which this rank waited because too many buckets were under way.
-        """
+        """Finish the mean of the gradients of this rank's shards; return the seconds for which backward has waited."""
         waited = self._waited
         self._gradients.send_rest()
         self._waited = 0.0
