@@ -213,14 +213,14 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
 
 def explain_exit(code: int, text: str = "") -> tuple[str, str]:
     """Return how a rank ended, such as "killed by SIGKILL", and what to do. `text` is its standard error."""
+    ended = f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}"
     if code == 137 and OUT_OF_MEMORY in text:
         return "killed by the kernel because memory ran out", _LESS_MEMORY
     if _NO_MEMORY.search(_last_error(text)):
         return "out of memory", _LESS_MEMORY
     if _NO_PROCESS.search(_last_error(text)):
-        return f"exit code {code}", NO_MORE_PROCESSES
+        return ended, NO_MORE_PROCESSES
     if _DIFFERENT_SIZES.search(_last_error(text)):
-        ended = f"killed by signal {code - 128}" if code > 128 else f"exit code {code}"
         return (
             f"{ended}, because ranks passed different sizes to a collective operation",
             "pass tensors of the same shape and type on all ranks; with TORCH_DISTRIBUTED_DEBUG=DETAIL in your shell, "
@@ -230,7 +230,7 @@ def explain_exit(code: int, text: str = "") -> tuple[str, str]:
         return "killed by signal 9", ""
     if code in _SIGNAL_CAUSES:
         return _SIGNAL_CAUSES[code]
-    return f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}", ""
+    return ended, ""
 
 
 def _is_signal(code: int) -> bool:

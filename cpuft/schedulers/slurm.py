@@ -108,6 +108,14 @@ class Slurm(Scheduler[SlurmOptions]):
         worst = max((code or (number and 128 + number) for code, number in codes), default=0)
         worst = worst or int(states != ["COMPLETED"])
         files = [Path(path) for path in re.findall(r"^ *StdOut=(.*)$", text, re.MULTILINE)]
-        log = "".join(file.read_text(errors="replace") for file in files if file.is_file())
+        log = "".join(map(_read_log, files))
         ended = all(state in _FINAL_STATES.split() for state in states)
         return JobStatus(", ".join(states), worst if ended else None, log, next(iter(hopeless), ""))
+
+
+def _read_log(path: Path) -> str:
+    """Return the text of a job's log; "" if it is not there yet, or cannot be read from this machine now."""
+    try:
+        return path.read_text(errors="replace")
+    except OSError:
+        return ""

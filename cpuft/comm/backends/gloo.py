@@ -41,8 +41,8 @@ class GlooWork(dist.Work):
     ) -> None:
         super().__init__()
         self._group, self._works, self._begin, self._finish, self._outputs = group, works, begin, finish, outputs
-        self._done: bool | None = None
-        """What gloo's works have returned: gloo waits for ever, or divides nothing, if it is asked twice."""
+        self._done: bool | Exception | None = None
+        """How gloo's works have ended: gloo waits for ever, or divides nothing, if it is asked twice."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Block until all works are done, while the watchdog watches; raises gloo's errors. `timeout` is ignored."""
@@ -51,11 +51,14 @@ class GlooWork(dist.Work):
             try:
                 done = [work.wait() for work in self._works]
             except Exception as error:
+                self._done = error
                 self._group.end(operation, error)
                 raise
             self._group.end(operation)
             self._finish()
             self._done = all(done)
+        if isinstance(self._done, Exception):
+            raise self._done
         return self._done
 
     def is_completed(self) -> bool:
