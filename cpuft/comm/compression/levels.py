@@ -9,11 +9,10 @@ from cpuft.comm.selection import TIE
 from cpuft.errors import CpuftError
 
 OVERLAP = 0.5
-"""Share of the forward and backward passes during which layers' gradients can be sent: the backward pass without its
-first layers."""
+"""Share of the forward and backward passes that can hide messages: the backward pass without its first layers."""
 LATE_BUCKETS = 2
-"""Buckets that become ready when the backward pass ends, so that no computing hides their messages. In a step of MiniLM
-with six buckets, the last two were ready within the last 4 % of the backward pass."""
+"""Buckets that become ready when the backward pass ends, so that nothing hides their messages. In a step of MiniLM, the
+last two of six buckets were ready within the last 4 % of the backward pass."""
 
 
 @dataclass(frozen=True)
@@ -21,7 +20,6 @@ class CompressionLevel:
     """A gradient compression, and what an update of this job costs with it."""
 
     name: str
-    """A value of --grad-compression: none, bf16, fp16, int8 or powersgd."""
     layer_bytes: float
     """Bytes sent during the backward pass, counted as the payload of an all-reduce."""
     row_bytes: float
@@ -29,9 +27,9 @@ class CompressionLevel:
     has_late_rows: bool
     """Whether embedding rows are sent while the next update computes."""
     messages: int
-    """Number of messages that are sent one after the other once the last gradient is ready."""
+    """Messages that are sent one after the other once the last gradient is ready."""
     coding_seconds: float
-    """Seconds of computing to encode and decode the messages."""
+    """Computing time to encode and decode the messages."""
     buckets: int
     """Number of messages in which `layer_bytes` are sent."""
 
@@ -49,10 +47,8 @@ class LinkModel:
 def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link: LinkModel) -> float:
     """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`.
 
-    This is compute + coding + taken + max(late, layers - OVERLAP * compute) + rows + messages * latency. Here layers
-    and rows are the seconds to send these bytes, late is the part of layers that belongs to the late buckets, and taken
-    is the time that sending all bytes takes from computing. Late rows are sent before the layers of the next update:
-    compute + coding + taken + max(late, layers - OVERLAP * compute, layers + rows - compute) + messages * latency.
+    Layers' messages are hidden by computing, except those of the late buckets. Late rows are sent before the layers of
+    the next update, so that its computing hides them, too.
     """
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     late = layers * min(1.0, LATE_BUCKETS / level.buckets)
@@ -68,15 +64,8 @@ def choose_level(
 ) -> tuple[CompressionLevel, str]:
     """Return the first level whose step is as short as the shortest within 2 %, and the reason in one line.
 
-    The reason gives the figures, for example "a step computes 0.21 s and an all-reduce takes 940 Mbit/s: none 0.4 s,
-    bf16 0.3 s".
-
-    Parameters
-    ----------
-    levels: from exact to fewest bytes.
-    compute_seconds: of an update's forward and backward passes.
-
-    Raises CpuftError: there are no levels.
+    `levels` go from exact to fewest bytes. The reason gives the figures, for example "a step computes 0.21 s and an
+    all-reduce takes 940 Mbit/s: none 0.4 s, bf16 0.3 s".
     """
     if not levels:
         raise CpuftError("there is no gradient compression to choose from: give one with --grad-compression")
