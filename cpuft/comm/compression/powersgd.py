@@ -212,7 +212,7 @@ class _Bucket:
         return torch.cat([self.matrices.compute_q(means), self._unsent])
 
     def finish(self, sent: torch.Tensor, means: torch.Tensor, errors: torch.Tensor) -> None:
-        """Write the means into the bucket: `errors` are what they lack of this rank's numbers, `sent` what they have."""
+        """Write the means into the bucket; `errors` are what they lack of this rank's numbers, and `sent` the rest."""
         count = len(means) - len(self._unsent)
         self.matrices.write_approximations(sent[:count], means[:count], self._buffer)
         self._unsent = errors[count:]

@@ -35,23 +35,17 @@ from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 _Masks = tuple[Mask, Mask, Mask]
 """Of the dropouts of attention, of its output and of feed-forward."""
 _Run = Callable[..., Any]
-"""`run_once` or `run_with_recompute`: runs a part of a layer, given the part and its tensors."""
+"""`run_once` or `run_with_recompute`."""
 
 
 @without_autocast
 def run_layer(parts: LayerParts, x: Tensor, layout: Layout, is_last: bool, given: Mapping[str, Any]) -> Tensor:
     """Return the output of one patched layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
 
-    If it `is_last` and the layout is `first_only`, the output is (batch, hidden), the first tokens. Dropout masks are
-    drawn from torch's generator. With `parts.recomputes`, in training, activations are recomputed in backward.
-
-    Parameters
-    ----------
-    parts: of a layer that `stack.Stack.install` has patched.
-    x: in the dtype of the layer's linear weights.
-    is_last: whether no other layer runs after this one.
-    given: what transformers passes to the layer by name: of this, `position_embeddings` is read (rotary positions) and
-        `rel_embeddings` (all relative embeddings of disentangled attention, (embeddings, hidden), fp32).
+    If it `is_last` and the layout is `first_only`, the output is (batch, hidden), the first tokens. `x` has the dtype
+    of the layer's linear weights. Of `given`, what transformers passes to the layer by name, this reads
+    `position_embeddings` (rotary positions) and `rel_embeddings` (all relative embeddings of disentangled attention,
+    (embeddings, hidden), fp32).
     """
     training = parts.attention_module.training
     run = run_with_recompute if parts.recomputes and training else run_once
@@ -103,7 +97,7 @@ def _attend(
     x: Tensor,
     embeddings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The first part that gradient checkpointing recomputes: projections and attention; and x for what follows.
+    """Run the first part that gradient checkpointing recomputes: projections and attention; return `x`, too.
 
     `embeddings`: the relative embeddings of the layout's distances after dropout, for disentangled attention.
     """
@@ -122,7 +116,7 @@ def _attend(
 def _feed_forward(
     parts: LayerParts, mask: Mask, forward_pass: ForwardPass, context: Tensor, x: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The second part: from the attention's output to the two operands of the last norm."""
+    """Run the second part: from the attention's output to the two operands of the last norm."""
     (inner,) = parts.inner
     x = dropout_add_norm(context, parts.attention_output.bias, x, parts.attention_norm, mask)
     if is_exact_gelu(parts.activation) and not parts.int8 and can_feed_forward(inner, parts.outer, x):
@@ -132,7 +126,6 @@ def _feed_forward(
 
 
 def _activate(activation: Callable[[Tensor], Tensor], x: Tensor, bias: Tensor) -> Tensor:
-    """Return the activation of `x + bias`, (tokens, inner)."""
     if is_exact_gelu(activation):
         return gelu(x, bias)
     # The approximation as transformers writes it takes eight passes, and keeps a tensor for each.
@@ -157,7 +150,7 @@ def _run_blocks(
     forward_pass: ForwardPass,
     x: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Run what gradient checkpointing recomputes: the whole pre-norm layer up to its last product.
+    """Run the whole pre-norm layer up to its last product, which is what gradient checkpointing recomputes.
 
     Returns the residual stream after attention, and the product of feed-forward without its bias.
     """
