@@ -1,9 +1,8 @@
 """Frozen weights in bf16, fp32 or 8 bits, which are converted for one product at a time.
 
-With LoRA adapters, nothing but the adapters is trained. The weights below them are only read, so that ranks of one host
-can share a mapped file of them, in a type that takes a half or a quarter of fp32's memory. Products need them in the
-type of the activations: a buffer, which all layers use in turn, gets the weights of one product in that type, in
-forward and again in backward.
+Weights below LoRA adapters are only read, so that ranks of one host can share a mapped file of them, in a type that
+takes a half or a quarter of fp32's memory. A buffer, which all layers use in turn, gets the weights of one product in
+the type of the activations, in forward and again in backward.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ _buffers = threading.local()
 
 
 class FrozenLinear(nn.Linear):
-    """A linear layer whose weight is frozen, and may be of another type than its inputs.
-
-    A layer becomes one by `freeze_linear`. Its outputs have the type of its inputs, or under autocast that of autocast.
-    """
+    """A linear layer whose frozen weight may be of another type than its inputs and outputs; see `freeze_linear`."""
 
     scales: Tensor | None
     """Of an int8 weight, the factor of each output, fp32, (outputs,); else None."""
@@ -58,12 +54,9 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def freeze_linear(layer: nn.Linear, scales: Tensor | None = None) -> None:
-    """Make a layer a FrozenLinear in place. Its weight has its final type already.
+    """Make a torch.nn.Linear itself a FrozenLinear in place; its weight has its final type already.
 
-    Parameters
-    ----------
-    layer: a torch.nn.Linear itself, not of a subclass.
-    scales: of an int8 weight, (outputs,), fp32.
+    `scales` are those of an int8 weight, (outputs,), fp32.
     """
     layer.weight.requires_grad_(False)
     if layer.bias is not None:
@@ -95,8 +88,8 @@ def list_frozen_weights(model: nn.Module) -> list[Tensor]:
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest int8 weight, (outputs, inputs), and the factor of each output, fp32, (outputs,).
 
-    The largest magnitude of an output's weights is 127, as for the weights of LLM.int8 (Dettmers and others 2022, arXiv
-    2208.07339). An output of zeros has the factor 1.
+    The largest magnitude of an output's weights is 127, as in LLM.int8 (Dettmers and others 2022, arXiv 2208.07339). An
+    output of zeros has the factor 1.
     """
     wide = weight.detach().float()
     scales = wide.abs().amax(1) / 127
@@ -186,13 +179,7 @@ _run_frozen_linear: Callable[..., Tensor] = _FrozenLinear.apply
 def frozen_linear(
     x: Tensor, weight: FrozenWeight, bias: Tensor | None, forward_pass: ForwardPass = ForwardPass.ONLY
 ) -> Tensor:
-    """Return x W^T + bias, of which only x has a gradient: (tokens, inputs) -> (tokens, outputs), in the type of x.
-
-    Parameters
-    ----------
-    bias: (outputs,), of any type.
-    forward_pass: which pass of a part under gradient checkpointing this is.
-    """
+    """Return x W^T + bias, of which only x has a gradient: (tokens, inputs) -> (tokens, outputs), in the type of x."""
     bias = None if bias is None else bias.detach().to(x.dtype)
     return _run_frozen_linear(x, weight, bias, forward_pass)
 
