@@ -24,8 +24,8 @@ from cpuft.train.fast.elementwise import Norm
 class Angles:
     """The rotation of each token: a row for each row of queries and keys, in the same order.
 
-    The rotary modules of transformers return (batch, length, size) with two equal halves, or less than `size` for a
-    partial rotation; of that, this is the first half, at the positions that have a token.
+    The rotary modules of transformers return two equal halves, with less than a head's size for a partial rotation; of
+    that, this is the first half, at the positions that have a token.
     """
 
     cos: Tensor
@@ -39,12 +39,10 @@ class HeadNorms:
     """The norms of every head of queries and keys before the rotation: RMSNorm over `size`, without bias."""
 
     query: Norm | None
-    """With a weight (size,), the same for all heads of queries; None for no norm."""
+    """With a weight (size,), which all heads share; None for no norm."""
     key: Norm | None
-    """Likewise of the keys."""
 
     def __post_init__(self) -> None:
-        """Raise ValueError for layer norm or a bias, which no known model has here."""
         for norm in (self.query, self.key):
             if norm is not None and (norm.is_centred or norm.bias is not None):
                 raise ValueError("the norms of queries and keys must be RMSNorm without bias")
@@ -141,8 +139,6 @@ def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms
     packed: (tokens, (count + 2 * keys) * size), fp32 or bf16: query, key and value as `attention` takes them.
     angles: of the rows of `packed`, with at most size / 2 columns; numbers of a head from 2 * half on do not turn. None
         for no rotation.
-    heads: their numbers and their size.
-    norms: before the rotation; None for none.
     """
     norms = norms or HeadNorms(None, None)
     if angles is None and norms.query is None and norms.key is None:

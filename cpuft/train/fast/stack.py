@@ -27,9 +27,7 @@ class FastLayer:
     """Mixed in before a layer's own class: `forward` runs the fast layer where the stack's hook has made a layout."""
 
     fast_parts: LayerParts
-    """The modules of this layer."""
     fast_stack: Stack
-    """The layers to which this one belongs."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer with the layout of this batch among its arguments.
@@ -55,14 +53,7 @@ class FastLayer:
 
         With a layout the output is (tokens, hidden) in the dtype of the linear weights, or from the last run (batch,
         length, hidden) in the dtype of the norms, with zeros for padding; (batch, 1, hidden) if the layout is
-        `first_only`. Without one, it is what the forward of the model's own class returns.
-
-        Parameters
-        ----------
-        hidden_states: (batch, length, hidden), or with a layout (tokens, hidden), except for the first layer.
-        fast_layout: the layout of the batch; None for the model's own class.
-        is_last_run: whether no other layer runs for this batch after this one.
-        args, kwargs: for the model's own class; for what a fast layer reads of them, see `layers.run_layer`.
+        `first_only`. Without one, the model's own class computes it. The first layer packs `hidden_states`.
         """
         stack, parts = self.fast_stack, self.fast_parts
         if fast_layout is None:
@@ -79,15 +70,9 @@ class FastLayer:
 class Stack:
     """The layers of one encoder or decoder, and hooks which make the layout of each batch.
 
-    The hooks are methods, so that a deep copy of the model copies them along.
-
-    Parameters
-    ----------
-    owner: the module that gets the hooks: the one that holds the layers, such as BertEncoder or LlamaModel, or the
-        model around it, see `Architecture.is_entered_at_model`.
-    holder: the module that holds the layers.
-    runs: the layers in the order in which they run, each as often as it does.
-    architecture: of the layers.
+    The hooks are methods, so that a deep copy of the model copies them along. `owner` gets them: the `holder` of the
+    layers, such as BertEncoder or LlamaModel, or the model around it, see `Architecture.is_entered_at_model`. `runs`
+    are the layers in the order in which they run, each as often as it does.
     """
 
     def __init__(self, owner: nn.Module, holder: nn.Module, runs: list[Any], architecture: Architecture) -> None:
@@ -97,7 +82,6 @@ class Stack:
         self.layers = list(dict.fromkeys(runs))
         """Each layer once."""
         self.parts = [architecture.read_layer(layer) for layer in self.layers]
-        """Those of each layer."""
         self.is_pre_norm = self.parts[0].is_pre_norm
         self.architecture = architecture
         self.precision_dtype = torch.float32
@@ -127,10 +111,7 @@ class Stack:
         return [linear for parts in self.parts for linear in parts.linears]
 
     def find_obstacle(self, adapters: bool) -> str:
-        """Return what the fast path cannot compute, such as `the activation relu2`; empty if it can compute all layers.
-
-        `adapters`: allow linear layers with a LoRA adapter of peft for which `is_adapted` holds.
-        """
+        """Return what the fast path cannot compute, such as `the activation relu2`; "" if it can compute all layers."""
         if self.architecture.is_entered_at_model and self.owner is self.holder:
             return f"a {type(self.holder).__name__} without its model around it"
         unknown = self.architecture.find_unknown(self.holder)
@@ -138,9 +119,9 @@ class Stack:
         return unknown or next(filter(None, (_find_obstacle(layer, parts, adapters) for layer, parts in both)), "")
 
     def install(self, precision: str) -> None:
-        """Patch the layers, and register hooks, which then pack tokens. Call it once.
+        """Patch the layers, and register hooks, which then pack tokens; call it once.
 
-        `precision`: bf16, fp32 or int8. For bf16, the linear weights must be bf16 already, else fp32.
+        `precision` is bf16, fp32 or int8. For bf16, the linear weights must be bf16 already, else fp32.
         """
         self.precision_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
@@ -156,8 +137,8 @@ class Stack:
     def watch_head(self, model: nn.Module) -> None:
         """Register hooks on `model`, whose head reads only first tokens, so that the last layer computes no others.
 
-        While `model` is in its forward, the encoder's last hidden state is (batch, 1, hidden), unless a caller wants
-        hidden states of all layers or an example's first token is masked.
+        In its forward, the encoder's last hidden state is then (batch, 1, hidden), unless a first token is masked or
+        the model's own layers run.
         """
         model.register_forward_pre_hook(self._head_starts)
         model.register_forward_hook(self._head_ends, always_call=True)
@@ -197,8 +178,8 @@ class Stack:
     def _needs_own_layers(self, given: dict[str, Any]) -> bool:
         """Return whether the caller asks for what only the model's own layers give.
 
-        These are hidden states or attentions of all layers, keys and values of earlier tokens, those of these tokens
-        for later ones, what forward hooks on layers see, or masks of a form of the caller's own.
+        These are hidden states or attentions of all layers, keys and values of earlier tokens or for later ones, what
+        forward hooks on layers see, or masks of a form of the caller's own.
         """
         settings = getattr(self.owner, "config", None)
         for name in ("output_hidden_states", "output_attentions"):
@@ -230,11 +211,9 @@ class Stack:
 
 
 def _patch_layer(layer: Any, parts: LayerParts, stack: Stack) -> None:
-    """Give `layer` the fast forward, in place.
+    """Give `layer` the fast forward, in place; its class becomes a subclass of its own, so that isinstance still holds.
 
-    Its class becomes a subclass of its own class, so that isinstance still holds. Weights of linear layers with the
-    same input become views of one tensor. Gradient checkpointing by transformers, if it is on, is replaced by the
-    layer's own.
+    Gradient checkpointing by transformers, if it is on, is replaced by the layer's own.
     """
     own = type(layer)
     parts.packed, parts.packed_inner = PackedLinear(parts.projections), PackedLinear(parts.inner)
@@ -266,7 +245,7 @@ def _find_obstacle(layer: Any, parts: LayerParts, adapters: bool) -> str:
 
 
 def list_stacks(model: nn.Module) -> list[Stack]:
-    """Return the stacks of layers of `model` whose architecture is known, in module order, also those with an obstacle.
+    """Return the stacks of layers whose architecture is known, in module order, also those with an obstacle.
 
     Layers that are patched already are in none of them. Nothing is installed yet.
     """
@@ -284,15 +263,12 @@ def list_stacks(model: nn.Module) -> list[Stack]:
 
 
 def find_stacks(model: nn.Module, adapters: bool = False) -> list[Stack]:
-    """Return the stacks of `list_stacks` that have no obstacle.
-
-    `adapters`: accept layers with LoRA adapters of peft, too.
-    """
+    """Return the stacks of `list_stacks` that have no obstacle."""
     return [stack for stack in list_stacks(model) if not stack.find_obstacle(adapters)]
 
 
 def _list_runs(module: nn.Module) -> list[Any]:
-    """The layers that a module holds in the order in which it runs them; none for another module."""
+    """Return the layers that a module holds in the order in which it runs them; none for another module."""
     for name in ("layer", "layers"):
         layers = module._modules.get(name)  # getattr would look through peft's wrappers
         if isinstance(layers, nn.ModuleList):
