@@ -1,8 +1,4 @@
-"""Exchange of word embedding gradients by rows: only the rows of an update's tokens are sent.
-
-All other rows are zero on every rank, so the mean is that of the complete exchange, to the bit if rows are sent in
-bf16, fp16 or fp32.
-"""
+"""Exchange of word embedding gradients by rows: all rows but those of an update's tokens are zero on every rank."""
 
 from __future__ import annotations
 
@@ -28,11 +24,7 @@ _OTHER_LOOKUPS = "_cpuft_other_lookups"
 
 
 def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
-    """Return the word embedding whose gradient can be exchanged by rows, or None if there is none.
-
-    A weight that an output layer or a second embedding shares has gradients in every row, so it is refused. Whether the
-    module looks up more than input ids is known only after `check_lookups`.
-    """
+    """Return the trained word embedding whose gradient can be exchanged by rows, or None if there is none."""
     owners = list(_list_embedding_owners(model))
     try:
         module = owners[0].get_input_embeddings() if len(owners) == 1 else None
@@ -40,6 +32,7 @@ def find_embedding(model: torch.nn.Module) -> torch.nn.Embedding | None:
         return None
     if type(module) is not torch.nn.Embedding or not module.weight.requires_grad:
         return None
+    # A weight that an output layer or a second embedding shares has gradients in every row.
     users = [owner for owner in model.modules() if any(p is module.weight for p in owner.parameters(recurse=False))]
     return module if len(users) == 1 and not hasattr(module, _OTHER_LOOKUPS) else None
 
@@ -57,8 +50,7 @@ def check_lookups(model: torch.nn.Module, input_ids: torch.Tensor, forward: Call
     """Run a forward pass and return whether it looks up the word embedding by nothing but a batch's input ids.
 
     If not, `find_embedding` returns None for this model from now on. GPT-2, for example, also looks up token types in
-    its word embedding, and an exchange of the rows of input ids would lose their gradients. `forward` runs the model
-    once; without a word embedding that can be exchanged by rows, the result is True.
+    its word embedding, and an exchange of the rows of input ids would lose their gradients.
     """
     embedding = find_embedding(model)
     if embedding is None:
@@ -132,10 +124,9 @@ def average_rows(
 ) -> torch.Tensor:
     """Return the mean of embedding rows over a group whose ranks each have only some of the rows.
 
-    Collective; it blocks until the mean is there. `own`, (rows, width), is in the order of `routes.own`. The mean, in
-    its type, is in the order of `routes.rows`, at least one, with the same bits on all ranks. Of `unsent`, fp32,
-    (vocabulary, width), the rounding errors of the rows that this rank sends or averages are added, and replaced by the
-    new ones.
+    Collective; it blocks until the mean is there. `own`, (rows, width), is in the order of `routes.own`, and the mean
+    in that of `routes.rows`, with the same bits on all ranks. Of `unsent`, fp32, (vocabulary, width), the rounding
+    errors of the rows that this rank sends or averages are added, and replaced by the new ones.
     """
     ranks, rank, width = group.size(), group.rank(), own.shape[1]
     summed = own.float().add_(unsent[routes.own])
@@ -200,8 +191,8 @@ class LateRows:
     def average(self, gradient: torch.Tensor, routes: RowRoutes, unsent: torch.Tensor, bits: int) -> torch.Tensor:
         """Start to average the gradient's rows, and write the mean of the update before into the gradient instead.
 
-        It waits for that mean, and raises what the thread raised. It returns the rows that may differ from zero. The
-        gradient must be zero outside of `routes.rows`, and the thread changes `unsent` until `wait` has returned.
+        It returns the rows that may differ from zero, and raises what the thread raised. The gradient must be zero
+        outside of `routes.rows`, and the thread changes `unsent` until `wait` has returned.
         """
         own, mean = gradient[routes.own], Future[torch.Tensor]()
         self._updates += 1
@@ -235,8 +226,7 @@ class RowExchange:
     """Averages the gradient of a model's word embedding over the ranks, instead of DistributedDataParallel.
 
     Making one is collective, and must come before the model is wrapped. DistributedDataParallel then ignores the
-    parameter and its initial value, so all ranks must have the same value. `hosts` are those that `make_host_groups`
-    returned for the same compression and group; with them, rows are averaged within each host first.
+    parameter and its initial value, so all ranks must have the same value.
     """
 
     def __init__(
@@ -269,9 +259,8 @@ class RowExchange:
     def average(self, tokens: Sequence[torch.Tensor]) -> torch.Tensor:
         """Average the gradient in place, and return the rows that may differ from zero: int64, ascending, each once.
 
-        All ranks call this after the backward pass, before anything reads the gradient. It blocks until all ranks' rows
-        are there, or with late rows those of the update before (`LateRows`). `tokens` are, for each rank, all that it
-        may have looked up since the gradient was zero, with repetitions; they are the same on all ranks.
+        All ranks call this after the backward pass, before anything reads the gradient, with the same `tokens`: for
+        each rank, all that it may have looked up since the gradient was zero.
         """
         gradient = self.weight.grad
         assert gradient is not None
@@ -297,11 +286,7 @@ class RowExchange:
     def _average_on_leaders(
         self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, leaders: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return the mean over the leaders of the rows of their hosts, in the shape and order of `packed`.
-
-        `packed` is the mean of this host's ranks in all `rows` of the update, fp32, (rows, width); `tokens` are those
-        of each host.
-        """
+        """Return the mean over the leaders of `packed`, the mean of a host's ranks: fp32, (rows, width), in order."""
         assert self._unsent is not None
         routes = plan_row_routes(tokens, len(self._unsent), leaders.rank())
         own = packed[torch.searchsorted(rows, routes.own)]

@@ -32,11 +32,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
-    """Return the number of ranks on each host if means can be hierarchical, else 0.
-
-    They can be if several hosts have the same number of ranks above 1 each, which are consecutive. `places` are the
-    local rank and the number of ranks on the same host, of all ranks in their order.
-    """
+    """Return how many consecutive ranks each of several hosts has, if above 1 and the same on all hosts; else 0."""
     local_size = places[0][1]
     if not 1 < local_size < len(places) or len(places) % local_size:
         return 0
@@ -72,11 +68,9 @@ class HostGroups:
     ranks: int
     """Number of all ranks."""
     timeout: timedelta
-    """How long a mean may take."""
 
     def begin_mean(self) -> Operation:
-        """Register that this rank waits for all ranks in a mean; `register.end` must get the operation that is
-        returned.
+        """Register that this rank waits for all ranks in a mean; give the operation to `register.end` afterwards.
 
         The operations of the subgroups name only some ranks. With this one, the watchdog of each rank notices the loss
         of any rank and names that rank.
@@ -86,11 +80,7 @@ class HostGroups:
     def average(
         self, numbers: torch.Tensor, average_between_hosts: Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the mean of each rank's fp32 numbers, which are overwritten, with the same bits on all ranks.
-
-        All ranks must call it together. It blocks until the mean is there. On the leaders only, `average_between_hosts`
-        takes the mean of a host's ranks and the group of leaders, and returns the mean over the leaders.
-        """
+        """Return the mean of all ranks' fp32 numbers, which are overwritten; all ranks get the same bits. It blocks."""
         operation = self.begin_mean()
         try:
             dist.reduce(numbers, self.leader, group=self.sums)
@@ -162,7 +152,6 @@ class HierarchicalReducer:
     """Averages DDP's buckets over all ranks, within each host first. One reducer belongs to one model.
 
     The backward pass only starts the sums; two threads do everything else, so that it waits for no message.
-    `reduce_between_hosts` averages buckets over the leaders, and is None on other ranks.
     """
 
     def __init__(self, hosts: HostGroups, reduce_between_hosts: Reduce | None) -> None:

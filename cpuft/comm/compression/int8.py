@@ -34,8 +34,7 @@ def all_gather(
     """Gather equally large contiguous tensors of all ranks, in the order of ranks; return torch's Work if `async_op`.
 
     gloo sends in a ring: as many messages as there are other ranks, one after the other, each of which waits behind
-    larger messages on the same link. So in large groups, small tensors are sent directly to each rank, for which they
-    are copied.
+    larger messages on the same link. So in large groups, small tensors are sent directly to each rank.
     """
     ranks = dist.get_world_size(group)
     if ranks <= MAX_PAIRWISE_RANKS or own.nbytes > _DIRECT_BYTES:
@@ -44,10 +43,7 @@ def all_gather(
 
 
 def encoded_bytes(count: int, ranks: int, bits: int = 8) -> int:
-    """Return the size of `count` numbers as blocks, which each of `ranks` ranks sends in each direction.
-
-    Each rank's share is padded to whole blocks of 256 numbers, at least one: of 260 bytes with 8 bits, of 132 with 4.
-    """
+    """Return the bytes that each of `ranks` ranks sends in each direction for a mean of `count` numbers."""
     return ranks * _message_bytes(_share_length(count, ranks), bits)
 
 
@@ -106,11 +102,7 @@ def _encode_numbers(
 
 
 def _average_messages(received: torch.Tensor, length: int, error: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return the message of the mean of all ranks' messages: int8, shape (1, bytes).
-
-    Rounding the mean loses as much of every rank's numbers, so the loss of all of them is added to `error`: fp32, at
-    most `length` numbers of this rank's share.
-    """
+    """Return the message of the mean, (1, bytes), and add what rounding it loses of all ranks' numbers to `error`."""
     ranks = len(received)
     kernels = kernels_for(error)
     if kernels is not None:
@@ -122,6 +114,7 @@ def _average_messages(received: torch.Tensor, length: int, error: torch.Tensor, 
         first += numbers
     mean = first.div_(ranks)[None]
     message = encode(mean, bits)
+    # Rounding the mean loses as much of every rank's numbers.
     error += mean.sub_(decode(message, length, bits)).mul_(ranks)[0, : len(error)]
     return message
 
@@ -136,10 +129,7 @@ def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor, 
 
 
 def encode_message(numbers: torch.Tensor, error: torch.Tensor, bits: int = 8) -> torch.Tensor:
-    """Return a message of one-dimensional numbers: int8, `encoded_bytes(len(numbers), 1, bits)` bytes.
-
-    The numbers are contiguous, fp32 or bf16. What the message lacks of them is written to `error`: fp32, same shape.
-    """
+    """Return a message of contiguous fp32 or bf16 numbers, and write what it lacks of them to `error`: fp32."""
     return _encode_numbers(numbers, None, error, 1, bits)[0]
 
 
@@ -151,14 +141,8 @@ def decode_message(message: torch.Tensor, numbers: torch.Tensor, bits: int = 8) 
 class BlockMean:
     """The mean of each rank's numbers over a group, computed in steps between which the rank can do other work.
 
-    All ranks make one, which encodes the numbers, and then call `send`, `average_share` and `finish`, once each.
-
-    Parameters
-    ----------
-    numbers: one-dimensional, contiguous, of the same length on all ranks. They are not changed.
-    unsent: fp32, contiguous, of the same shape, or None: what was not sent before, and is added to the numbers. It is
-        overwritten with `error`, which has the same memory.
-    bits: of a code, 8 or 4.
+    All ranks make one, which encodes `numbers`, one-dimensional and contiguous, and then call `send`, `average_share`
+    and `finish`, once each. `unsent`, fp32, is what was not sent before: it is added, and `error` has its memory.
     """
 
     def __init__(
@@ -196,10 +180,7 @@ class BlockMean:
 
 
 class BackgroundMean:
-    """A mean of int8 blocks that is computed while the calling thread does something else. All ranks must make one.
-
-    `numbers` are fp32, one-dimensional, and not changed. No other operation may be under way on the group.
-    """
+    """A mean of int8 blocks of fp32 numbers in the background; no other operation may be under way on the group."""
 
     def __init__(self, numbers: torch.Tensor, group: dist.ProcessGroup, thread: ProgressThread) -> None:
         self._mean = BlockMean(numbers, group)
@@ -221,10 +202,7 @@ class BackgroundMean:
 
 
 def measure_coding_seconds() -> float:
-    """Return this rank's seconds per number to encode and decode in a mean over ranks, measured within milliseconds.
-
-    Like gradients, the 2**21 numbers do not fit into the second-level cache.
-    """
+    """Return seconds per number to encode and decode 2**21 numbers, which the second-level cache does not hold."""
     parts = list(zip(torch.ones(8, 2**18), torch.zeros(8, 2**18), strict=True))
     for numbers, error in parts:
         _code(numbers, error)
@@ -252,8 +230,7 @@ class _BucketUnderWay:
 class BlockReducer:
     """Averages DDP's buckets over a group's ranks as int8 blocks with error feedback. One reducer belongs to one model.
 
-    Gradients are encoded in the backward pass. A thread does everything else, so that the backward pass waits for no
-    message, and each message is sent as soon as it can be.
+    Gradients are encoded in the backward pass; a thread does the rest, so that the backward pass waits for no message.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -272,9 +249,8 @@ class BlockReducer:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
 
-        The future is that of the bucket's buffer, which then holds the mean in its own type. No other operation of the
-        group may start before the futures of all buckets are complete. If a rank is lost, waiting for the future raises
-        the error.
+        It returns a future of the bucket's buffer, which then holds the mean in its own type. No other operation of the
+        group may start before the futures of all buckets are complete.
         """
         mean = BlockMean(bucket.buffer(), self._group, self._collect_unsent(bucket))
         one = _BucketUnderWay(bucket, mean, QueuedWork(bucket.buffer()))
@@ -284,10 +260,7 @@ class BlockReducer:
         return future
 
     def _advance(self, one: _BucketUnderWay, is_last: bool) -> None:
-        """Start to send a bucket, and continue with those before it: with the last bucket, until all are done.
-
-        The order of messages depends only on the order of the buckets, so that it is the same on all ranks.
-        """
+        """Send a bucket and continue those before it, in an order of messages that is the same on all ranks."""
         self._sent.append(one)
         try:
             one.mean.send()

@@ -25,7 +25,6 @@ class CompressionLevel:
     row_bytes: float
     """Bytes of embedding rows, sent after the backward pass or, if they are late, in the next update."""
     has_late_rows: bool
-    """Whether embedding rows are sent while the next update computes."""
     messages: int
     """Messages that are sent one after the other once the last gradient is ready."""
     coding_seconds: float
@@ -45,14 +44,11 @@ class LinkModel:
 
 
 def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link: LinkModel) -> float:
-    """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`.
-
-    Layers' messages are hidden by computing, except those of the late buckets. Late rows are sent before the layers of
-    the next update, so that its computing hides them, too.
-    """
+    """Return the estimated seconds of an update whose forward and backward passes take `compute_seconds`."""
     layers, rows = (nbytes * link.seconds_per_byte for nbytes in (level.layer_bytes, level.row_bytes))
     late = layers * min(1.0, LATE_BUCKETS / level.buckets)
     waiting = max(late, layers - OVERLAP * compute_seconds)
+    # Late rows are sent before the layers of the next update, whose computing hides them, too.
     waiting = max(waiting, layers + rows - compute_seconds) if level.has_late_rows else waiting + rows
     waiting += level.messages * link.latency_seconds
     taken = (level.layer_bytes + level.row_bytes) * link.taken_seconds_per_byte
@@ -62,11 +58,7 @@ def estimate_step_seconds(level: CompressionLevel, compute_seconds: float, link:
 def choose_level(
     levels: Sequence[CompressionLevel], compute_seconds: float, link: LinkModel
 ) -> tuple[CompressionLevel, str]:
-    """Return the first level whose step is as short as the shortest within 2 %, and the reason in one line.
-
-    `levels` go from exact to fewest bytes. The reason gives the figures, for example "a step computes 0.21 s and an
-    all-reduce takes 940 Mbit/s: none 0.4 s, bf16 0.3 s".
-    """
+    """Return the first of `levels`, exact ones first, that is as fast as the fastest within 2 %, and the reason."""
     if not levels:
         raise CpuftError("there is no gradient compression to choose from: give one with --grad-compression")
     seconds = [estimate_step_seconds(level, compute_seconds, link) for level in levels]

@@ -56,10 +56,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def restart(self) -> None:
-        """Take the current parameters, which are the same on all ranks, as the starting point, without waiting.
-
-        What was not sent, the momentum, and a mean that is under way are forgotten.
-        """
+        """Start anew from the current parameters, the same on all ranks, and forget a mean that is under way."""
         all_rows = self._used_rows.new_ones(len(self._used_rows)).nonzero()[:, 0]
         self._common = self._read_parameters(all_rows)
         """The parameters on which all ranks have agreed."""
@@ -89,10 +86,7 @@ class LocalSGD:
 
     @torch.no_grad()
     def receive(self) -> None:
-        """Wait for the mean that is under way, and apply it earlier than the next `synchronize` would; else do nothing.
-
-        Parameters become those on which all ranks have agreed, plus this rank's changes since it last sent some.
-        """
+        """Wait for the mean that is under way, if any, and apply it earlier than the next `synchronize` would."""
         if self._receive:
             rows = self._used_rows.nonzero()[:, 0]
             changes = self._read_changes(rows)
@@ -105,8 +99,8 @@ class LocalSGD:
     def finish(self) -> None:
         """Send this rank's changes and wait for all means, so that all ranks have the same parameters.
 
-        They may train on. The last changes are averaged without outer momentum. With int8, what rounding has left
-        unsent stays for the next synchronization.
+        The last changes are averaged without outer momentum. What int8 has left unsent stays for the next
+        synchronization.
         """
         rows = self._used_rows.nonzero()[:, 0]
         changes = self._read_changes(rows)

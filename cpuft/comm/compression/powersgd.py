@@ -36,18 +36,12 @@ class Matrices:
 
     In each update, call `compute_p`, average its result over the ranks, then the same with `compute_q`, and then
     `write_approximations`. Factors have r = min(rows, columns, RANK) rows, which belong to the singular vectors of the
-    gradient, the largest one first, so that the numbers of a block are of similar size. The factors of all gradients
-    lie in one tensor, and each function is one call of a kernel: tensors and calls for each gradient would take a fifth
-    more time.
+    gradient, the largest one first, so that the numbers of a block are of similar size. All factors lie in one tensor,
+    and each function is one call of a kernel: tensors and calls for each gradient would take a fifth more time.
 
-    Parameters
-    ----------
-    shapes: rows and columns of each gradient.
-    starts: the index of the first number of each gradient in the bucket's buffer.
-    unsent: what has not been sent so far of all gradients, one after another: in the type of the gradients,
-        one-dimensional. Each update changes it in place. In bf16, that rounds it by at most 0.2 % of each number, and
-        the rounding error is not sent later.
-    generator: makes the first Q; in the same state on all ranks.
+    `starts` are the indices of the gradients in the bucket's buffer, and `generator` has the same state on all ranks.
+    `unsent` is in the type of the gradients, one after another, and changed in place; in bf16, each update rounds it by
+    at most 0.2 % of each number, and this error is not sent later.
     """
 
     def __init__(
@@ -173,10 +167,7 @@ def _project(rows: torch.Tensor, i: int) -> torch.Tensor:
 
 
 class _Bucket:
-    """A bucket of gradients, of which factors are sent, and the small ones whole.
-
-    `take_unsent` returns what has not been sent so far of a parameter's gradient: fp32, one-dimensional, or None.
-    """
+    """A bucket of gradients, of which factors are sent, and the small ones whole, with what was unsent before."""
 
     def __init__(
         self,
@@ -232,9 +223,8 @@ SMALL_SHARE = 0.5
 class PowerSGD:
     """Averages DDP's buckets over a group's ranks: in the first updates as int8 blocks, then as factors.
 
-    Gradients that factors would not make smaller are sent as int8 blocks in all updates. P is computed in the backward
-    pass, and everything else by a thread, so that the backward pass waits for no message. One object belongs to one
-    model.
+    P is computed in the backward pass, and everything else by a thread, so that the backward pass waits for no message.
+    Gradients that factors would not make smaller stay int8 blocks. One object belongs to one model.
     """
 
     def __init__(self, group: dist.ProcessGroup, exact_updates: int = EXACT_UPDATES) -> None:
@@ -257,9 +247,8 @@ class PowerSGD:
     def reduce(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
 
-        It returns the future of the bucket's buffer, in its own type, which then holds the mean or its approximation.
-        No other operation of the group may start before the futures of all buckets are complete. If a rank is lost,
-        waiting for the future raises the error.
+        It returns a future of the bucket's buffer, which then holds the mean or its approximation in its own type. No
+        other operation of the group may start before the futures of all buckets are complete.
         """
         is_exact = self._updates < self._exact_updates
         # A small last bucket, such as that of the few parameters of another type, becomes ready soon after the one
@@ -328,10 +317,7 @@ def count_numbers(shape: torch.Size) -> int:
 
 
 def count_bytes(shapes: Iterable[torch.Size], ranks: int) -> int:
-    """Return the bytes of the two messages for gradients of these shapes, in each direction of an exchange.
-
-    In several buckets, messages are padded, and have up to 392 bytes more for each bucket and rank.
-    """
+    """Return the bytes of both messages in each direction; each further bucket's padding adds up to 392 per rank."""
     first = second = 0
     for shape in shapes:
         rows, columns = _matrix_shape(shape)

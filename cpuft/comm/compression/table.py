@@ -43,12 +43,9 @@ class Compression:
 
 
 def _average_as(dtype: torch.dtype, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Average a bucket of gradients over the ranks, sent as bf16 or fp16.
-
-    Gradients are divided first, so that the sum over many ranks does not overflow in fp16. torch's own hooks do the
-    same, but DDP refuses bf16_compress_hook by its name where there is no NCCL.
-    """
+    """Average a bucket, sent as bf16 or fp16: DDP refuses torch's bf16_compress_hook where there is no NCCL."""
     buffer = bucket.buffer()
+    # Gradients are divided first, so that the sum over many ranks does not overflow in fp16.
     rounded = buffer.to(dtype).div_(group.size())  # the buffer itself if it has that type already
     work = dist.all_reduce(rounded, group=group, async_op=True)
     assert work is not None
@@ -76,10 +73,7 @@ def _make_rounding(dtype: torch.dtype) -> Compression:
 
 
 def _count_block_bytes(bits: int, numbers: int, own: int, ranks: int) -> float:
-    """Return the bytes of embedding rows as blocks of codes, as the payload of an all-reduce.
-
-    One half of the exchange sends a rank's own rows, the other one the means of all rows; each counts as half.
-    """
+    """Return the bytes of embedding rows as the payload of an all-reduce: own rows are sent, and means of all rows."""
     return (int8.encoded_bytes(own, ranks, bits) + int8.encoded_bytes(numbers, ranks, bits)) / 2
 
 
@@ -111,8 +105,7 @@ TABLE = {
 def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None) -> Reduce:
     """Return what averages buckets over the ranks of `group`: it takes a DDP bucket and returns a future of its buffer.
 
-    `hosts` are those that `make_host_groups` returned for the same compression and group; with them, gradients are
-    averaged within each host first. `auto` is refused: see `resolve_compression`.
+    `hosts` are those that `make_host_groups` returned for the same compression and group.
     """
     if compression in REMOVED_COMPRESSIONS:
         raise CpuftError(REMOVED_COMPRESSIONS[compression])
@@ -141,11 +134,10 @@ def list_levels(
 ) -> list[CompressionLevel]:
     """Return what an update of a model sends with each compression of TABLE, in its order.
 
-    `parameters` are the trained ones, without a word embedding that is exchanged by rows. The coding times of
-    COMPRESSION_FACTS are scaled by `coding_seconds`, the time to encode and decode one number with int8. `hosts` is the
-    number of hosts, at least two, if the compressions with error feedback have hierarchical means, else 0. An
-    all-reduce between the first ranks of the hosts sends fewer bytes over a host's link than one between all ranks, so
-    the bytes of these levels are scaled to stay the payload of an all-reduce between all ranks.
+    `parameters` are those that are not exchanged by rows, and `coding_seconds` is the time to encode and decode one
+    number with int8. `hosts` is 0 unless compressions with error feedback have hierarchical means. An all-reduce
+    between the leaders of hosts sends fewer bytes over a host's link than one between all ranks, so the bytes of these
+    levels are scaled to stay the payload of an all-reduce between all ranks.
     """
     numbers, row_numbers = _count(parameters), (rows.together + rows.own) / 2
     factors = sum(powersgd.count_numbers(parameter.shape) for parameter in parameters)
@@ -180,10 +172,7 @@ def to_wire_type(gradient: torch.Tensor, compression: str) -> torch.Tensor:
 
 
 def wire_type_name(compression: str) -> str:
-    """Return torch's name of the type of sent gradients: "bfloat16" for bf16, "float16" for fp16, else "float32".
-
-    int8 and powersgd also give "float32", although they send encoded numbers.
-    """
+    """Return torch's name of the type of sent gradients: "float32" also for encoded numbers (int8, powersgd)."""
     return str(_wire_type(compression) or torch.float32).removeprefix("torch.")
 
 
@@ -192,10 +181,7 @@ def _wire_type(compression: str) -> torch.dtype | None:
 
 
 def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
-    """Let a wrapped model send its gradients compressed. Call it once on all ranks, before the first backward pass.
-
-    `auto` is refused. RuntimeError if the model has a communication hook already.
-    """
+    """Let a wrapped model send compressed gradients; call it once on all ranks before the first backward pass."""
     group = model.process_group
     reduce = make_reduce(compression, group, make_host_groups(compression, group))
     # A lambda, because DDP compares the annotations of a function with types, and postponed annotations are text.

@@ -87,11 +87,7 @@ def accelerate(
 def patch_model(
     model: nn.Module, precision: str = "auto", first_token: bool = True, adapters: bool = False
 ) -> MasterWeights:
-    """Do what `accelerate` does to a model, as for inference without an optimizer; return its master weights.
-
-    With fp32 and int8, and in a model without layers that the fast path knows, the returned `MasterWeights` hold no
-    master.
-    """
+    """Do what `accelerate` does to a model, as for inference; return its master weights, which only bf16 has."""
     _check(model, precision)
     if precision == "auto":
         precision = "bf16" if has_bf16_products() else "fp32"
@@ -102,12 +98,11 @@ def patch_model(
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc keep memory that this process frees instead of returning it to the kernel.
+    """Make glibc's malloc keep memory that this process frees, and return whether it has accepted all settings.
 
     By default each block above 32 MB is mapped anew and the free top of the heap is returned, so that every training
     step takes page faults for all its activations and gradients. The process's peak stays the same, but its resident
-    size does not fall after the peak. Returns whether malloc has accepted all settings, which another allocator that is
-    preloaded (jemalloc, tcmalloc) may do without any effect.
+    size does not fall. Another allocator that is preloaded (jemalloc, tcmalloc) may accept without any effect.
     """
     try:
         mallopt = ctypes.CDLL(None).mallopt
@@ -119,11 +114,7 @@ def keep_freed_memory() -> bool:
 
 
 def _return_free_memory() -> None:
-    """Return the pages that glibc's malloc holds without need to the kernel.
-
-    Weights that are copied leave gaps between those that stay, which later tensors of other sizes do not fill: of a
-    decoder with 470 million parameters, they were a quarter.
-    """
+    """Return free pages to the kernel: copied weights leave gaps, which were a quarter of a 470-million decoder."""
     with suppress(OSError, AttributeError):  # without glibc
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))
 
@@ -185,11 +176,7 @@ def _replace_dropout(model: nn.Module) -> None:
 
 
 def describe_layers(model: nn.Module) -> str:
-    """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`, and if none, the reason.
-
-    An example is `0 of 12 layers replaced, because it does not know GPT2Block (it knows the layers of BERT, ... and
-    Gemma 3 (text))`.
-    """
+    """Return how many layers `accelerate` has replaced, such as `6 of 6 layers replaced`, and if none, the reason."""
     layers = _find_layers(model)
     replaced = sum(isinstance(layer, FastLayer) for layer in layers)
     counts = f"{replaced} of {counted(len(layers), 'layer')} replaced"

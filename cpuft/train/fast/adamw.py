@@ -57,10 +57,7 @@ class MasterWeights:
         return parameter in self._masters
 
     def get(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's fp32 master itself, up to date if something else wrote to the parameter.
-
-        None for a parameter that was never rounded to bf16, or whose master was handed over.
-        """
+        """Return a parameter's fp32 master itself, with what something else wrote to the parameter; None for none."""
         master = self._masters.get(parameter)
         if master is not None and parameter._version != self._versions[parameter]:
             self._follow(parameter)
@@ -108,10 +105,7 @@ class MasterWeights:
 
     @contextmanager
     def in_parameters(self, parameters: list[nn.Parameter]) -> Iterator[None]:
-        """Inside, the `parameters` that have a master hold its data, and fp32 copies of their gradients.
-
-        On leaving, the masters are rounded into the bf16 weights, and the bf16 gradients from before are back.
-        """
+        """Inside, `parameters` have the data of their masters and fp32 gradients; on leaving, both are bf16 again."""
         mine = [p for p in parameters if p in self._masters]
         compute = [(p, p.data, p.grad) for p in mine]
         for parameter, _, grad in compute:
@@ -135,13 +129,10 @@ class MasterWeights:
 
     @contextmanager
     def in_optimizer(self, optimizer: Optimizer) -> Iterator[None]:
-        """Inside, the groups and the state of `optimizer` have masters in place of bf16 parameters.
-
-        The masters have fp32 copies of the gradients. Unlike inside `in_parameters`, parameters keep their dtype: one
-        that gets data of another dtype loses the hook by which DistributedDataParallel learns of its gradient, because
-        torch then makes it a new gradient accumulator.
-        """
+        """Inside, the groups and state of `optimizer` have masters, with fp32 gradients, instead of bf16 parameters."""
         mine = [p for group in optimizer.param_groups for p in group["params"] if p in self._masters]
+        # Not by `in_parameters`: a parameter that gets data of another dtype loses the hook by which DDP learns of its
+        # gradient, because torch then makes it a new gradient accumulator.
         masters = {p: nn.Parameter(master) for p in mine if (master := self.get(p)) is not None}
         for parameter, master in masters.items():
             master.grad = None if parameter.grad is None else parameter.grad.float()
@@ -157,10 +148,7 @@ class MasterWeights:
 
 
 class _StateHooks:
-    """Hooks on one module's own entries in state dicts, which deepcopy copies along.
-
-    The object itself is the hook of saving because torch sets an attribute on that, which a method refuses.
-    """
+    """Hooks on one module's own entries in state dicts. A method refuses the attribute that torch sets on its hook."""
 
     def __init__(self, masters: MasterWeights, parameters: Mapping[str, nn.Parameter]) -> None:
         self.masters = masters
@@ -187,8 +175,7 @@ def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Para
 def fp32_weights(model: nn.Module) -> Iterator[None]:
     """Inside, an accelerated model's bf16 parameters are its fp32 masters; on leaving they are rounded to bf16.
 
-    This is for averages over ranks or moving averages between steps; no forward pass may run inside. Gradients inside
-    are fp32 copies. Parameters whose masters were handed over are left alone.
+    This is for averages of weights between steps: no forward pass may run inside, and gradients are fp32 copies.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters is None:
@@ -293,10 +280,7 @@ class FusedStep(MasterStep):
     """The next step multiplies gradients by this, and sets it to 1 again; `clip_gradients` sets it."""
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update all parameters that have a gradient; `closure` is called first, as in torch, and its value returned.
-
-        Where the kernel cannot update all parameters, torch's own step runs on the masters.
-        """
+        """Update all parameters with a gradient: by the kernel if it can, else by torch's own step on the masters."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -361,9 +345,8 @@ def _run_adamw(
 ) -> None:
     """Make one step of AdamW, or of Adam, by the kernel, in place; the formulas are those of torch.optim.
 
-    The updates are of one group, with gradients of one dtype, which are multiplied by `factor` and do not change; nor
-    does "step". `count` is the number of this step, from 1. Without a true `decoupled_weight_decay`, weight decay is
-    added to the gradient, as in Adam.
+    The updates are of one group, with gradients of one dtype. `count` is the number of this step, from 1; "step" in the
+    state does not change. `factor` multiplies the gradients.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     rate, decay = float(group["lr"]), float(group["weight_decay"])
@@ -388,13 +371,11 @@ def clip_gradients(
 ) -> float:
     """Clip the gradients of `parameters` for the optimizer's next step; return their L2 norm before clipping.
 
-    A norm that is NaN or infinite raises no error, and can make weights NaN. If the optimizer is a `FusedStep` that
-    holds all these parameters, and the kernels can read all gradients, the gradients stay as they are and the next step
-    scales them, which saves a pass over memory. Otherwise they are scaled in place.
-
-    Where this rank holds only a shard of the gradients, `sum_over_ranks` sums the squared norm, an fp64 scalar, in
-    place. Where all ranks have the same gradients, `share_plain` gives them one rank's squared norm, in place, if torch
-    computes it: unlike the kernels' sums, torch's depend on the CPU and the number of threads.
+    If the optimizer is a `FusedStep` that holds all these parameters, and the kernels can read all gradients, these
+    stay as they are and the next step scales them, which saves a pass over memory. Where this rank holds only a shard
+    of the gradients, `sum_over_ranks` sums the squared norm, an fp64 scalar, in place. Where all ranks have the same
+    gradients, `share_plain` gives them one rank's squared norm, in place, if torch computes it: unlike the kernels'
+    sums, torch's depend on the CPU and the number of threads.
     """
     found = [(p, p.grad) for p in parameters if p.grad is not None]
     parameters = [p for p, _ in found]
@@ -439,9 +420,8 @@ def _can_fuse(optimizer: Optimizer) -> bool:
 def use_masters(optimizer: Optimizer, masters: MasterWeights) -> None:
     """Make `optimizer` update the masters of its bf16 parameters and round them into these parameters.
 
-    It stays the same object with the same state, groups and hooks, so that a scheduler or a trainer that holds it goes
-    on as before; only its class becomes a subclass with `FusedStep` or `MasterStep`. A call with the masters of another
-    model adds these; a second call with the same masters does nothing.
+    It stays the same object, so that a scheduler or a trainer that holds it goes on as before; only its class becomes a
+    subclass with `FusedStep` or `MasterStep`. A call with another model's masters adds these.
     """
     known = vars(optimizer).setdefault("masters", [])
     if any(one is masters for one in known):
