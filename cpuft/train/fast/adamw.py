@@ -57,7 +57,7 @@ class MasterWeights:
         return parameter in self._masters
 
     def get(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's fp32 master itself, with what something else wrote to the parameter; None for none."""
+        """Return a parameter's fp32 master itself, with what something else wrote to the parameter, or None."""
         master = self._masters.get(parameter)
         if master is not None and parameter._version != self._versions[parameter]:
             self._follow(parameter)

@@ -87,8 +87,7 @@ class _Arguments:
 def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
     """Return the number of DeBERTa's relative embedding for each distance query - key: (2 * length - 1,) int64.
 
-    `length` is that of the longest example, `buckets` the model's `position_buckets`, below 1 for none, and `span` its
-    `max_relative_positions`.
+    `length` is that of the longest example; `buckets` and `span` are `position_buckets` and `max_relative_positions`.
     """
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
@@ -100,10 +99,7 @@ def number_embeddings(length: int, buckets: int, span: int) -> Tensor:
 
 
 def _plain(tensors: tuple[Tensor, ...], arguments: _Arguments) -> Tensor:
-    """Compute the same in plain torch, with torch's own gradients.
-
-    `tensors`: queries, keys, values, the positions of keys and those of queries.
-    """
+    """Compute the same in plain torch from queries, keys, values and both positions, with torch's own gradients."""
     heads, queries, keys = arguments.heads, arguments.queries, arguments.keys
     grids = (queries, keys, keys)
     q, k, v = (

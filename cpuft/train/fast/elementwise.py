@@ -51,8 +51,8 @@ NO_MASK = Mask(seed=0, threshold=0)
 def draw_mask(p: float, training: bool) -> Mask:
     """Return a new mask for dropout probability `p`, 0 to 1, rounded to 1/65536; `p` = 1 becomes 65535/65536.
 
-    The seed comes from torch's generator, but not for `NO_MASK`: `torch.manual_seed` repeats a run, and gradient
-    checkpointing, which restores the generator, repeats a mask.
+    The seed comes from torch's generator: `torch.manual_seed` repeats a run, and gradient checkpointing, which restores
+    the generator, repeats a mask. `NO_MASK` draws no number.
     """
     threshold = min(round(p * LEVELS), LEVELS - 1) if training else 0
     if threshold == 0:
@@ -72,9 +72,8 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Return a bool tensor of `shape`, true where `mask` keeps the element of a contiguous tensor of that shape.
-
-    The constants are those of SplitMix64 (Steele, Lea, Flood 2014).
+    """Return bools of `shape`, true where `mask` keeps an element of a contiguous tensor (SplitMix64, Steele et al.
+    2014).
     """
     count = torch.Size(shape).numel()
     z = torch.arange(1, (count + 3) // 4 + 1, dtype=torch.int64)
@@ -88,10 +87,7 @@ def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
 
 
 def masked(x: Tensor, mask: Mask) -> Tensor:
-    """Return a new tensor with dropped elements zero and the others times `mask.scale`; `x` itself for `NO_MASK`.
-
-    Autograd does not see this; the gradient for `x` is the same function of the result's gradient.
-    """
+    """Return dropout of `x` that autograd does not see; a gradient is the same function of the result's gradient."""
     if mask.threshold == 0:
         return x
     x = x.contiguous()
@@ -407,18 +403,16 @@ def dropout_add_norm(x: Tensor, shift: Tensor, residual: Tensor, norm: nn.LayerN
 
     `x` and `residual` are (..., hidden), of one dtype, fp32 or bf16. `shift`, (hidden,), is the bias of the linear
     layer before: adding it here is cheaper than in the product, and backward computes its gradient in the same pass.
-    The norm has weight and bias.
     """
     normed: Tensor = _run_add_norm(x, shift, residual, Norm(norm.weight, norm.bias, norm.eps, True), mask)[1]
     return normed
 
 
 def add_norm(x: Tensor, residual: Tensor, norm: Norm, mask: Mask) -> tuple[Tensor, Tensor]:
-    """Return `total = residual + dropout(x)` and `norm(total)`, in the shape and dtype of `x`.
+    """Return `total = residual + dropout(x)` and `norm(total)`, in the shape and dtype of `x`: (..., hidden).
 
-    `x` and `residual` are (..., hidden), of one dtype, fp32 or bf16. In a layer whose norms come first, `total` is the
-    residual stream, which flows on, and the norm is that of the next block. bf16 rounds the total once, and the norm is
-    that of the rounded total. Both results may have gradients.
+    In a layer whose norms come first, `total` is the residual stream, which flows on. bf16 rounds it once, and the norm
+    is that of the rounded total. Both results may have gradients.
     """
     total, normed = _run_add_norm(x, None, residual, norm, mask)
     return total, normed

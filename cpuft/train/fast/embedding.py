@@ -1,8 +1,7 @@
-"""A token embedding whose gradient costs what the tokens of an update do, not what the vocabulary does.
+"""A token embedding whose gradient costs what an update's tokens do, and the sum of all embeddings with its norm.
 
-An update reads few rows of the table. Its gradient is kept in one buffer, of which only these rows are written and
-cleared; the gradient's norm is taken from them; and AdamW skips rows that no update has touched yet, whose moments are
-zero. Here is also the sum of token, position and type embeddings with its norm.
+The gradient is kept in one buffer, of which only the rows of an update's tokens are written and cleared; the gradient's
+norm is taken from them; and AdamW skips rows that no update has touched yet, whose moments are zero.
 """
 
 from __future__ import annotations
@@ -48,17 +47,11 @@ class EmbeddingGradient:
 
     @property
     def rows(self) -> Tensor | None:
-        """Rows of the weight's gradient outside of which it is zero: (rows,) int64, ascending, each once.
-
-        None if they are unknown, because the gradient is another tensor or something has written to it.
-        """
+        """Rows outside of which the gradient is zero: (rows,) int64, ascending, each once; None if unknown."""
         return self._known_rows() if self._is_ours() else None
 
     def set_rows(self, rows: Tensor) -> None:
-        """State that the gradient is zero outside of `rows`, int64, ascending, each once, after writing to it.
-
-        Rows that were known before must be among them: nothing checks it.
-        """
+        """State the rows outside of which the gradient is zero, as in `rows`; those known before must be among them."""
         if self._buffer is not None:
             self._rows, self._version = rows, self._buffer._version
 
@@ -67,11 +60,7 @@ class EmbeddingGradient:
         return grad if (rows := self.rows) is None else grad.index_select(0, rows)
 
     def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
-        """Return (vocabulary,) uint8: 0 for rows whose gradient and moments are zero, 1 for all others.
-
-        None if the gradient's rows are unknown. The tensor must only be read, and later calls change it. `state` is the
-        optimizer's state of the weight.
-        """
+        """Return (vocabulary,) uint8, to read only: 0 for rows whose gradient and moments are zero; None if unknown."""
         if (rows := self.rows) is None:
             self._touched = None
             return None
@@ -86,9 +75,8 @@ class EmbeddingGradient:
     def accumulate(self, rows: Tensor, values: Tensor) -> Tensor:
         """Return what backward has to return for the weight, and record which rows its gradient has then.
 
-        Without a gradient, that is the buffer with these values and zeros elsewhere, which becomes the gradient and is
-        reused for the next one. With a gradient, it is a sparse tensor that autograd adds to that. `rows` are (rows,)
-        int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
+        Without a gradient, that is the buffer, which becomes the gradient; else a sparse tensor that autograd adds to
+        it. `rows` are (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
         """
         if self.weight.grad is None:
             buffer = self._buffer = self._cleared_buffer()
@@ -121,10 +109,7 @@ class EmbeddingGradient:
         return self._rows if self._buffer is not None and self._buffer._version == self._version else None
 
     def _cleared_buffer(self) -> Tensor:
-        """Return zeros in the shape and dtype of the weight.
-
-        They are new memory if another tensor uses the buffer, as in a second look-up's backward.
-        """
+        """Return zeros like the weight: new memory if something uses the buffer, as in a second look-up's backward."""
         weight = self.weight
         if self._buffer is None or self._buffer.dtype != weight.dtype or _count_users(self._buffer) > 1:
             return torch.zeros_like(weight)
@@ -160,8 +145,7 @@ _look_up: Callable[..., Tensor] = _LookUp.apply
 def _sum_by_row(grad: Tensor, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
     """Return the rows of a table that were looked up, ascending, and their gradients: (rows,) int64, (rows, width).
 
-    `grad` is that of what was looked up, (..., width), `ids` are its rows, (...), and `padding` is a row that gets
-    none.
+    `grad` is that of what was looked up, (..., width), and `padding` is a row that gets none.
     """
     kernels, ids = kernels_for(grad), ids.long()
     if kernels is None:
@@ -210,10 +194,7 @@ _sum_of_rows: Callable[..., Tensor] = _SumOfRows.apply
 
 
 def _count_positions(ids: Tensor, padding: int | None) -> Tensor:
-    """Return the position of each token of `ids`, (batch, length) int64, in the same shape.
-
-    With `padding`, as in RoBERTa, only other tokens are counted, from `padding + 1`; those have position `padding`.
-    """
+    """Return tokens' positions, (batch, length) int64: from 0, or as in RoBERTa from `padding + 1` without padding."""
     if padding is None:
         return torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
     is_token = ids != padding
@@ -236,8 +217,7 @@ of padding, too."""
 class FusedEmbeddings:
     """A module of transformers that adds word, position and token type embeddings, with its norm and dropout.
 
-    Its own forward makes eight passes over (batch, length, width) in fp32, and torch's backward of each embedding is
-    serial.
+    Its own forward makes eight passes over memory in fp32, and torch's backward of each embedding is serial.
     """
 
     def __init__(self, module: nn.Module, gradient: EmbeddingGradient) -> None:
@@ -253,10 +233,7 @@ class FusedEmbeddings:
         return [own.word_embeddings, own.position_embeddings, *([] if types is None else [types])]
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the embeddings of a batch, (batch, length, width): the module's forward after patching.
-
-        Its own forward runs if there are no gradients, no kernels, hooks on a part, or other arguments than ids.
-        """
+        """Return the embeddings of a batch, (batch, length, width): the module's forward after patching."""
         kind: Any = type(self.module)
         given = dict(inspect.signature(kind.forward).bind(self.module, *args, **kwargs).arguments)
         del given["self"]
@@ -307,11 +284,10 @@ def _run_sum(kernels: Kernels, tables: list[Tensor], ids: list[Tensor], total: T
 
 
 def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
-    """Give a model's token embedding the fast look-up, and return the object that keeps its gradient.
+    """Give a model's token embedding the fast look-up, and return the object that keeps its gradient, or None.
 
-    Returns None, and changes nothing, if `find_embedding` finds none or the embedding has max_norm, scale_grad_by_freq
-    or sparse set. The embedding, and the module around it if `FusedEmbeddings` knows that, get another `forward`, a
-    bound method, so that a deep copy of the model copies it along.
+    The embedding, and the module around it if `FusedEmbeddings` knows that, get another `forward`, a bound method, so
+    that a deep copy of the model copies it along.
     """
     embedding = find_embedding(model)
     if embedding is None or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:

@@ -135,9 +135,7 @@ _feed_forward_half: Callable[..., Tensor] = _FeedForwardHalf.apply
 def can_run_halves(parts: LayerParts, x: Tensor) -> bool:
     """Return whether `attention_half` and `feed_forward_half` can compute this layer for `x`, (tokens, hidden).
 
-    They need AMX and a batch that is large enough for it (`can_multiply`), and know neither frozen parameters nor
-    adapters, 8-bit products, gradient checkpointing, windows and shared heads of keys. The caller has to check that the
-    layout has no bias by distance, and that the layer has to compute all tokens.
+    The caller has to check that the layout has no bias by distance, and that the layer has to compute all tokens.
     """
     if parts.int8 or parts.recomputes or not torch.is_grad_enabled() or not can_multiply(x, parts.inner[0].weight):
         return False

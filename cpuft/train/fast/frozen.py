@@ -1,8 +1,8 @@
 """Frozen weights in bf16, fp32 or 8 bits, which are converted for one product at a time.
 
-Weights below LoRA adapters are only read, so that ranks of one host can share a mapped file of them, in a type that
-takes a half or a quarter of fp32's memory. A buffer, which all layers use in turn, gets the weights of one product in
-the type of the activations, in forward and again in backward.
+Ranks of one host can share a mapped file of them, because weights below LoRA adapters are only read. A buffer, which
+all layers use in turn, gets the weights of one product in the type of the activations, in forward and again in
+backward.
 """
 
 from __future__ import annotations
@@ -54,10 +54,7 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def freeze_linear(layer: nn.Linear, scales: Tensor | None = None) -> None:
-    """Make a torch.nn.Linear itself a FrozenLinear in place; its weight has its final type already.
-
-    `scales` are those of an int8 weight, (outputs,), fp32.
-    """
+    """Make a torch.nn.Linear itself a FrozenLinear in place; its weight, int8 with `scales`, is of its final type."""
     layer.weight.requires_grad_(False)
     if layer.bias is not None:
         layer.bias.requires_grad_(False)
@@ -88,8 +85,7 @@ def list_frozen_weights(model: nn.Module) -> list[Tensor]:
 def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Return the nearest int8 weight, (outputs, inputs), and the factor of each output, fp32, (outputs,).
 
-    The largest magnitude of an output's weights is 127, as in LLM.int8 (Dettmers and others 2022, arXiv 2208.07339). An
-    output of zeros has the factor 1.
+    The largest magnitude of an output's weights is 127, as in LLM.int8 (Dettmers and others 2022, arXiv 2208.07339).
     """
     wide = weight.detach().float()
     scales = wide.abs().amax(1) / 127
@@ -123,10 +119,7 @@ class FrozenWeight:
     layers: Sequence[FrozenLinear]
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights as one matrix, (outputs of all layers, inputs), of this type.
-
-        It is valid until the next call in this thread, and must not be written to.
-        """
+        """Return the weights as one matrix, (outputs, inputs), to read only, and only until this thread's next call."""
         first = self.layers[0]
         if len(self.layers) == 1 and first.scales is None and first.weight.dtype == dtype:
             return first.weight.detach()
@@ -185,10 +178,7 @@ def frozen_linear(
 
 
 def multiply_rows(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """Write x W^T to `out`, (tokens, outputs), where the weight may be of another type than x and `out`.
-
-    A few rows of the weight are converted at a time. x is (tokens, inputs), and the weight (outputs, inputs).
-    """
+    """Write x W^T to `out`, (tokens, outputs), converting a few rows of the weight, (outputs, inputs), at a time."""
     for start in range(0, len(weight), _HEAD_ROWS):
         rows = weight[start : start + _HEAD_ROWS]
         part = _take_buffer(len(rows), rows.shape[1], x.dtype).copy_(rows)

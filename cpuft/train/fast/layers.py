@@ -97,10 +97,7 @@ def _attend(
     x: Tensor,
     embeddings: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Run the first part that gradient checkpointing recomputes: projections and attention; return `x`, too.
-
-    `embeddings`: the relative embeddings of the layout's distances after dropout, for disentangled attention.
-    """
+    """Run projections and attention, which gradient checkpointing recomputes, and return `x` for what follows, too."""
     assert parts.packed is not None
     packed, x = parts.packed.branch(x, int(first_only), parts.int8)
     query = linear(parts.projections[0], x[layout.first_rows], parts.int8) if first_only else None
@@ -150,10 +147,7 @@ def _run_blocks(
     forward_pass: ForwardPass,
     x: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Run the whole pre-norm layer up to its last product, which is what gradient checkpointing recomputes.
-
-    Returns the residual stream after attention, and the product of feed-forward without its bias.
-    """
+    """Run a pre-norm layer up to its last product; return the residual stream and that product without its bias."""
     assert parts.packed is not None
     assert parts.packed_inner is not None
     packed = parts.packed(_norm(parts.attention_norm, x), int8=parts.int8)

@@ -37,10 +37,7 @@ class Layout:
 
     @property
     def first_rows(self) -> Tensor | slice:
-        """The rows of the examples' first tokens, to index (tokens, hidden) with, where no sequences were packed.
-
-        -1 stands for an example whose first position has no row.
-        """
+        """Index of examples' first tokens in (tokens, hidden), -1 where there is none; not for packed sequences."""
         rows = self.grid.rows
         return slice(None, None, self.length) if rows is None else rows[:: self.length]
 
@@ -57,10 +54,7 @@ class Layout:
         return rows.view(self.batch, self.length, -1)
 
     def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
-        """Return the angles of the rows of this batch. All layers that get the same `embeddings` share them.
-
-        These are the model's cosines and sines, (batch or 1, length, size), with two equal halves.
-        """
+        """Return the rows' angles for cosines and sines, (batch or 1, length, size); layers with the same share them."""
         cosines, sines = embeddings
         known = next((angles for given, angles in self._angles if given is cosines), None)
         if known is None:
@@ -77,8 +71,8 @@ def make_biased_layout(
 
     If more than `MIN_PADDING` of the batch may be seen by no query, these tokens are left out, which changes no other
     token's result. That takes a mask with one row for each example, the same for all heads and queries, which keeps all
-    first tokens; `first_only` becomes False if it masks one. `mask` is (batch or 1, heads or 1, queries or 1, length),
-    bool (true: may be looked at) or float (added to the scores).
+    first tokens. `mask` is (batch or 1, heads or 1, queries or 1, length), bool (true: may be looked at) or float
+    (added to the scores). A masked first token makes `first_only` False.
     """
     bias = make_bias(mask)
     if bias is not None and not bool(bias.any()):

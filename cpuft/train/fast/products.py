@@ -78,8 +78,7 @@ def slope_product(grad: Tensor, weight: Tensor, slope: Tensor) -> tuple[Tensor, 
 def can_multiply(x: Tensor, weight: Tensor) -> bool:
     """Return whether the kernel computes the products of `x`, (tokens, inputs), with this weight, forward and backward.
 
-    The weight is (outputs, inputs). What holds for the first layer of a feed-forward block holds for its second layer,
-    and for the attention before it.
+    What holds for the first layer of a feed-forward block holds for its second layer, and for the attention before.
     """
     tokens, inputs = x.shape
     large = tokens >= _MIN_ROWS and tokens * inputs * inputs >= _MIN_WORK

@@ -1,7 +1,6 @@
 """Linear layers: one product for several layers with the same input (query, key, value), and cheap bias gradients.
 
-Of a layer with a LoRA adapter of peft only the two small factors are trained, so the product for the weight's gradient,
-a third of a training step's multiplications, is left out.
+With a LoRA adapter only the two small factors are trained, so a third of a step's multiplications is left out.
 """
 
 from __future__ import annotations
@@ -35,10 +34,7 @@ def column_sums(x: Tensor) -> Tensor:
 
 
 class _PackedLinear(torch.autograd.Function):
-    """x W^T + bias, and x itself for what else needs it, see `PackedLinear.branch`.
-
-    With `int8`, the products for the output and for the input's gradient have 8-bit operands.
-    """
+    """x W^T + bias, and x itself for what else needs it, see `PackedLinear.branch`."""
 
     @staticmethod
     def forward(
@@ -84,10 +80,7 @@ class _PackedLinear(torch.autograd.Function):
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """x W^T + (x A^T) B^T + bias, of which only A and B are trained.
-
-    A FrozenWeight is expanded here and again in backward, because it shares the buffer of all layers.
-    """
+    """x W^T + (x A^T) B^T + bias, of which only A and B are trained."""
 
     @staticmethod
     def forward(
@@ -100,6 +93,7 @@ class _AdaptedLinear(torch.autograd.Function):
         up: Tensor,
     ) -> Tensor:
         narrow = functional.linear(x, down)
+        # A FrozenWeight is expanded again in backward, because it shares the buffer of all layers.
         ctx.frozen = weight if isinstance(weight, FrozenWeight) else None
         ctx.save_for_backward(x, narrow, None if isinstance(weight, FrozenWeight) else weight, down, up)
         if forward_pass is ForwardPass.RECOMPUTE:
@@ -171,10 +165,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def is_adapted(layer: Any) -> bool:
-    """Return whether this is peft's LoRA layer around a frozen linear layer, with exactly one active adapter.
-
-    The adapter must be without dropout, bias and variant (such as DoRA), and neither merged nor disabled.
-    """
+    """Return whether this is peft's LoRA layer with one active adapter of known form around a frozen linear layer."""
     if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return False
     names, base = layer.active_adapters, layer.base_layer
@@ -215,10 +206,7 @@ def _find_weight(layers: Sequence[Any]) -> Tensor | FrozenWeight:
 
 
 def _lora_factors(layer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return an adapted layer's A, (rank, inputs), and its B times the adapter's scale, (outputs, rank).
-
-    A layer without an adapter has factors of rank 0.
-    """
+    """Return A, (rank, inputs), and B times the adapter's scale, (outputs, rank); rank 0 without an adapter."""
     if is_plain(layer):
         return torch.empty(0, layer.in_features, dtype=dtype), torch.empty(layer.out_features, 0, dtype=dtype)
     (name,) = layer.active_adapters
@@ -233,10 +221,7 @@ def _project(
     forward_pass: ForwardPass,
     int8: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of `layers`, for which `can_pack` holds, side by side, given all their weights and biases.
-
-    The second tensor is `x`, see `PackedLinear.branch`.
-    """
+    """Return the outputs of `layers` side by side, given their weights and biases, and `x` as `PackedLinear.branch`."""
     if all(map(is_plain, layers)):
         if isinstance(weight, FrozenWeight):
             return frozen_linear(x, weight, bias, forward_pass), x
@@ -273,9 +258,9 @@ def can_feed_forward(inner: Any, outer: Any, x: Tensor) -> bool:
 def feed_forward(x: Tensor, inner: nn.Linear, outer: nn.Linear, forward_pass: ForwardPass) -> tuple[Tensor, Tensor]:
     """Return gelu(inner(x)) W^T, where W is the weight of `outer`, and `x` for the residual connection.
 
-    Both are (tokens, hidden). The GELU is exact (with erf). It and its slope belong to the products before and after
-    it, and so does the sum of both gradients of `x`, if the second result is used instead of `x`. The next pass adds
-    the bias of `outer`. `can_feed_forward` must hold. `forward_pass`: see `product`.
+    Both are (tokens, hidden); `can_feed_forward` must hold. The exact GELU and its slope belong to the products before
+    and after it, and so does the sum of both gradients of `x`, if the second result is used instead of `x`. The next
+    pass adds the bias of `outer`. `forward_pass`: see `product`.
     """
     return _feed_forward(x, inner.weight, inner.bias, outer.weight, forward_pass)
 
@@ -283,9 +268,8 @@ def feed_forward(x: Tensor, inner: nn.Linear, outer: nn.Linear, forward_pass: Fo
 class PackedLinear:
     """Linear layers with the same input whose weights become views of one tensor, so that one product serves all.
 
-    `can_pack` must hold; the layers stay in the model. If one of the weights gets other storage, they are concatenated
-    at each call instead. Weights of FrozenLinear layers stay where they are, which may be a mapped file, and are
-    expanded into one buffer at each call.
+    `can_pack` must hold. Weights that get other storage are concatenated at each call. Those of FrozenLinear layers
+    stay where they are, which may be a mapped file, and are expanded into one buffer at each call.
     """
 
     def __init__(self, layers: list[Any]) -> None:
@@ -316,10 +300,7 @@ class PackedLinear:
         return torch.cat([p.detach() for p in parameters])
 
     def __call__(self, x: Tensor, first: int = 0, int8: bool = False) -> Tensor:
-        """Return the outputs, side by side, of the layers from number `first` on: (tokens, inputs) -> (tokens, sum).
-
-        `x` and `int8` are those of `linear`.
-        """
+        """Return the outputs, side by side, of layers from number `first` on, as `linear`: (tokens, outputs)."""
         return self.branch(x, first, int8)[0]
 
     def branch(self, x: Tensor, first: int = 0, int8: bool = False) -> tuple[Tensor, Tensor]:
@@ -331,10 +312,7 @@ class PackedLinear:
         return _project(x, self.layers[first:], *self.current(first), ForwardPass.ONLY, int8)
 
     def current(self, first: int = 0) -> tuple[Any, Tensor | None]:
-        """Return the weights and the biases of the layers from number `first` on, each as one tensor without gradients.
-
-        Those of FrozenLinear layers are a FrozenWeight, which is not expanded yet.
-        """
+        """Return weights, which may be a FrozenWeight, and biases, without gradients, of the layers from `first` on."""
         layers = self.layers[first:]
         if isinstance(_base_of(layers[0]), FrozenLinear):
             weight: Any = _find_weight(layers)

@@ -22,11 +22,7 @@ from cpuft.train.fast.elementwise import Norm
 
 @dataclass(frozen=True)
 class Angles:
-    """The rotation of each token: a row for each row of queries and keys, in the same order.
-
-    The rotary modules of transformers return two equal halves, with less than a head's size for a partial rotation; of
-    that, this is the first half, at the positions that have a token.
-    """
+    """The rotation of each row of queries and keys; of the two equal halves that transformers has, this is one."""
 
     cos: Tensor
     """(tokens, half) fp32: cosines, times the scaling of attention if the model has one."""

@@ -52,8 +52,7 @@ class FastLayer:
         """Return the layer's output, with `more_outputs` of its parts in a tuple, as its own class returns it.
 
         With a layout the output is (tokens, hidden) in the dtype of the linear weights, or from the last run (batch,
-        length, hidden) in the dtype of the norms, with zeros for padding; (batch, 1, hidden) if the layout is
-        `first_only`. Without one, the model's own class computes it. The first layer packs `hidden_states`.
+        length, hidden) in the dtype of the norms, with zeros for padding; (batch, 1, hidden) if it is `first_only`.
         """
         stack, parts = self.fast_stack, self.fast_parts
         if fast_layout is None:
@@ -70,8 +69,8 @@ class FastLayer:
 class Stack:
     """The layers of one encoder or decoder, and hooks which make the layout of each batch.
 
-    The hooks are methods, so that a deep copy of the model copies them along. `owner` gets them: the `holder` of the
-    layers, such as BertEncoder or LlamaModel, or the model around it, see `Architecture.is_entered_at_model`. `runs`
+    `owner` gets the hooks: the `holder` of the layers, such as BertEncoder or LlamaModel, or the model around it, see
+    `Architecture.is_entered_at_model`. Hooks are methods, so that a deep copy of the model copies them along. `runs`
     are the layers in the order in which they run, each as often as it does.
     """
 
@@ -119,10 +118,7 @@ class Stack:
         return unknown or next(filter(None, (_find_obstacle(layer, parts, adapters) for layer, parts in both)), "")
 
     def install(self, precision: str) -> None:
-        """Patch the layers, and register hooks, which then pack tokens; call it once.
-
-        `precision` is bf16, fp32 or int8. For bf16, the linear weights must be bf16 already, else fp32.
-        """
+        """Patch the layers, whose linear weights must be bf16 already for bf16, and register hooks; call it once."""
         self.precision_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
             parts.int8 = precision == "int8"
@@ -135,11 +131,7 @@ class Stack:
             getattr(self.holder, self.architecture.shared_layers.projection).register_forward_pre_hook(self._pack)
 
     def watch_head(self, model: nn.Module) -> None:
-        """Register hooks on `model`, whose head reads only first tokens, so that the last layer computes no others.
-
-        In its forward, the encoder's last hidden state is then (batch, 1, hidden), unless a first token is masked or
-        the model's own layers run.
-        """
+        """Register hooks on `model`, whose head reads only first tokens, so that the last layer computes no others."""
         model.register_forward_pre_hook(self._head_starts)
         model.register_forward_hook(self._head_ends, always_call=True)
 
@@ -176,11 +168,7 @@ class Stack:
         return make_biased_layout(batch, length, mask, self.head_is_running, known)
 
     def _needs_own_layers(self, given: dict[str, Any]) -> bool:
-        """Return whether the caller asks for what only the model's own layers give.
-
-        These are hidden states or attentions of all layers, keys and values of earlier tokens or for later ones, what
-        forward hooks on layers see, or masks of a form of the caller's own.
-        """
+        """Return whether the caller asks for what only the model's own layers give, such as hidden states of all."""
         settings = getattr(self.owner, "config", None)
         for name in ("output_hidden_states", "output_attentions"):
             if given.get(name) or (given.get(name) is None and getattr(settings, name, False)):
@@ -211,10 +199,7 @@ class Stack:
 
 
 def _patch_layer(layer: Any, parts: LayerParts, stack: Stack) -> None:
-    """Give `layer` the fast forward, in place; its class becomes a subclass of its own, so that isinstance still holds.
-
-    Gradient checkpointing by transformers, if it is on, is replaced by the layer's own.
-    """
+    """Give `layer` the fast forward in place, and its gradient checkpointing instead of that of transformers."""
     own = type(layer)
     parts.packed, parts.packed_inner = PackedLinear(parts.projections), PackedLinear(parts.inner)
     parts.recomputes = bool(getattr(layer, "gradient_checkpointing", False))
@@ -245,10 +230,7 @@ def _find_obstacle(layer: Any, parts: LayerParts, adapters: bool) -> str:
 
 
 def list_stacks(model: nn.Module) -> list[Stack]:
-    """Return the stacks of layers whose architecture is known, in module order, also those with an obstacle.
-
-    Layers that are patched already are in none of them. Nothing is installed yet.
-    """
+    """Return the stacks of layers of known architecture, not patched yet, in module order, also with an obstacle."""
     found = []
     for holder in model.modules():
         runs = _list_runs(holder)
