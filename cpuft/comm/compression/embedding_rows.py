@@ -286,7 +286,7 @@ class RowExchange:
     def _average_on_leaders(
         self, rows: torch.Tensor, tokens: Sequence[torch.Tensor], packed: torch.Tensor, leaders: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return the mean over the leaders of `packed`, the mean of a host's ranks: fp32, (rows, width), in order."""
+        """Return the mean over the leaders of `packed`, their hosts' means of `rows`: fp32, (rows, width)."""
         assert self._unsent is not None
         routes = plan_row_routes(tokens, len(self._unsent), leaders.rank())
         own = packed[torch.searchsorted(rows, routes.own)]

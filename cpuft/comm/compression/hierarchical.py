@@ -1,8 +1,7 @@
 """Hierarchical means: gradients are averaged within each host first, and then between the hosts in compressed form.
 
-If each rank of a host sent its own compressed gradients to the other hosts, the host would send them once for each of
-its ranks. Instead, the ranks add up their gradients in fp32; the first rank of the host, its leader, averages them with
-the other leaders, keeps the error feedback, and copies the mean to the ranks of its host.
+Otherwise a host would send compressed gradients once for each of its ranks. The ranks add up their gradients in fp32;
+the host's first rank, its leader, averages them with the other leaders, keeps the error feedback, and copies the mean.
 """
 
 from __future__ import annotations
@@ -32,7 +31,10 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 
 
 def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
-    """Return how many consecutive ranks each of several hosts has, if above 1 and the same on all hosts; else 0."""
+    """Return the number of ranks on each host if means can be hierarchical, else 0.
+
+    `places` are each rank's local rank and number of ranks on its host, which must be equal and have consecutive ranks.
+    """
     local_size = places[0][1]
     if not 1 < local_size < len(places) or len(places) % local_size:
         return 0

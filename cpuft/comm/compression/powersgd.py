@@ -1,7 +1,6 @@
 """powersgd (Vogels et al. 2019, arXiv:1905.13727): low-rank factors of gradients are sent with error feedback.
 
-P is sent as blocks of 4-bit codes, Q of 8-bit codes. The first updates send int8 blocks of whole gradients instead,
-because factors cost most accuracy there (see EXACT_UPDATES).
+P is sent as blocks of 4-bit codes, Q of 8-bit codes; the first EXACT_UPDATES updates send int8 blocks instead.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def accelerate(
     3 (text) become fast, also inside of another module such as a SentenceTransformer; in any other model only dropout
     modules change. To generate with keys and values of earlier tokens, or to return hidden states or attentions of all
     layers, models use their own layers, with bf16 under autocast. A model that has been accelerated before keeps its
-    layers and precision, whatever the options; the optimizer is connected to its master weights. For the whole process,
-    malloc keeps freed memory (see `keep_freed_memory`).
+    layers and precision; the optimizer is connected to its master weights. For the whole process, malloc keeps freed
+    memory (see `keep_freed_memory`).
 
     What stays the same: parameter names; `state_dict`, `save_pretrained` and checkpoints in fp32 (the master weights);
     gradient clipping, gradient accumulation and learning rate schedulers; the probability of dropout, though not its

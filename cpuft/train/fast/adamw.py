@@ -1,8 +1,7 @@
 """fp32 master weights beside bf16 compute weights, and optimizers that update the masters.
 
-bf16 keeps 8 bits: an update of less than 1/256 of a weight rounds away, as most do with a learning rate of 2e-5. So
-fp32 masters are trained, saved and loaded. A C++ kernel makes AdamW's updates and rounds the masters into the compute
-weights; any other optimizer gets the masters in place of the compute weights for the time of its step.
+bf16 keeps 8 bits: an update of less than 1/256 of a weight rounds away, as most do with a learning rate of 2e-5. A C++
+kernel makes AdamW's updates; any other optimizer gets the masters in place of the compute weights for its step.
 """
 
 from __future__ import annotations
@@ -57,7 +56,7 @@ class MasterWeights:
         return parameter in self._masters
 
     def get(self, parameter: Tensor) -> Tensor | None:
-        """Return a parameter's fp32 master itself, with what something else wrote to the parameter, or None."""
+        """Return a parameter's fp32 master itself, with what something else wrote to the parameter, if it has one."""
         master = self._masters.get(parameter)
         if master is not None and parameter._version != self._versions[parameter]:
             self._follow(parameter)
@@ -162,7 +161,6 @@ class _StateHooks:
 
 
 def _replace_parameters(optimizer: Optimizer, replacements: Mapping[Any, nn.Parameter]) -> None:
-    """Put other parameters into an optimizer's groups, together with the state of those that they replace."""
     for group in optimizer.param_groups:
         group["params"][:] = [replacements.get(p, p) for p in group["params"]]
     state = list(optimizer.state.items())
@@ -186,10 +184,9 @@ def fp32_weights(model: nn.Module) -> Iterator[None]:
 
 
 def set_gradient_rows(model: nn.Module, rows: Tensor) -> None:
-    """State that an accelerated model's token embedding has a zero gradient outside of `rows`: int64, ascending.
+    """State, after writing to the token embedding's gradient, the rows outside of which it is zero: int64, ascending.
 
-    Call this after writing to the gradient, else all its rows count as unknown, and clipping and AdamW process them
-    all. Each row is given once, and those that the last backward pass has written must be among them.
+    Otherwise all its rows count as unknown, and clipping and AdamW process them all.
     """
     masters: MasterWeights | None = getattr(model, MASTERS_ATTRIBUTE, None)
     if masters and masters.embedding:
@@ -266,7 +263,6 @@ class ParameterUpdate:
     compute: Tensor | None
     """bf16: the update writes the rounded weights to it; None where the parameter is fp32."""
     grad: Tensor
-    """fp32 or bf16, in the shape of the weights."""
     state: dict[str, Any]
     """torch's "step", and the fp32 moments "exp_avg" and "exp_avg_sq", to which the update writes."""
     touched: Tensor | None = None
@@ -345,8 +341,7 @@ def _run_adamw(
 ) -> None:
     """Make one step of AdamW, or of Adam, by the kernel, in place; the formulas are those of torch.optim.
 
-    The updates are of one group, with gradients of one dtype. `count` is the number of this step, from 1; "step" in the
-    state does not change. `factor` multiplies the gradients.
+    The updates are of one group, with gradients of one dtype; `count` is the number of this step, from 1.
     """
     beta1, beta2 = (float(beta) for beta in group["betas"])
     rate, decay = float(group["lr"]), float(group["weight_decay"])

@@ -194,9 +194,7 @@ def disentangled_attention(
     query, packed, bias, mask, grid, forward_pass: see `attention.attention`. Query i of an example is at position i.
     position_keys: (2 * length - 1, heads * size), in the dtype of `packed`: the position of a key at distance key -
         query is in row key - query + length - 1.
-    position_queries: of the same shape and dtype: that of a query at distance query - key is in row query - key +
-        length - 1.
-    heads: `factor` multiplies all three terms of a score.
+    position_queries: likewise; the position of a query at distance query - key is in row query - key + length - 1.
     """
     queries = grid if query is None else Grid(grid.batch, query.shape[0] // grid.batch)
     query = None if query is None else query.contiguous()

@@ -72,9 +72,7 @@ def _shift_right(z: Tensor, bits: int) -> Tensor:
 
 
 def kept_elements(mask: Mask, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    """Return bools of `shape`, true where `mask` keeps an element of a contiguous tensor (SplitMix64, Steele et al.
-    2014).
-    """
+    """Return bools of `shape`, true for elements that `mask` keeps. SplitMix64 is by Steele, Lea and Flood 2014."""
     count = torch.Size(shape).numel()
     z = torch.arange(1, (count + 3) // 4 + 1, dtype=torch.int64)
     z = z * _to_signed(_GOLDEN) + _to_signed(mask.seed)
@@ -311,7 +309,6 @@ def _plain_norm_forward(total: Tensor, norm: Norm) -> tuple[Tensor, Tensor | Non
 def _plain_norm_backward(
     dy: Tensor, total: Tensor, norm: Norm, mean: Tensor | None, rstd: Tensor
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of `total`, of the weight and of the bias."""
     if mean is not None:
         parameters = _layer_norm_parameters(norm, total.shape[-1])
         dtotal, dweight, dbias = torch.ops.aten.native_layer_norm_backward(

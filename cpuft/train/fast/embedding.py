@@ -75,8 +75,8 @@ class EmbeddingGradient:
     def accumulate(self, rows: Tensor, values: Tensor) -> Tensor:
         """Return what backward has to return for the weight, and record which rows its gradient has then.
 
-        Without a gradient, that is the buffer, which becomes the gradient; else a sparse tensor that autograd adds to
-        it. `rows` are (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
+        Without a gradient, that is the buffer; else a sparse tensor that autograd adds to the gradient. `rows` are
+        (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
         """
         if self.weight.grad is None:
             buffer = self._buffer = self._cleared_buffer()

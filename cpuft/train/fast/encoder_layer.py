@@ -1,8 +1,7 @@
 """Both halves of an encoder layer, each as one call of C++ in forward and one in backward, with no Python in between.
 
-`encoder_layer.h` lists the steps of the attention half and of the feed-forward half. `layers.run_layer` runs the same
-steps one by one for all layers that `can_run_halves` refuses. There are two halves so that the gradients of the
-feed-forward half are sent to other hosts while those of the attention half are computed.
+`encoder_layer.h` lists their steps, which `layers.run_layer` runs one by one for other layers. There are two halves so
+that the gradients of the feed-forward half are sent to other hosts while those of the attention half are computed.
 """
 
 from __future__ import annotations

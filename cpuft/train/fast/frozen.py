@@ -1,8 +1,7 @@
 """Frozen weights in bf16, fp32 or 8 bits, which are converted for one product at a time.
 
-Ranks of one host can share a mapped file of them, because weights below LoRA adapters are only read. A buffer, which
-all layers use in turn, gets the weights of one product in the type of the activations, in forward and again in
-backward.
+Weights below LoRA adapters are only read, so that ranks of one host can share a mapped file of them. A buffer, which
+all layers use in turn, gets the weights of one product in the type of the activations, in forward and in backward.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class FrozenEmbedding(nn.Embedding):
 
 
 def freeze_linear(layer: nn.Linear, scales: Tensor | None = None) -> None:
-    """Make a torch.nn.Linear itself a FrozenLinear in place; its weight, int8 with `scales`, is of its final type."""
+    """Make a torch.nn.Linear a FrozenLinear in place; its weight has its final type, int8 if there are `scales`."""
     layer.weight.requires_grad_(False)
     if layer.bias is not None:
         layer.bias.requires_grad_(False)

@@ -20,14 +20,10 @@ needed, quantising the weights takes as long as the product saves."""
 def quantise_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise `x * factors` to 8 bits, one scale for each row: (values, scales).
 
-    Values are int8 from -127 to 127, (rows, columns), and scales fp32, (rows,): 1/127 of the row's largest magnitude, 0
-    for a row of zeros. A value times its row's scale is the number that it stands for, with an error of at most half a
-    scale. If a row has a NaN or infinite number, so is its scale, and its values mean nothing.
-
-    Parameters
-    ----------
-    x: (rows, columns), fp32 or bf16, at least one column.
-    factors: (columns,), fp32, contiguous; None for ones.
+    `x` is (rows, columns), fp32 or bf16, and `factors` (columns,), fp32, contiguous. Values are int8 from -127 to 127,
+    (rows, columns), and scales fp32, (rows,): 1/127 of the row's largest magnitude, 0 for a row of zeros. A value times
+    its row's scale is the number that it stands for, with an error of at most half a scale. If a row has a NaN or
+    infinite number, so is its scale, and its values mean nothing.
     """
     if kernels := kernels_for(x):
         x = x.contiguous()
@@ -46,13 +42,8 @@ def multiply(
     """Return the product of quantised rows and an int8 matrix, plus the bias: (rows, outputs), fp32.
 
     Element (i, j) is the sum over k of values[i, k] * right[k, j], an exact 32-bit integer, times scales[i] *
-    column_scales[j], plus bias[j].
-
-    Parameters
-    ----------
-    x: (values, scales) from `quantise_rows`: int8, (rows, inner), and fp32, (rows,).
-    right: (inner, outputs), int8.
-    column_scales, bias: (outputs,), fp32; None for ones and zeros.
+    column_scales[j], plus bias[j]. `x` are the values, int8, (rows, inner), and scales, fp32, (rows,), of
+    `quantise_rows`; `right` is int8, (inner, outputs), and the others are fp32, (outputs,).
     """
     rounded, scales = x
     y = torch.empty(len(rounded), right.shape[1])

@@ -54,7 +54,7 @@ class Layout:
         return rows.view(self.batch, self.length, -1)
 
     def read_angles(self, embeddings: tuple[Tensor, Tensor]) -> Angles:
-        """Return the rows' angles for cosines and sines, (batch or 1, length, size); layers with the same share them."""
+        """Return the angles of this batch's rows for the model's cosines and sines, (batch or 1, length, size)."""
         cosines, sines = embeddings
         known = next((angles for given, angles in self._angles if given is cosines), None)
         if known is None:

@@ -165,7 +165,7 @@ def is_plain(layer: Any) -> bool:
 
 
 def is_adapted(layer: Any) -> bool:
-    """Return whether this is peft's LoRA layer with one active adapter of known form around a frozen linear layer."""
+    """Return whether this is peft's LoRA around a frozen linear layer, without dropout, bias, variant or merging."""
     if (type(layer).__module__, type(layer).__name__) != ("peft.tuners.lora.layer", "Linear"):
         return False
     names, base = layer.active_adapters, layer.base_layer
@@ -192,12 +192,10 @@ def can_pack(layers: Sequence[Any], adapters: bool) -> bool:
 
 
 def _base_of(layer: Any) -> Any:
-    """Return the linear layer below the adapter of an adapted layer; any other layer itself."""
     return getattr(layer, "base_layer", layer)
 
 
 def _find_weight(layers: Sequence[Any]) -> Tensor | FrozenWeight:
-    """Return the weights of one layer, or of several that are a FrozenLinear each."""
     bases = [_base_of(layer) for layer in layers]
     if isinstance(bases[0], FrozenLinear):
         return FrozenWeight(bases)
@@ -221,7 +219,7 @@ def _project(
     forward_pass: ForwardPass,
     int8: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the outputs of `layers` side by side, given their weights and biases, and `x` as `PackedLinear.branch`."""
+    """Return the outputs of `layers` side by side, given their weights and biases, and `x`, as `branch` does."""
     if all(map(is_plain, layers)):
         if isinstance(weight, FrozenWeight):
             return frozen_linear(x, weight, bias, forward_pass), x
@@ -300,7 +298,7 @@ class PackedLinear:
         return torch.cat([p.detach() for p in parameters])
 
     def __call__(self, x: Tensor, first: int = 0, int8: bool = False) -> Tensor:
-        """Return the outputs, side by side, of layers from number `first` on, as `linear`: (tokens, outputs)."""
+        """Return the outputs, side by side, of the layers from number `first` on; for `x` and `int8` see `linear`."""
         return self.branch(x, first, int8)[0]
 
     def branch(self, x: Tensor, first: int = 0, int8: bool = False) -> tuple[Tensor, Tensor]:

@@ -126,15 +126,10 @@ def _may_overwrite(packed: Tensor, norms: HeadNorms) -> bool:
 def rotate(packed: Tensor, angles: Angles | None, heads: Heads, norms: HeadNorms | None) -> Tensor:
     """Return queries, keys and values side by side, the queries and keys normed and then rotated, the values unchanged.
 
-    The result has the shape and dtype of `packed`, whose memory it may have: use `packed` no more, unless it is a leaf
-    that requires a gradient. Values are computed in fp32 and rounded once. Gradients go to `packed` and to the weights
-    of the norms, not to the angles.
-
-    Parameters
-    ----------
-    packed: (tokens, (count + 2 * keys) * size), fp32 or bf16: query, key and value as `attention` takes them.
-    angles: of the rows of `packed`, with at most size / 2 columns; numbers of a head from 2 * half on do not turn. None
-        for no rotation.
+    `packed` is (tokens, (count + 2 * keys) * size), fp32 or bf16. The result has its shape and dtype, and may have its
+    memory: use `packed` no more, unless it is a leaf that requires a gradient. `angles` have at most size / 2 columns;
+    numbers of a head from 2 * half on do not turn. Values are computed in fp32 and rounded once. Gradients go to
+    `packed` and to the weights of the norms, not to the angles.
     """
     norms = norms or HeadNorms(None, None)
     if angles is None and norms.query is None and norms.key is None:

@@ -1,8 +1,7 @@
 """The layers of a model that the fast path replaces: finding them, patching them, and packing their tokens.
 
-Hooks on the module that holds the layers, or on the model around it, find out which tokens a batch has. The first layer
-packs them, so that no layer computes padding, and the last one puts them back to their positions. The layers keep their
-modules and parameters; their class becomes a subclass with another `forward`, see `layers.run_layer`.
+Hooks find out which tokens a batch has. The first layer packs them, so that no layer computes padding, and the last one
+puts them back. The layers keep their modules and parameters, and get another `forward`, see `layers.run_layer`.
 """
 
 from __future__ import annotations
@@ -69,9 +68,8 @@ class FastLayer:
 class Stack:
     """The layers of one encoder or decoder, and hooks which make the layout of each batch.
 
-    `owner` gets the hooks: the `holder` of the layers, such as BertEncoder or LlamaModel, or the model around it, see
-    `Architecture.is_entered_at_model`. Hooks are methods, so that a deep copy of the model copies them along. `runs`
-    are the layers in the order in which they run, each as often as it does.
+    `owner` gets the hooks: the `holder` of the layers, or the model around it, see `Architecture.is_entered_at_model`.
+    Hooks are methods, so that a deep copy of the model copies them along. `runs` are the layers as often as they run.
     """
 
     def __init__(self, owner: nn.Module, holder: nn.Module, runs: list[Any], architecture: Architecture) -> None:
@@ -79,7 +77,6 @@ class Stack:
         self.holder = holder
         self.runs = runs
         self.layers = list(dict.fromkeys(runs))
-        """Each layer once."""
         self.parts = [architecture.read_layer(layer) for layer in self.layers]
         self.is_pre_norm = self.parts[0].is_pre_norm
         self.architecture = architecture
@@ -168,7 +165,7 @@ class Stack:
         return make_biased_layout(batch, length, mask, self.head_is_running, known)
 
     def _needs_own_layers(self, given: dict[str, Any]) -> bool:
-        """Return whether the caller asks for what only the model's own layers give, such as hidden states of all."""
+        """Return whether the caller asks for what only the model's own layers give, such as all attentions."""
         settings = getattr(self.owner, "config", None)
         for name in ("output_hidden_states", "output_attentions"):
             if given.get(name) or (given.get(name) is None and getattr(settings, name, False)):
@@ -199,7 +196,7 @@ class Stack:
 
 
 def _patch_layer(layer: Any, parts: LayerParts, stack: Stack) -> None:
-    """Give `layer` the fast forward in place, and its gradient checkpointing instead of that of transformers."""
+    """Give `layer` the fast forward in place, and replace transformers' gradient checkpointing by the layer's own."""
     own = type(layer)
     parts.packed, parts.packed_inner = PackedLinear(parts.projections), PackedLinear(parts.inner)
     parts.recomputes = bool(getattr(layer, "gradient_checkpointing", False))
