@@ -33,7 +33,7 @@ _DEFAULT_TIMEOUT = timedelta(minutes=30)
 def count_ranks_per_host(places: Sequence[tuple[int, int]]) -> int:
     """Return the number of ranks on each host if means can be hierarchical, else 0.
 
-    `places` are each rank's local rank and number of ranks on its host, which must be equal and have consecutive ranks.
+    `places` are each rank's local rank and number of ranks on its host. Numbers must be equal and ranks consecutive.
     """
     local_size = places[0][1]
     if not 1 < local_size < len(places) or len(places) % local_size:
@@ -167,8 +167,7 @@ class HierarchicalReducer:
     def reduce(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
 
-        The future is that of the bucket's buffer in its own type. If an operation of a bucket fails, waiting for the
-        future of any bucket that is under way raises the error.
+        If a bucket's operation fails, waiting for the future of any bucket that is under way raises the error.
         """
         # A sum in bf16 would lose more than int8 does. The sum may overwrite an fp32 buffer, as the mean does later.
         numbers = bucket.buffer().float()

@@ -59,10 +59,10 @@ def _message_bytes(length: int, bits: int) -> int:
 def encode(shares: torch.Tensor, bits: int = 8) -> torch.Tensor:
     """Encode fp32 numbers, (n, length), as codes and scales: int8, (n, length * bits / 8 + length / 256 * 4).
 
-    A scale is the largest magnitude in a block of 256 numbers divided by the largest code, 127 or 7, so the error of a
-    number is at most 1/254 or 1/14 of that magnitude. A block with an infinity or a NaN becomes NaN. The codes come
-    first, then the bytes of the fp32 scales. With 4 bits, a byte has code j of a block in its low half, and code j +
-    128 in its high half.
+    A scale is the largest magnitude in a block of 256 numbers divided by the largest code, 127 or 7. So a number's
+    error is at most 1/254 or 1/14 of that magnitude. A block with an infinity or a NaN becomes NaN. Codes come first,
+    then the bytes of fp32 scales. With 4 bits, a byte has code j of a block in its low half, and code j + 128 in its
+    high half.
     """
     count = len(shares)
     blocks = shares.view(count, -1, BLOCK)
@@ -120,7 +120,6 @@ def _average_messages(received: torch.Tensor, length: int, error: torch.Tensor, 
 
 
 def _decode_numbers(messages: torch.Tensor, length: int, numbers: torch.Tensor, bits: int) -> None:
-    """Write the numbers of the messages of all ranks' shares to `numbers`: fp32 or bf16, one-dimensional."""
     kernels = kernels_for(numbers)
     if kernels is not None:
         kernels.run("decode_blocks", numbers.dtype, messages, numbers, len(numbers), len(messages), length, bits)
@@ -224,7 +223,6 @@ class _BucketUnderWay:
     bucket: GradBucket
     mean: BlockMean
     work: QueuedWork
-    """Is done when the mean is in the bucket."""
 
 
 class BlockReducer:

@@ -99,8 +99,7 @@ class LocalSGD:
     def finish(self) -> None:
         """Send this rank's changes and wait for all means, so that all ranks have the same parameters.
 
-        The last changes are averaged without outer momentum. What int8 has left unsent stays for the next
-        synchronization.
+        The last changes are averaged without outer momentum. What int8 has not sent stays for the next call.
         """
         rows = self._used_rows.nonzero()[:, 0]
         changes = self._read_changes(rows)

@@ -60,7 +60,7 @@ class EmbeddingGradient:
         return grad if (rows := self.rows) is None else grad.index_select(0, rows)
 
     def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
-        """Return (vocabulary,) uint8, to read only: 0 for rows whose gradient and moments are zero; None if unknown."""
+        """Return (vocabulary,) uint8, to read only: 0 where gradient and moments are zero, else 1; None if unknown."""
         if (rows := self.rows) is None:
             self._touched = None
             return None
@@ -194,7 +194,7 @@ _sum_of_rows: Callable[..., Tensor] = _SumOfRows.apply
 
 
 def _count_positions(ids: Tensor, padding: int | None) -> Tensor:
-    """Return tokens' positions, (batch, length) int64: from 0, or as in RoBERTa from `padding + 1` without padding."""
+    """Return positions, (batch, length) int64, from 0; with `padding`, as in RoBERTa, padding tokens do not count."""
     if padding is None:
         return torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
     is_token = ids != padding

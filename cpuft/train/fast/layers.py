@@ -33,7 +33,7 @@ from cpuft.train.fast.projection import can_feed_forward, feed_forward, linear, 
 from cpuft.train.fast.rotary import Angles, HeadNorms, rotate
 
 _Masks = tuple[Mask, Mask, Mask]
-"""Of the dropouts of attention, of its output and of feed-forward."""
+"""Masks of the dropouts of attention, of its output and of feed-forward."""
 _Run = Callable[..., Any]
 """`run_once` or `run_with_recompute`."""
 
@@ -42,10 +42,9 @@ _Run = Callable[..., Any]
 def run_layer(parts: LayerParts, x: Tensor, layout: Layout, is_last: bool, given: Mapping[str, Any]) -> Tensor:
     """Return the output of one patched layer: (tokens, hidden) -> (tokens, hidden), in the dtype of `x`.
 
-    If it `is_last` and the layout is `first_only`, the output is (batch, hidden), the first tokens. `x` has the dtype
-    of the layer's linear weights. Of `given`, what transformers passes to the layer by name, this reads
-    `position_embeddings` (rotary positions) and `rel_embeddings` (all relative embeddings of disentangled attention,
-    (embeddings, hidden), fp32).
+    If it `is_last` and the layout is `first_only`, the output is (batch, hidden). `x` has the dtype of the linear
+    weights. `given` is what transformers passes to the layer by name: of this, `position_embeddings` (rotary positions)
+    and `rel_embeddings` (of disentangled attention, (embeddings, hidden), fp32) are read.
     """
     training = parts.attention_module.training
     run = run_with_recompute if parts.recomputes and training else run_once

@@ -50,8 +50,8 @@ class FastLayer:
     ) -> Any:
         """Return the layer's output, with `more_outputs` of its parts in a tuple, as its own class returns it.
 
-        With a layout the output is (tokens, hidden) in the dtype of the linear weights, or from the last run (batch,
-        length, hidden) in the dtype of the norms, with zeros for padding; (batch, 1, hidden) if it is `first_only`.
+        With a layout this is (tokens, hidden) in the dtype of the linear weights, or from the last run (batch, length,
+        hidden) in the dtype of the norms, zero for padding, or (batch, 1, hidden) if the layout is `first_only`.
         """
         stack, parts = self.fast_stack, self.fast_parts
         if fast_layout is None:
@@ -115,7 +115,7 @@ class Stack:
         return unknown or next(filter(None, (_find_obstacle(layer, parts, adapters) for layer, parts in both)), "")
 
     def install(self, precision: str) -> None:
-        """Patch the layers, whose linear weights must be bf16 already for bf16, and register hooks; call it once."""
+        """Patch the layers and register hooks; call it once. For bf16, the linear weights must be bf16 already."""
         self.precision_dtype = torch.bfloat16 if precision == "bf16" else torch.float32
         for layer, parts in zip(self.layers, self.parts, strict=True):
             parts.int8 = precision == "int8"
