@@ -181,7 +181,10 @@ def _wire_type(compression: str) -> torch.dtype | None:
 
 
 def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
-    """Let a wrapped model send compressed gradients; call it once on all ranks before the first backward pass."""
+    """Let a wrapped model send compressed gradients; call it once on all ranks before the first backward pass.
+
+    `compression` is none, bf16, fp16, int8 or powersgd. RuntimeError: the model has a communication hook already.
+    """
     group = model.process_group
     reduce = make_reduce(compression, group, make_host_groups(compression, group))
     # A lambda, because DDP compares the annotations of a function with types, and postponed annotations are text.
