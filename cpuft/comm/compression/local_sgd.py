@@ -25,10 +25,16 @@ OUTER_LEARNING_RATE = 0.7
 class LocalSGD:
     """Synchronizes ranks that train independently. All ranks make one, when all of them have the same parameters.
 
-    All call `synchronize` after every H-th update of the optimizer, and `finish` after the last update, which makes the
-    parameters the same again. If H grows, `receive` in between applies a mean before the next one is sent. `momentum`
-    is that of the outer optimizer (Nesterov); 0 means the plain mean of all changes. Of `embedding`, one of the
-    parameters, only the rows given to `note_tokens` are sent. int8 has error feedback.
+    In a training loop without DistributedDataParallel, all call `synchronize` after every H-th update of the optimizer,
+    and `finish` after the last update, which makes the parameters the same again. If H grows, `receive` in between
+    applies a mean before the next one is sent. CpuftError: changes cannot be sent with this compression.
+
+    Parameters
+    ----------
+    parameters: those without requires_grad are left out.
+    compression: none (fp32), bf16, fp16, or int8, which is blocks with error feedback.
+    momentum: of the outer optimizer (Nesterov, with the learning rate 0.7); 0 means the plain mean of all changes.
+    embedding: one of the parameters, a word embedding of which only the rows given to `note_tokens` are sent.
     """
 
     def __init__(
@@ -67,7 +73,7 @@ class LocalSGD:
         """Waits for the mean that is under way, and applies it to the common parameters."""
 
     def note_tokens(self, tokens: torch.Tensor) -> None:
-        """Note tokens that any rank has looked up, the same on all ranks: later synchronizations send their rows."""
+        """Note int64 tokens that any rank has looked up, the same on all ranks: later calls send their rows, too."""
         if self._embedding is not None:
             self._used_rows[tokens.reshape(-1)] = True
 
