@@ -23,13 +23,11 @@ There is no limit in total, but one of 60 s without any byte.
 import collections
 import contextlib
 import fcntl
-import hashlib
 import io
 import json
 import os
 import re
 import select
-import shutil
 import stat
 import struct
 import sys
@@ -151,7 +149,7 @@ def hash_blocks(entries: "Sequence[Entry]") -> "Iterator[tuple[_Block, bytes]]":
     """Return each block of the files among the entries, with its SHA-256. Raises TransferError: a file has changed."""
 
     def read(batch: "list[_Block]") -> "list[tuple[_Block, bytes]]":
-        return [(block, hashlib.sha256(_read_block(block)).digest()) for block in batch]
+        return [(block, _hash(_read_block(block))) for block in batch]
 
     return _run_ahead(read, _list_batches(entries))
 
@@ -162,7 +160,19 @@ def make_checksum(entries: "Sequence[Entry]", digests: "Sequence[bytes]") -> str
     `digests` has the SHA-256 of all blocks in their order.
     """
     found = [[_to_wire(one.name), one.kind, one.size, one.mode & 0o111 * (one.kind == FILE)] for one in entries]
-    return hashlib.sha256(json.dumps(found).encode() + b"".join(digests)).hexdigest()[:24]
+    return _hash(json.dumps(found).encode() + b"".join(digests)).hex()[:24]
+
+
+def _hash(data: bytes) -> bytes:
+    import hashlib  # takes as long as all that a host is asked before most launches
+
+    return hashlib.sha256(data).digest()
+
+
+def _remove(folder: str) -> None:
+    import shutil  # as above
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _list_batches(entries: "Sequence[Entry]") -> "Iterator[list[_Block]]":
@@ -367,7 +377,7 @@ def send(stream: Stream, entries: "Iterable[Entry]", is_answered: bool = True, h
         pieces = []
         for block in batch:
             data, known = _read_block(block), have.get((block.number, block.place))
-            digest = hashlib.sha256(data).digest() if known or has_checksums else b""
+            digest = _hash(data) if known or has_checksums else b""
             pieces += [_SAME] if known and known == digest else [_SENT + digest if digest else _UNCHECKED, data]
         return pieces
 
@@ -397,10 +407,10 @@ def open_part(folder: str) -> "Iterator[str]":
         yield files
     except BaseException as error:
         if lock < 0 or isinstance(error, (OSError, RefusedError)) or not os.path.exists(files):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         raise
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     finally:
         if lock >= 0:
             os.close(lock)
@@ -560,7 +570,7 @@ def _write_blocks(batch: "list[tuple[_Block, bytes, bytes]]") -> "list[bytes]":
     """Verify and write blocks, and return their SHA-256; without data, that of a block which is there."""
     digests = []
     for block, data, digest in batch:
-        found = hashlib.sha256(data).digest() if data else digest
+        found = _hash(data) if data else digest
         if digest not in (b"", found):
             raise TransferError(f"{block.entry.name} was damaged on its way")
         digests.append(found)
@@ -681,7 +691,7 @@ def _send_checkpoints(folder: str, *have: str) -> None:
         return
     for old in os.listdir(folder):
         if old.startswith("copy."):
-            shutil.rmtree(os.path.join(folder, old), ignore_errors=True)
+            _remove(os.path.join(folder, old))
     # The ranks may remove a checkpoint while it is sent. Links keep its files until then.
     with tempfile.TemporaryDirectory(prefix="copy.", dir=folder) as links:
         for name in sorted(set(wanted) - set(have)):
@@ -723,7 +733,7 @@ def _keep_bundles(folder: str, *used: str) -> None:
         state = os.lstat(path)
         is_old = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and state.st_mtime < now - _KEEP_SECONDS
         if is_old and os.fsencode(path) not in commands:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             with contextlib.suppress(OSError):
                 os.unlink(path + ".files")
 
