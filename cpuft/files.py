@@ -79,7 +79,8 @@ def describe_lfs_pointer(path: Path, begin: bytes) -> str:
 def write_atomically(path: Path) -> Iterator[Path]:
     """Yield the path of an empty file beside `path`, which replaces `path` if the block raises nothing.
 
-    A link at `path` is replaced, not its target. Folders, devices, pipes and sockets are never replaced (CpuftError).
+    A link to a file is replaced, not its target; folders, devices, pipes, sockets and links to them are refused
+    (CpuftError). Missing folders above it are made, and its permissions are those of a new file.
     """
     refuse_special(path)
     path.parent.mkdir(parents=True, exist_ok=True)

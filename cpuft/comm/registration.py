@@ -146,8 +146,9 @@ def start(
     `compares_calls`: the ranks compare their calls before each collective of ccl and mpi, which takes a short message.
 
     Raises CpuftError if there is no such backend, a library that it needs is missing, CPUFT_COMM_TIMEOUT is wrong, MPI
-    has fewer ranks than the group, or this rank cannot join the first one within 60 s; ValueError if there is a default
-    process group already, or no environment variables; RuntimeError if a library fails, or ranks do not come.
+    has fewer ranks than the group, or this rank cannot join rank 0 within 60 s; OSError if rank 0 cannot listen on its
+    own address; ValueError if there is a default process group already, or no environment variables; RuntimeError if a
+    library fails, or ranks do not come.
     """
     if backend not in BACKENDS:
         raise CpuftError(f"there is no backend {backend}: {suggest_names(backend, BACKENDS)}")

@@ -101,7 +101,7 @@ class ConnectionCheck:
             self.group_size, self._store = size, store
 
     def note_call(self, model: Any) -> None:
-        """Note that a model in DistributedDataParallel is called for training."""
+        """Note that `model`, a DistributedDataParallel, is called for training: steps that missed it are counted anew."""
         for wrapped in self.wrapped:
             if wrapped.module() is model.module:
                 wrapped.optimizers.clear()

@@ -194,7 +194,10 @@ def _listens(place: tuple[str, int]) -> bool:
 
 
 def parse_registration(text: str) -> tuple[str, str, int, int, bool]:
-    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder)."""
+    """Return a node's (address, main node's address as it sees that, index, port, whether it sees the main folder).
+
+    Raises CpuftError: the text is no registration.
+    """
     found = _REGISTRATION.fullmatch(text)
     if not found or int(found[4]) > 65_535 or not (_is_address(found[1]) and _is_address(found[2])):
         raise CpuftError(f"{text[:80]!r} is not the registration of a node: start the same image on all nodes")

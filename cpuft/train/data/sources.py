@@ -714,7 +714,11 @@ _ENTITY_PREFIXES = ("B", "I", "E", "S")
 
 
 def choose_metrics(kind: str, labels: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the metrics for the user's own examples of a kind, with these labels."""
+    """Return the names of the metrics for the user's own examples of a kind.
+
+    Classes have an f1 only if there are two `labels`, and tags only if they are those of named entities (B-, I-, E-,
+    S-).
+    """
     if kind == "score":
         return ("pearson", "spearman")
     if kind == "labels":

@@ -448,8 +448,9 @@ def _parse_object(line: str) -> bool:
 def parse_json_cells(line: str, where: str) -> dict[str, Cell]:
     """Parse one JSON object into cells, by column: texts, and lists of texts.
 
-    Numbers become texts, true becomes `True`, null and NaN an empty text. A value that is an object, or a list that
-    contains null, lists or objects, is left out as if the column were missing.
+    Numbers become texts, true becomes `True`, null and, outside of a list, NaN an empty text. A value that is an
+    object, or a list that contains null, lists or objects, is left out as if the column were missing. Raises
+    CpuftError, which begins with `where`: the line is no JSON object, or has a key twice.
     """
     try:
         values = load(dict[str, Any], parse_json(line, _make_object))

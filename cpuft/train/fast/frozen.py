@@ -118,7 +118,9 @@ class FrozenWeight:
     layers: Sequence[FrozenLinear]
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        """Return the weights as one matrix, (outputs, inputs), to read only, and only until this thread's next call."""
+        """Return the weights as one matrix, (outputs, inputs), to read only, and only until this thread's next call of
+        this, of `multiply_rows` or of `multiply_columns` for any frozen weight.
+        """
         first = self.layers[0]
         if len(self.layers) == 1 and first.scales is None and first.weight.dtype == dtype:
             return first.weight.detach()

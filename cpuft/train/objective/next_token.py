@@ -58,10 +58,11 @@ class NextTokenPrediction(Objective):
         return model
 
     def make_batch(self, tokens: Tokens, examples: Indices, epoch: int = -1) -> Batch:
-        """Return the batch of these examples; the labels are the tokens to predict, elsewhere UNTAGGED.
+        """Return the batch of these examples; the labels have each token to predict at its own position, not shifted,
+        elsewhere UNTAGGED.
 
         The input `targets` has these tokens, and `places` the indices from which they are predicted, among all
-        positions of the batch, row by row.
+        positions of the batch, row by row. A batch without padding has no attention_mask.
         """
         batch = super().make_batch(replace(tokens, types=EMPTY), examples)
         ids, labels = batch.inputs["input_ids"], batch.labels
