@@ -101,7 +101,7 @@ class ConnectionCheck:
             self.group_size, self._store = size, store
 
     def note_call(self, model: Any) -> None:
-        """Note that `model`, a DistributedDataParallel, is called for training: steps that missed it are counted anew."""
+        """Note that `model`, a DistributedDataParallel, is called for training: count steps that miss it anew."""
         for wrapped in self.wrapped:
             if wrapped.module() is model.module:
                 wrapped.optimizers.clear()
