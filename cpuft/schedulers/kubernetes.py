@@ -53,7 +53,9 @@ class Kubernetes(Scheduler[KubernetesOptions]):
     help = "Submit a launch or a sweep by kubectl, as an MPIJob of Kubeflow's operator."
 
     def render(self, options: KubernetesOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host."""
+        """Return a manifest: a launcher that resumes its run after an interruption, and a worker for each host. Raises
+        CpuftError: the name, namespace or --nodes does not fit, or there is no image.
+        """
         hosts, ranks = launch.count_hosts(options.nodes)
         last_host = f"{options.name}-worker-{hosts - 1}"
         for flag, text, label in (
