@@ -316,6 +316,7 @@ def measure_links(order: dict[str, Any]) -> list[dict[str, Any]]:
     """Measure the links to other hosts, one after another, over one TCP connection each.
 
     All hosts call this at once, each with its own list of peers in an order in which no host is busy with two peers.
+    Raises OSError: the port is not free here.
 
     Parameters
     ----------
