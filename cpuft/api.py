@@ -574,7 +574,7 @@ def write_rows(rows: Sequence[Any], path: Path) -> tuple[str, ...]:
     """Write examples to predict into a file of JSON lines, and return the names of the text columns.
 
     The names are empty for rows that are dicts: their columns are those that the run was trained on. Raises CpuftError:
-    rows are of several kinds or of none of the four, or a value is neither text nor number.
+    rows are not all texts, pairs of texts, lists of words or dicts, or JSON cannot hold a value.
     """
     columns: tuple[str, ...] = ()
     if all(isinstance(row, Mapping) for row in rows):

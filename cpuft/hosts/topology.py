@@ -77,7 +77,7 @@ class HostFacts:
 
 
 def spread_cores(hosts: Sequence[HostFacts]) -> list[tuple[Core, ...]]:
-    """Return the cores that each host is to use: on one machine different ones, as long as there are any.
+    """Return the cores of each of `hosts`, in their order: on one machine different ones, as long as there are any.
 
     Containers that share a machine and have a CPU quota see all of its cores, and each would begin with the first one.
     """

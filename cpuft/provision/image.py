@@ -96,7 +96,7 @@ class Recipe:
 
 
 def read_recipe(path: str) -> Recipe:
-    """Read a YAML recipe; the package's own if `path` is the default and is missing. Raises CpuftError: it is not valid."""
+    """Read a YAML recipe; the package's own if `path` is the default and missing. Raises CpuftError: it is invalid."""
     use_own = path == RECIPE and not Path(path).exists()
     try:
         text = (_OWN_RECIPE if use_own else Path(path)).read_text(encoding="utf-8")

@@ -37,7 +37,7 @@ class BatchOptions(ContainerOptions):
 
 
 class AwsBatch(Scheduler[BatchOptions]):
-    """AWS Batch, multi-node parallel jobs on EC2, in one region."""
+    """AWS Batch, multi-node parallel jobs on EC2, in one region. Its methods raise CpuftError if AWS refuses a call."""
 
     name = "batch"
     options = BatchOptions

@@ -46,7 +46,9 @@ class KubernetesOptions(ContainerOptions):
 
 
 class Kubernetes(Scheduler[KubernetesOptions]):
-    """Kubernetes with Kubeflow's MPI operator. Jobs are made by `create`: `apply` would change a job of that name."""
+    """Kubernetes with Kubeflow's MPI operator. Jobs are made by `create`: `apply` would change a job of that name. Its
+    methods raise CpuftError if kubectl fails.
+    """
 
     name = "kubernetes"
     options = KubernetesOptions

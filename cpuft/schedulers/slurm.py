@@ -45,7 +45,9 @@ class SlurmOptions(JobOptions):
 
 
 class Slurm(Scheduler[SlurmOptions]):
-    """Slurm. Of several Slurm clusters, SLURM_CLUSTERS names the one that all of Slurm's programs use."""
+    """Slurm. Of several Slurm clusters, SLURM_CLUSTERS names the one that all of Slurm's programs use. Methods raise
+    CpuftError if these fail.
+    """
 
     name = "slurm"
     options = SlurmOptions
