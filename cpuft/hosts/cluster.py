@@ -241,8 +241,8 @@ def _select_hosts(hosts: Sequence[Host], names: str) -> tuple[Host, ...]:
 
 
 def find_slurm(environ: Mapping[str, str]) -> Transport | None:
-    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job. Raises
-    CpuftError: srun has started this process several times.
+    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job and without
+    SLURM_JOB_NODELIST. Raises CpuftError: srun has started this process several times.
     """
     if "SLURM_JOB_ID" not in environ:
         return None

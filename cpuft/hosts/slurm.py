@@ -68,8 +68,8 @@ class SlurmTransport(Transport):
 
 
 def find_transport(environ: Mapping[str, str]) -> SlurmTransport | None:
-    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job. Raises
-    CpuftError: srun has started this process several times.
+    """Return the transport to the hosts of the Slurm job in which this process runs; None outside of a job and without
+    SLURM_JOB_NODELIST. Raises CpuftError: srun has started this process several times.
     """
     if not environ.get("SLURM_JOB_ID") or not environ.get("SLURM_JOB_NODELIST"):
         return None

@@ -138,7 +138,7 @@ def load_note(run_dir: str, environ: Mapping[str, str]) -> LaunchNote:
 
 
 def list_detached(environ: Mapping[str, str]) -> list[LaunchNote]:
-    """Return the notes of detached runs that were started or attached to here, oldest first, without bad ones."""
+    """Return the notes of detached runs that were started or attached to here, oldest first; skip unreadable ones."""
     with suppress(CpuftError, OSError):
         folder = state_root(environ) / _NOTES
         check_private_folder(folder)

@@ -68,7 +68,7 @@ class JobLaunch:
 
     def count_hosts(self, nodes: int) -> tuple[int, int]:
         """Return (number of hosts, ranks on the host that has most); `nodes` is 0 for as many as np and ppn need.
-        Raises CpuftError: `nodes` does not fit to them.
+        Raises CpuftError: `nodes` contradicts them.
         """
         hosts = nodes or (math.ceil(self.np / self.ppn) if self.ppn else self.np)
         if hosts > self.np or (self.ppn and hosts * self.ppn < self.np):

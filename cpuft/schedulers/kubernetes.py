@@ -46,7 +46,7 @@ class KubernetesOptions(ContainerOptions):
 
 
 class Kubernetes(Scheduler[KubernetesOptions]):
-    """Kubernetes with Kubeflow's MPI operator. Jobs are made by `create`: `apply` would change a job of that name. Its
+    """Kubernetes with Kubeflow's MPI operator. Jobs are made by `create`: `apply` would change a job of that name. The
     methods raise CpuftError if kubectl fails.
     """
 
