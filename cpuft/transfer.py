@@ -110,7 +110,7 @@ def walk(
 
     With `follow`, links are followed, and compiled modules (__pycache__) and special files are left out. `above` has
     the device and inode of each folder on the way to the path. Raises TransferError: a link leads to nothing, or to a
-    folder that contains it.
+    folder that contains it. Raises OSError: something cannot be read.
     """
     try:
         state = os.stat(path) if follow else os.lstat(path)
@@ -226,14 +226,16 @@ class Stream:
         self._written, self._flushed_at = bytearray(), time.monotonic()
 
     def read(self, size: int) -> bytes:
-        """Return exactly `size` bytes."""
+        """Return exactly `size` bytes, or raise LostError."""
         data = self._source.read(size)
         if len(data) < size:
             raise LostError("the connection ended before the last file")
         return data
 
     def skip_noise(self) -> None:
-        """Read up to the beginning of the other side's program: a login shell may have printed something before."""
+        """Read up to the beginning of the other side's program: a login shell may have printed something before. Raises
+        LostError: it does not come within 64 KiB.
+        """
         line, noise = b"", b""
         while not line.endswith(_MAGIC):
             noise += line
@@ -354,7 +356,8 @@ def send(stream: Stream, entries: "Iterable[Entry]", is_answered: bool = True, h
     ----------
     is_answered: whether the receiver says what it has; otherwise it gets all, with checksums if `has_checksums`.
 
-    Raises TransferError: a file cannot be read or has changed meanwhile, or the connection was lost.
+    Raises TransferError: a file has changed meanwhile, or the connection was lost. Raises OSError: a file cannot be
+    read. Raises RefusedError: the receiver names a block that no file has.
     """
     entries = list(entries)
     for start in range(0, len(entries), 1000):
@@ -655,7 +658,8 @@ def _answer() -> Stream:
 
 def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
     """Receive files into a folder, as `place` says: this user's private folder, a folder below it, and for a bundle its
-    checksum."""
+    checksum. Raises as `receive`, and TransferError: another user can open a folder that must be private.
+    """
     root, folder, checksum = (*place, "")[:3]
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):
         _make_private(private)

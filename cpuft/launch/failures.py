@@ -212,7 +212,7 @@ def worst_exit_code(failures: list[Failure], fallback: int) -> int:
 
 
 def explain_exit(code: int, text: str = "") -> tuple[str, str]:
-    """Return how a rank ended, such as "killed by SIGKILL", and what to do. `text` is its standard error."""
+    """Return how a rank ended, such as "killed by SIGKILL", and what to do, or "". `text` is its standard error."""
     ended = f"killed by signal {code - 128}" if _is_signal(code) else f"exit code {code}"
     if code == 137 and OUT_OF_MEMORY in text:
         return "killed by the kernel because memory ran out", _LESS_MEMORY
@@ -262,7 +262,8 @@ def describe_end(
     script: Sequence[str],
     script_config: ScriptConfig | None = None,
 ) -> tuple[int, str]:
-    """Return the exit code of a launch and its closing message, from the last attempt's record and logs here.
+    """Return the exit code of a launch and its closing message, which may be "", from the last attempt's record and
+    logs here.
 
     After code 75, the message has the command that resumes the run if the ranks ended by themselves with 75. A code of
     75 becomes 1 if the run cannot be resumed, for example because it ended before its record began.

@@ -45,7 +45,9 @@ class SlurmOptions(JobOptions):
 
 
 class Slurm(Scheduler[SlurmOptions]):
-    """Slurm. Of several Slurm clusters, SLURM_CLUSTERS names the one that all of Slurm's programs use."""
+    """Slurm. Of several Slurm clusters, SLURM_CLUSTERS names the one that all of Slurm's programs use. Methods raise
+    CpuftError if these fail.
+    """
 
     name = "slurm"
     options = SlurmOptions
@@ -53,7 +55,9 @@ class Slurm(Scheduler[SlurmOptions]):
     has_submitters_files = True
 
     def render(self, options: SlurmOptions, launch: JobLaunch, cpuft: str) -> str:
-        """Return a job script that has its hosts for itself alone and requeues itself after an interruption."""
+        """Return a job script that has its hosts for itself alone and requeues itself after an interruption. Raises
+        CpuftError: --array or --nodes does not fit the launch, or an option cannot stand in a script.
+        """
         if options.array and isinstance(launch, JobSweep):
             raise CpuftError("a sweep trains its runs in one job, and --array submits several jobs: leave out --array")
         if options.array and launch.resume:
