@@ -174,7 +174,9 @@ def finish_embeddings(form: EmbeddingForm, pooled: torch.Tensor) -> torch.Tensor
 
 
 def load_encoder(source: str) -> tuple[Any, Any]:
-    """Return the encoder in fp32 and evaluation mode without the fast path, and its settings."""
+    """Return the encoder (fp32, evaluation mode, no fast path) and its settings. Raises CpuftError: it cannot be
+    loaded.
+    """
     import transformers
 
     try:

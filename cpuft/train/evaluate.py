@@ -103,7 +103,7 @@ def compute_outputs(
 
 
 def plan_batches(tokens: Tokens, batch_size: int, ranks: int) -> list[list[Indices]]:
-    """Return the batches of each rank: examples are sorted by length and dealt to the ranks in turn."""
+    """Return each rank's batches: examples sorted by length, the shortest first, and dealt to the ranks in turn."""
     order = np.argsort(tokens.lengths, kind="stable")
     shares = [order[rank::ranks] for rank in range(ranks)]
     return [[share[start : start + batch_size] for start in range(0, len(share), batch_size)] for share in shares]

@@ -93,7 +93,9 @@ def mine_negatives(
     count: int,
     rules: MiningRules = MiningRules(),
 ) -> dict[str, list[str]]:
-    """Return for each different anchor of the rows its negatives, the most similar ones first, `count` or fewer."""
+    """Return for each different anchor of the rows its negatives, the most similar ones first, `count` or fewer. Raises
+    as `check_rules`.
+    """
     task = make_mining_task(anchors, positives, corpus)
     check_rules(task, count, rules)
     queries = embedder.embed(task.anchors, embedder.form.query_prompt)

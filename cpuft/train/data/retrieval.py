@@ -40,7 +40,8 @@ def read_beir(folder: str, option: str) -> RetrievalSet:
 
     A document's text is its title, a space and its text, as the package beir joins them. Queries keep the order of
     their file. Documents are in the order of their ids, because sentence-transformers ranks documents with equal scores
-    by their ids. Judgements with a score of 0 or less, and queries without others, are left out.
+    by their ids. Judgements with a score of 0 or less, and queries without others, are left out. Raises CpuftError: a
+    file is missing, a line is not valid, or no judgement is above 0.
     """
     place = Path(folder)
     if not place.is_dir():

@@ -71,7 +71,8 @@ def scan_texts(paths: str, columns: str, option: str, exact: bool = False, optio
     `paths` are files, and folders of files, separated by commas; in a folder and those below, files that end in .txt,
     .text, .md, .json, .jsonl or .ndjson are taken, in alphabetical order. The texts of several `columns` of a table,
     separated by commas, are joined by spaces; empty is the column `text`, or the only one. With `exact`, indentation,
-    line ends and blank lines are kept, which a decoder learns as well.
+    line ends and blank lines are kept, which a decoder learns as well. Raises CpuftError: a file cannot be read, lacks
+    a column or has too long a line, or there is no text.
     """
     files = tuple(file for name in split_paths(paths) for file in _find_files(Path(name), option))
     names = tuple(name.strip() for name in columns.split(",")) if columns else ()
