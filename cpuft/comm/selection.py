@@ -83,7 +83,7 @@ def read_choice(folder: Path, key: str) -> Choice | None:
 
 
 def write_choice(folder: Path, key: str, choice: Choice) -> None:
-    """Write a choice to `folder/backend-KEY.json`, atomically."""
+    """Write a choice to `folder/backend-KEY.json`, atomically, and make the folder. OSError: it cannot be written."""
     text = json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n"
     write_text(folder / f"backend-{key}.json", text)
 

@@ -152,7 +152,7 @@ def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
 
 
 def check_request(request: PredictConfig) -> None:
-    """Raise CpuftError if file, model or output cannot be used on the host that needs them, without loading the model."""
+    """Raise CpuftError if file, model or output cannot be used on the host that needs them; the model is not loaded."""
     os.environ.update(take_secrets(os.environ, "prepare"))
     name_output(request)
     open_windows(request, _WINDOW_TEXTS)

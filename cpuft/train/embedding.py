@@ -174,9 +174,7 @@ def finish_embeddings(form: EmbeddingForm, pooled: torch.Tensor) -> torch.Tensor
 
 
 def load_encoder(source: str) -> tuple[Any, Any]:
-    """Return the encoder (fp32, evaluation mode, no fast path) and its settings. Raises CpuftError: it cannot be
-    loaded.
-    """
+    """Return the encoder (fp32, eval mode, no fast path) and its settings. Raises CpuftError: it cannot be read."""
     import transformers
 
     try:

@@ -60,7 +60,7 @@ class EmbeddingForm:
 
 
 def find_embedding_model(name: str) -> str:
-    """Return the folder of the model in a finished run's folder; for other names, what `find_model` returns or raises."""
+    """Return the model's folder if `name` is a finished run's folder, else what `find_model` returns or raises."""
     is_run = Path(name, MODEL_DIR, "config.json").exists()
     return str(Path(name, MODEL_DIR)) if is_run else find_model(name)
 

@@ -90,8 +90,8 @@ def name_output(request: ExportConfig) -> Path:
 
 def export(request: ExportConfig) -> None:
     """Export the model of a run, and print where it is; with --validate, also compare it with the run's model. Raises
-    CpuftError: the run is not finished, the folder exists already, a package is missing, or the graph computes other
-    outputs.
+    CpuftError: the run is not finished, the output folder is not empty, a package is missing, or the graph computes
+    other outputs.
     """
     run, target = read_finished_run(request.run), name_output(request)
     refuse_filled(target)
@@ -124,7 +124,7 @@ def export(request: ExportConfig) -> None:
 
 
 def make_sample(task: Task) -> dict[str, Examples]:
-    """Return made-up examples of the task's form (splits `traced`, `0` to `2` and ``), so that an export needs no data."""
+    """Return made-up examples of the task's form (splits traced, 0 to 2 and ""), so that an export needs no data."""
     names = {"traced": _TRACED_LENGTHS, **{str(n): lengths for n, lengths in enumerate(_CHECKED_LENGTHS)}, "": (1,)}
     return {name: _make_examples(lengths, task) for name, lengths in names.items()}
 

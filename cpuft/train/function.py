@@ -84,8 +84,8 @@ def _call_function(world: World, run_dir: str, digest: str, check: ConnectionChe
 
 
 def load_call(pickled: bytes) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return (function, args, kwargs) of a call whose digest has been checked. Raises CpuftError: a module is missing
-    here.
+    """Return (function, args, kwargs) of a call whose digest has been checked. Raises CpuftError: a module that it
+    needs is missing on this host.
     """
     try:
         function, args, kwargs = pickle.loads(pickled)

@@ -45,8 +45,8 @@ class Prompt:
 
 
 def generate(request: PredictConfig) -> None:
-    """Answer all prompts, write both to a file, and print its name. Raises CpuftError: run, file or output cannot be
-    used.
+    """Answer all prompts, then write prompts and answers to a file, and print its name. Raises CpuftError: the run, the
+    file or the output cannot be used.
     """
     run = read_finished_run(request.run)
     path = Path(request.output or Path(request.run, "predictions.csv"))

@@ -123,8 +123,8 @@ def explain_cache_failures(folder: Path, what: str = "the prepared data") -> Ite
 
 
 def read_prepared(path: str) -> Prepared:
-    """Open an archive of `write_prepared`, memory-mapped: the file must stay. Raises CpuftError: it is missing or
-    damaged.
+    """Open an archive of `write_prepared`, whose arrays are memory-mapped and read-only: the file must stay. Raises
+    CpuftError: it is missing or damaged.
     """
     try:
         meta, arrays = map_archive(path)

@@ -62,7 +62,7 @@ class Chats:
         return hashlib.sha256(self.checksums.tobytes()).hexdigest()
 
     def list_conversations(self, chosen: NDArray[np.bool_]) -> Iterator[Conversation]:
-        """Read the files again, and yield the conversations for which `chosen` is true, in their order."""
+        """Read the files again, and yield in order the conversations with `chosen` true. Raises as `scan_chats`."""
         for is_chosen, (where, line) in zip(chosen, list_json_lines(self.paths, self.option)):
             if is_chosen:
                 yield where, parse_conversation(line, where)
@@ -366,8 +366,8 @@ def _cut(ids: NDArray[np.int32], mask: NDArray[np.int8], max_length: int) -> _Ex
 
 
 def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
-    """Return conversations as examples, each alone or packed up to `max_length` tokens. Raises CpuftError: there are
-    none.
+    """Return conversations as examples: each by itself, or packed into examples of up to `max_length` tokens. Raises
+    CpuftError: there are none.
     """
     if not found.ids:
         raise CpuftError(
@@ -391,7 +391,7 @@ def join_examples(found: Encoded, max_length: int, packs: bool) -> Tokens:
 
 
 def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
-    """Return the indices of lengths in sorted groups of `room` at most, by best fit. Raises ValueError: one is longer."""
+    """Return the lengths' indices in groups of sum `room` at most (best fit), sorted. ValueError: one is larger."""
     groups: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (room that is left, number of the group), in ascending order
     for number in sorted(range(len(lengths)), key=lambda one: (-lengths[one], one)):

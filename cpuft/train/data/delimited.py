@@ -74,7 +74,7 @@ def _rate(header: list[str], row: Sequence[str] = ()) -> tuple[bool, int]:
 
 
 def split_rows(lines: Iterator[str], dialect: Dialect, path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Yield the last line of each row that is not blank, also of the header (as `line 3`), and the row's cells. Raises
+    """Yield where each row that is not blank ends (such as `line 3`; the header is a row, too), and its cells. Raises
     CpuftError: a quoted cell does not end.
     """
     quoting: Literal[0, 3] = csv.QUOTE_MINIMAL if dialect.is_quoted else csv.QUOTE_NONE

@@ -97,7 +97,7 @@ _MAX_LISTED_LABELS = 10
 
 
 def checksum_data(data: TaskData, config: TrainConfig) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of everything that decides the token ids and labels."""
+    """Return a checksum, 16 hexadecimal digits, of all that decides token ids and labels. Raises as `find_model`."""
     digest = hashlib.sha256()
     task = data.task
     sizes = (FORMAT, config.max_length, config.max_train_samples)

@@ -50,8 +50,8 @@ def _check_embedding_recipe(config: TrainConfig, prepared: Prepared) -> None:
 
 
 def parse_dimensions(text: str) -> tuple[int, ...]:
-    """Return the numbers of --matryoshka, such as 384,256; () for an empty text. Raises CpuftError: two are equal, or
-    one is none.
+    """Return the numbers of --matryoshka, such as 384,256,128; () for an empty text. Raises CpuftError: one is not a
+    positive whole number, or is there twice.
     """
     parts = text.split(",") if text else []
     if not all(map(is_count, parts)) or len(set(parts)) < len(parts):
@@ -88,8 +88,8 @@ def find_class_weights(text: str, prepared: Prepared) -> tuple[float, ...]:
 
 
 def find_best_metric(config: TrainConfig, prepared: Prepared) -> str:
-    """Return --best-metric, else the task's first metric; "" if it has none. Raises CpuftError: the task lacks that
-    metric.
+    """Return the metric that compares evaluations: --best-metric, else the first one of the task, "" if that has none.
+    Raises CpuftError: the task has no such metric.
     """
     known = [name + suffix for suffix in prepared.validation for name in prepared.metrics]
     if config.best_metric and config.best_metric not in known:

@@ -94,7 +94,7 @@ class FileExamples:
         return self.count
 
     def load(self) -> Examples:
-        """Return the examples, all of them in memory."""
+        """Return the examples, all of them in memory. Raises CpuftError: a row does not fit any more."""
         return make_examples(self._list_rows(), self.task)
 
     def first(self, count: int) -> FileExamples:
@@ -116,7 +116,7 @@ class FileExamples:
             )
 
     def list_texts(self) -> Iterator[str]:
-        """Read all texts, example by example: both texts of a pair, or each word for the kind tags."""
+        """Read all texts, example by example: both of a pair, or each word for the kind tags. Raises as `batches`."""
         for batch in self.batches():
             yield from batch.list_texts()
 
@@ -164,7 +164,9 @@ def read_splits(task: Task, config: TrainConfig, splits: Sequence[tuple[str, str
 
 
 def list_test_splits(task: Task) -> tuple[tuple[str, str], ...]:
-    """Return the splits without labels that GLUE's server scores: suffix of its metrics' names, stem of its file."""
+    """Return the splits without labels that GLUE's server scores: suffix of its metrics' names, stem of its file; ()
+    for other tasks.
+    """
     return tuple((key, stem.replace("dev", "test")) for key, stem in task.validation) if task.folder else ()
 
 
@@ -184,8 +186,8 @@ def _read_glue_split(task: Task, folder: Path, stem: str) -> Examples:
 
 
 def read_glue_file(task: Task, path: Path) -> Examples | None:
-    """Read a file in the layout of the task's own GLUE files with a header line; None if it is none. CpuftError: a line
-    does not fit.
+    """Read a file in the layout of the task's own GLUE files with a header line; None if it is no such file. Raises
+    CpuftError: a line does not fit.
     """
     if not task.folder or path.suffix != ".tsv":
         return None
