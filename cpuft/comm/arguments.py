@@ -63,7 +63,7 @@ def flatten(value: Any) -> Tensors:
 
 
 def transpose(lists: Sequence[Tensors]) -> list[Tensors]:
-    """Return a list of each list's first tensors, one of their second ones, and so on. The lists are equally long."""
+    """Return a list of each list's first tensors, one of their second ones, and so on; ValueError: unequal lengths."""
     return [list(tensors) for tensors in zip(*lists, strict=True)]
 
 

@@ -25,7 +25,9 @@ BatchPredictions = tuple[Indices, Predictions]
 
 
 def evaluate(setup: TrainingSetup, step: int) -> EvaluationLine:
-    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective."""
+    """Evaluate the model on all validation splits; return the metrics, the same on every rank. Collective. The model is
+    in training mode afterwards.
+    """
     start = time.perf_counter()
     setup.model.eval()
     metrics: dict[str, float] = {}

@@ -84,7 +84,7 @@ class Validation:
 
 
 def name_output(request: ExportConfig) -> Path:
-    """Return the folder that the export makes."""
+    """Return the folder that the export makes: --output, else one in the folder of the run."""
     return Path(request.output or Path(request.run, request.format + "-int8" * (request.precision == "int8")))
 
 

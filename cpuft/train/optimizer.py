@@ -161,7 +161,8 @@ def learning_rate_factor(update: int, updates: int, warmup: int, schedule: str =
 
     It rises linearly from 0 during the `warmup` updates, whose last is followed by the peak. The formulas are those of
     transformers (optimization.py: get_linear_schedule_with_warmup and its neighbours): linear and cosine (half a wave)
-    would be 0 for update `updates`; inverse-sqrt falls with the square root of the updates.
+    would be 0 for update `updates`; inverse-sqrt falls with the square root of the updates. Raises KeyError for another
+    `schedule`.
     """
     if update < warmup:
         return update / warmup

@@ -248,7 +248,7 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
-    """Return what the header records about the kernels, and a warning that names hosts without them, if any.
+    """Return what the header records, `compiled` or `absent`, and a warning that names hosts without kernels, if any.
 
     Each rank's status is `on`, or `off: ` and the reason. With `independent`, hosts that have the kernels use them.
     """

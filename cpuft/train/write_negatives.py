@@ -123,7 +123,7 @@ def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[str, ...]], ending: str) -> None:
-    """Write rows of texts as CSV, JSON lines or Parquet, by the ending."""
+    """Write rows of texts by the ending: .parquet, .csv (with a header), or else JSON lines."""
     if ending == ".parquet":
         import pyarrow
         from pyarrow import parquet

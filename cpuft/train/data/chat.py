@@ -407,7 +407,7 @@ def pack_lengths(lengths: Sequence[int], room: int) -> list[list[int]]:
 
 
 def describe_chats(found: Encoded, tokens: Tokens, max_length: int) -> str:
-    """Return clauses on what became of conversations, such as `1,200 conversations, 12 cut at --max-length 512`."""
+    """Return clauses, with `; ` between them, on conversations: `1,200 conversations, 12 cut at --max-length 512`."""
     parts = [f"{found.conversations:,} conversation{'s' * (found.conversations != 1)}"]
     if found.cut:
         parts.append(f"{found.cut:,} cut at --max-length {max_length}")

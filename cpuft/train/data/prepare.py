@@ -215,7 +215,7 @@ def list_blank(examples: Examples, task: Task) -> list[list[str]]:
 
 
 def describe_blank(name: str, count: int, examples: int) -> str:
-    """Say that nearly all examples have no text in a column."""
+    """Return the message that nearly all examples have no text in a column."""
     return (
         f"{count:,} of {examples:,} examples have no text in {name!r} (it is empty, nan or null): name the column of "
         f"the texts with --text-columns, or correct the file"

@@ -129,7 +129,7 @@ def make_retrieval_set(examples: Iterable[Sequence[str]]) -> RetrievalSet:
     """Make a retrieval set of contrastive examples: anchor, positive, and any number of negatives each.
 
     The different positives and negatives become documents. To an anchor, the positives of all its examples are
-    relevant.
+    relevant, with relevance 1.
     """
     queries: dict[str, int] = {}
     documents: dict[str, int] = {}

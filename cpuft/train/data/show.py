@@ -225,7 +225,7 @@ def _summarize_lengths(lengths: NDArray[np.int64], max_length: int) -> Lengths:
 
 
 def make_histogram(lengths: NDArray[np.int64], max_length: int) -> list[Bin]:
-    """Return the bins of a histogram, of equal width up to the longest example, or up to twice `max_length`."""
+    """Return the bins of a histogram, 10 at most, of equal width, up to the longest example or twice `max_length`."""
     top = min(int(lengths.max()), 2 * max_length)
     width = next(step for step in _WIDTHS if step * _BINS >= top)
     numbers = Counter(((np.minimum(lengths, top) - 1) // width).tolist())

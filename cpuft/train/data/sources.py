@@ -317,7 +317,7 @@ _BOOLEANS = {"true": "1", "false": "0"}
 
 
 def find_value(label: str) -> str:
-    """Return a label in the one form of its value: 1 for 1.0 and True."""
+    """Return a label in the one form of its value: 1 for 1.0 and True; other labels as they are."""
     return re.sub(r"(?<=\d)\.0*$", "", _BOOLEANS.get(label.lower(), label))
 
 
@@ -339,7 +339,7 @@ MISSING = ("nan", "NaN", "None", "null", "NULL", "NA", "N/A", "<NA>")
 
 
 def is_blank(text: str) -> bool:
-    """Return whether a text is empty, or only says that there is none."""
+    """Return whether a text is empty, has only spaces, or is one of MISSING."""
     return not text or text.isspace() or (len(text) < 9 and text.strip() in MISSING)
 
 

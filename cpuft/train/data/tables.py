@@ -493,7 +493,7 @@ def find_column(columns: Sequence[str], name: str, source: str, advice: str = ""
 
 
 def hint_header(columns: Sequence[str]) -> str:
-    """Return a clause for a message about columns if their names look like the cells of a row; else ""."""
+    """Return a clause for a message, which begins with `; `, if the columns' names look like a row's cells; else ""."""
     is_row = any(name.replace(".", "", 1).isdecimal() for name in columns)
     return "; if its first line is a row, write a header such as text,label above it" if is_row else ""
 

@@ -144,7 +144,7 @@ class Chat(NextTokenPrediction):
         return torch.from_numpy(labels)
 
     def finish_folder(self, folder: Path, model: Any) -> None:
-        """Save the template of --chat-template with the tokenizer in the folder of the saved model."""
+        """Save the template of --chat-template, if given, with the tokenizer in the folder of the saved model."""
         if self.template:
             tokenizer = load_tokenizer(str(folder))
             tokenizer.chat_template = self.template
