@@ -43,7 +43,7 @@ _REDUCTION_NAMES = {
 
 
 def reduction_name(operation: object) -> str:
-    """Return the name that backends have for a torch ReduceOp: sum, avg, product, min, max, band, bor or bxor."""
+    """Return a torch ReduceOp's name: sum, avg, product, min, max, band, bor, bxor; NotImplementedError for others."""
     for known, name in _REDUCTION_NAMES.items():
         if operation == known:
             return name
@@ -63,7 +63,7 @@ def flatten(value: Any) -> Tensors:
 
 
 def transpose(lists: Sequence[Tensors]) -> list[Tensors]:
-    """Return a list of each list's first tensors, one of their second ones, and so on. The lists are equally long."""
+    """Return a list of each list's first tensors, one of their second ones, and so on; ValueError: unequal lengths."""
     return [list(tensors) for tensors in zip(*lists, strict=True)]
 
 
@@ -234,7 +234,7 @@ def _check_barrier(group: GroupMembership, opts: Any) -> str:
 
 
 def check_message(name: str, group: GroupMembership, tensors: Tensors, peer: int | None, tag: int) -> None:
-    """Check one tensor, the other rank (None: any) and the tag of a send or receive."""
+    """Raise RuntimeError unless a send or receive has one CPU tensor, another rank (None: any), and a tag from 0 on."""
     _check_one(name, tensors)
     _check_tensors(name, tensors)
     if peer is not None and (not 0 <= peer < group.size or peer == group.rank):

@@ -301,7 +301,7 @@ def _join(address: tuple[str, int], key: bytes, rank: int, seconds: float) -> tu
 
 
 def choose_seconds(variable: str, default: float) -> float:
-    """Return the positive seconds that an environment variable holds, or `default` if it is not set or empty."""
+    """Return an environment variable's positive seconds, `default` if it is not set or empty; CpuftError for others."""
     text = os.environ.get(variable, "")
     if not text:
         return default

@@ -122,7 +122,7 @@ class QueuedWork(dist.Work):
             return self._future
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until the operation is done; `timeout` is ignored, because the watchdog enforces the group's."""
+        """Block until the operation is done; raises its error. `timeout` is ignored, because the watchdog has one."""
         self._done.wait()
         if self._error is not None:
             raise self._error
@@ -145,7 +145,7 @@ class QueuedWork(dist.Work):
         return self._error
 
     def result(self) -> Any:
-        """Wait for the operation and return its output tensors, in the form in which they were passed."""
+        """Wait for the operation; return its output tensors in the form in which they were passed. Raises its error."""
         self.wait()
         return self._result
 
@@ -164,11 +164,13 @@ class CoalescedWork(dist.Work):
         self._works = list(works)
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Block until all operations are done, and return True. Raises the first error. `timeout` is ignored."""
+        """Block until all are done, return True; raises the error of the first in launch order that failed, without
+        waiting for those after it. `timeout` is ignored.
+        """
         return all(work.wait() for work in self._works)
 
     def synchronize(self) -> None:
-        """Block until all operations are done. Raises the first error."""
+        """Block until all operations are done; raises as `wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -332,7 +334,7 @@ class CollectiveGroup(WatchedGroup):
         return self._launch(method.operation, flatten(payload), result, checked_body)
 
     def send(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to send a tensor, the only one of the list; the Work may be done before rank `peer` has received it."""
+        """Start to send the list's one tensor; the Work may end before `peer` has it. RuntimeError: wrong arguments."""
         arguments.check_message("send", self._membership, tensors, peer, tag)
 
         def body() -> int:
@@ -344,13 +346,15 @@ class CollectiveGroup(WatchedGroup):
         return self._launch("send", tensors, tensors, body, *place)
 
     def recv(self, tensors: Tensors, peer: int, tag: int = 0) -> QueuedWork:
-        """Start to receive a tensor, the only one of the list; wait() raises an error if the message is longer."""
+        """Start to receive the list's one tensor; wait() raises for a longer message. RuntimeError: wrong arguments."""
         body = self._make_receiver(tensors, peer, tag)
         place = self.describe_message(peer, self._membership.rank, tag)
         return self._launch("recv", tensors, tensors, body, *place)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> QueuedWork:
-        """Start to receive from the rank that sends first, the Work's `source_rank()`; ccl cannot, so wait() raises."""
+        """Start to receive from the rank that sends first, the Work's `source_rank()`; ccl cannot, so wait() raises
+        CpuftError.
+        """
         body, channel = self._make_receiver(tensors, None, tag), f"{self._membership.label} from any (tag {tag})"
         return self._launch("recvAnySource", tensors, tensors, body, channel, self._membership.ranks)
 

@@ -83,7 +83,7 @@ def read_choice(folder: Path, key: str) -> Choice | None:
 
 
 def write_choice(folder: Path, key: str, choice: Choice) -> None:
-    """Write a choice to `folder/backend-KEY.json`, atomically."""
+    """Write a choice to `folder/backend-KEY.json`, atomically, and make the folder. OSError: it cannot be written."""
     text = json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n"
     write_text(folder / f"backend-{key}.json", text)
 
@@ -237,7 +237,7 @@ def count_repetitions(nbytes: int, budget_bytes: int = 512 * 2**20) -> int:
 
 
 def limit_repetitions(wanted: int, seconds: float) -> int:
-    """Return how often to repeat an operation that takes `seconds`, so that a turn takes about three seconds."""
+    """Return how often to repeat an operation of `seconds` for about three seconds: 5 or more, but `wanted` at most."""
     return min(wanted, max(5, int(_TURN_SECONDS / max(seconds, 1e-9))))
 
 

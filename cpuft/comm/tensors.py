@@ -215,6 +215,7 @@ def all_to_all_single(
     """Send slices of `source` along its first dimension to all ranks, and write the received slices to `target`.
 
     `sizes`: two lists, for `source` and `target`, of the length of each rank's slice; an empty one means equal slices.
+    Lengths that are given are compared: RuntimeError on all ranks if those of sender and receiver differ.
     """
     dense = to_contiguous(source)
     with contiguous_in_place(target) as whole:
@@ -228,7 +229,8 @@ def all_to_all_single(
 def all_to_all(backend: Backend, sources: Tensors, targets: Tensors, is_known: bool = False) -> None:
     """Send the r-th source to rank r, and receive the r-th target from it; tensors may differ in type and layout.
 
-    The r-th source must have as many bytes as rank r's target for this rank, which is compared unless it `is_known`.
+    The r-th source must have as many bytes as rank r's target for this rank, which is compared unless it `is_known`:
+    RuntimeError on all ranks if they differ.
     """
     sent = torch.cat([to_contiguous(source).view(-1).view(torch.uint8) for source in sources])
     received = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)

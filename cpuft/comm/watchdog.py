@@ -285,7 +285,7 @@ class CollectiveWatchdog:
             self._connection.close()
 
     def exit_if_rank_lost(self, operation: Operation, error: BaseException) -> None:
-        """End the process if an operation has failed because one of its ranks has ended; else return."""
+        """End the process if an operation has failed because one of its ranks has ended; else return within 2 s."""
         is_connection_error = any(text in str(error).lower() for text in _CONNECTION_ERRORS)
         deadline = time.monotonic() + (_DETECTION_SECONDS if is_connection_error else 0.0)
         while not self._closed.is_set():

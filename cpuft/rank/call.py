@@ -53,7 +53,7 @@ def compute_digest(content: bytes) -> str:
 
 
 def read_call(run_dir: str, digest: str) -> tuple[CallHeader, bytes]:
-    """Return header and pickle, not loaded, of a run's call; CpuftError unless it is the call that was planned."""
+    """Return header and pickle, not loaded, of a run's call; CpuftError unless it is the planned one of this Python."""
     path = Path(run_dir, CALL_FILE)
     content = _read_own(path)
     if not hmac.compare_digest(compute_digest(content), digest):

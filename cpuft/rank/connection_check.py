@@ -125,7 +125,7 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe_unused(f"was stopped before optimizer step {self.steps}"))
 
     def check_end(self) -> None:
-        """Check at the end of a script that has run without an error; raises RefusedScriptError."""
+        """Raise RefusedScriptError after a script without an error whose ranks formed no group or exchanged nothing."""
         self._note_exchange()
         if not self._is_joined():
             raise RefusedScriptError(self._describe("ended with an error"))
@@ -134,12 +134,12 @@ class ConnectionCheck:
             raise RefusedScriptError(self._describe_unused("ended with an error"))
 
     def before_processes(self) -> None:
-        """Refuse that a script starts processes with torch.multiprocessing before it has formed a process group."""
+        """Raise RefusedScriptError: the script starts processes by torch.multiprocessing without a process group."""
         if not self.group_size:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
 
     def before_group(self, init_method: object, store: object) -> None:
-        """Refuse a process group in a process that the script has started, or with a wrong address of rank 0."""
+        """Raise RefusedScriptError: the script has started this process itself, or has a wrong address of rank 0."""
         if os.getpid() != self._process:
             raise RefusedScriptError(f"the script starts processes of its own. Next: {_OWN_PROCESSES}")
         if store or not self.address:
@@ -269,7 +269,7 @@ def _count_mpi_ranks() -> int:
 
 
 def refuse_nccl(backend: object) -> None:
-    """Refuse NCCL as a script's only backend where there is no GPU. torch must have been imported."""
+    """Raise RefusedScriptError for NCCL as a script's only backend without a GPU. torch must have been imported."""
     torch = sys.modules["torch"]
     name = str(backend or "").lower()
     if "nccl" in name and "gloo" not in name and not torch.cuda.is_available():

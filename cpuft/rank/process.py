@@ -51,7 +51,9 @@ def end_with_parent(signal_number: int = signal.SIGKILL) -> None:
 
 
 def parse_cores(text: str, local_rank: int) -> tuple[int, ...]:
-    """Return the hardware threads of a local rank from CPUFT_CORES, such as "0,1;2,3" for two; () without an entry."""
+    """Return the hardware threads of a local rank from CPUFT_CORES, such as "0,1;2,3" for two; () without an entry.
+    Raises CpuftError: they are no numbers.
+    """
     ranks = text.split(";")
     if not text or local_rank >= len(ranks):
         return ()
@@ -232,7 +234,7 @@ def format_steps(world: World, hostname: str, has_ended: bool, steps: int) -> st
 
 
 def parse_steps(text: str) -> tuple[int, bool, int] | None:
-    """Return (rank, whether its script has ended normally, optimizer steps) from a rank's standard error, or None."""
+    """Return (rank, whether its script has ended normally, optimizer steps) of a text's last such line, or None."""
     found = re.findall(rf"^{STEPS_MARK} rank (\d{{1,9}}) on \S+ (ended|failed) after (\d{{1,9}})$", text, re.MULTILINE)
     return (int(found[-1][0]), found[-1][1] == "ended", int(found[-1][2])) if found else None
 

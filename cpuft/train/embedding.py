@@ -174,7 +174,10 @@ def finish_embeddings(form: EmbeddingForm, pooled: torch.Tensor) -> torch.Tensor
 
 
 def load_encoder(source: str) -> tuple[Any, Any]:
-    """Return the encoder in fp32 and evaluation mode without the fast path, and its settings."""
+    """Return the encoder in fp32 and evaluation mode without the fast path, and its settings. Raises CpuftError: the
+    settings cannot be read, or the weights do not fit them. The libraries' exceptions pass through if there are no
+    weights.
+    """
     import transformers
 
     try:

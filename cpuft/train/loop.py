@@ -137,7 +137,9 @@ def restore_best(
 def train_independently(
     setup: TrainingSetup, reporter: RunReporter, checkpoints: Checkpoints, done: int = 0
 ) -> TrainingResult:
-    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective."""
+    """Train each rank for itself, all at the same time, and record the merged steps at the end. Collective. Raises as
+    `train`.
+    """
     own: list[StepLine] = []
     for line in train(setup, checkpoints, done):
         own.append(line)
@@ -155,7 +157,8 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
     later, about once per second (`ControlMessages`), but those until an evaluation, a comparison, a checkpoint or the
     end come before it. The caller evaluates and compares when it gets the line of such an update.
 
-    Without `checkpoints`, none is written. Raises Interrupted: a rank was asked to stop, and a checkpoint was written.
+    Without `checkpoints`, none is written. Raises Interrupted: a rank was asked to stop, and a checkpoint was written;
+    CpuftError: a loss is not finite.
     """
     config, world, exchange, objective = setup.config, setup.world, setup.exchange, setup.objective
     tokens, checkpoints = setup.prepared.train, checkpoints or Checkpoints(exchange)

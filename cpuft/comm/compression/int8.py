@@ -248,7 +248,7 @@ class BlockReducer:
         """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
 
         It returns a future of the bucket's buffer, which then holds the mean in its own type. No other operation of the
-        group may start before the futures of all buckets are complete.
+        group may start before the futures of all buckets are complete. Waiting for one raises an error of the exchange.
         """
         mean = BlockMean(bucket.buffer(), self._group, self._collect_unsent(bucket))
         one = _BucketUnderWay(bucket, mean, QueuedWork(bucket.buffer()))

@@ -247,7 +247,8 @@ class PowerSGD:
         """Average a bucket without waiting; a DDP communication hook. All ranks call it in the same order of buckets.
 
         It returns a future of the bucket's buffer, which then holds the mean or its approximation in its own type. No
-        other operation of the group may start before the futures of all buckets are complete.
+        other operation of the group may start before the futures of all buckets are complete. Raises RuntimeError: DDP
+        has changed its buckets after factors were sent.
         """
         is_exact = self._updates < self._exact_updates
         # A small last bucket, such as that of the few parameters of another type, becomes ready soon after the one

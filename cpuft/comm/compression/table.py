@@ -105,7 +105,8 @@ TABLE = {
 def make_reduce(compression: str, group: dist.ProcessGroup, hosts: HostGroups | None = None) -> Reduce:
     """Return what averages buckets over the ranks of `group`: it takes a DDP bucket and returns a future of its buffer.
 
-    `hosts` are those that `make_host_groups` returned for the same compression and group.
+    `hosts` are those that `make_host_groups` returned for the same compression and group. Raises CpuftError: there is
+    no such compression.
     """
     if compression in REMOVED_COMPRESSIONS:
         raise CpuftError(REMOVED_COMPRESSIONS[compression])
@@ -183,7 +184,8 @@ def _wire_type(compression: str) -> torch.dtype | None:
 def compress_gradients(model: DistributedDataParallel, compression: str) -> None:
     """Let a wrapped model send compressed gradients; call it once on all ranks before the first backward pass.
 
-    `compression` is none, bf16, fp16, int8 or powersgd. RuntimeError: the model has a communication hook already.
+    `compression` is none, bf16, fp16, int8 or powersgd; CpuftError for others. RuntimeError: the model has a
+    communication hook already.
     """
     group = model.process_group
     reduce = make_reduce(compression, group, make_host_groups(compression, group))

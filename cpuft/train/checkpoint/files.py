@@ -213,7 +213,9 @@ def _forget_updates(root: Path) -> None:
 
 
 def remove_all(root: Path) -> None:
-    """Remove all checkpoints in `root`, also half-written ones and the best one, and then `root` if it is empty."""
+    """Remove all checkpoints in `root`, also half-written ones and the best one, and then `root` if it is empty. Errors
+    of the disk are ignored.
+    """
     if root.name != BEST:
         remove_all(root / BEST)
     for path, name in _list_folders(root):

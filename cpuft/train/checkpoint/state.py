@@ -148,7 +148,7 @@ def _checksum_frozen(tensors: Mapping[str, Tensor]) -> str:
 
 
 def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return copies of these tensors as one block, a complete safetensors file: uint8 of shape (bytes,)."""
+    """Return copies of these tensors as a block, a safetensors file: uint8, (bytes,). Raises KeyError as `lay_out`."""
     header, places = lay_out([(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()])
     block = torch.empty(len(header) + sum(tensor.nbytes for tensor in tensors.values()), dtype=torch.uint8)
     block[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -160,7 +160,7 @@ def pack_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
 def lay_out(
     tensors: list[tuple[str, torch.dtype, tuple[int, ...]]], frozen: str = ""
 ) -> tuple[bytes, dict[str, _Place]]:
-    """Return a safetensors header of these tensors, and the place of each in a block."""
+    """Return a safetensors header of these tensors, and each one's place. KeyError: a dtype is not in TYPE_NAMES."""
     tensors = sorted(tensors, key=lambda tensor: -tensor[1].itemsize)  # so that every tensor is aligned
     header: dict[str, Any] = {"__metadata__": {"frozen": frozen}} if frozen else {}
     starts, end = list[int](), 0

@@ -87,7 +87,7 @@ def accelerate(
 def patch_model(
     model: nn.Module, precision: str = "auto", first_token: bool = True, adapters: bool = False
 ) -> MasterWeights:
-    """Do what `accelerate` does to a model, as for inference; without bf16, the result holds no master weights."""
+    """Do what `accelerate` does to a model, and raise the same; without bf16, the result holds no master weights."""
     _check(model, precision)
     if precision == "auto":
         precision = "bf16" if has_bf16_products() else "fp32"

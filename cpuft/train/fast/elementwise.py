@@ -229,7 +229,8 @@ def glu(x: Tensor, kind: str) -> Tensor:
     """Return the gated linear unit `activation(x[:, :inner]) * x[:, inner:]`: (rows, 2 * inner) -> (rows, inner).
 
     The result has the dtype of `x`, fp32 or bf16. With the kernels, which round it once, backward keeps nothing but
-    `x`. `kind` is silu, gelu (with erf) or gelu_tanh; `GATES` translates the names of transformers.
+    `x`. `kind` is silu, gelu (with erf) or gelu_tanh; `GATES` translates the names of transformers. Raises KeyError for
+    another one.
     """
     activation = _PLAIN_GATES[kind]
     if kernels := kernels_for(x):

@@ -151,7 +151,8 @@ def attention_half(
     """Return `norm(x + dropout(attention(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden), bf16.
 
     `grid` and `bias` are those of `attention.attention`, `score_mask` is the dropout of its probabilities, and `mask`
-    that of the output of the linear layer after attention.
+    that of the output of the linear layer after attention. Raises MemoryError: there is not enough for the buffers of a
+    product.
     """
     norm, output, packed, heads = parts.attention_norm, parts.attention_output, parts.packed, parts.heads
     kernels = kernels_for(x)
@@ -164,7 +165,9 @@ def attention_half(
 
 
 def feed_forward_half(parts: LayerParts, x: Tensor, mask: Mask) -> Tensor:
-    """Return `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden)."""
+    """Return `norm(x + dropout(feed_forward(x)))` of a layer for which `can_run_halves` holds: (tokens, hidden). Raises
+    as `attention_half`.
+    """
     (inner,), outer, norm = parts.inner, parts.outer, parts.outer_norm
     kernels = kernels_for(x)
     assert kernels is not None

@@ -32,7 +32,7 @@ class Angles:
 
 @dataclass(frozen=True)
 class HeadNorms:
-    """The norms of every head of queries and keys before the rotation: RMSNorm over `size`, without bias."""
+    """Norms of each head of queries and keys before rotation: RMSNorm over `size`, without bias, else ValueError."""
 
     query: Norm | None
     """With a weight (size,), which all heads share; None for no norm."""
