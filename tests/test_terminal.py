@@ -43,7 +43,8 @@ def test_who_writes_goes_on(streams: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["doctor --list", "env", "launch --dry-run", "compare --np 1 --dry-run", "provision --help", "report run"]
+    "verb",
+    ["doctor --list", "env", "launch --np 1 --dry-run", "compare --np 1 --dry-run", "provision --help", "report run"],
 )
 @pytest.mark.parametrize("streams", [">&-", "| true", "2>&- | true", "<&- | true"])
 def test_no_verb_complains_of_a_reader_that_has_gone(verb: str, streams: str, tmp_path: Path) -> None:
@@ -56,7 +57,7 @@ def test_no_verb_complains_of_a_reader_that_has_gone(verb: str, streams: str, tm
     assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
 
 
-@pytest.mark.parametrize("verb", ["doctor --list", "launch --dry-run"])
+@pytest.mark.parametrize("verb", ["doctor --list", "launch --np 1 --dry-run"])
 def test_what_did_not_fit_is_said(verb: str) -> None:
     said = "cpuft: error: standard output could not be written (No space left on device): "
     said += "make room on the disk it goes to\n"
