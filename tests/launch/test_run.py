@@ -22,6 +22,7 @@ from cpuft.launch.state import FINISHED
 from cpuft.record import Record, read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 from tests.records import make_state
+from tests.train.tiny import save_tiny
 
 pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two ranks need two cores")
 DEMO = ("--task", "demo", "--max-train-samples", "128", "--max-steps", "4", "--batch-size", "16")
@@ -241,7 +242,8 @@ def test_the_printed_plan_trains_too(tmp_path: Path) -> None:
 
 
 def test_compare_reports(tmp_path: Path) -> None:
-    done = run_cpuft("compare", "--np", "1,2", "--scaling", "strong", "--run-dir", "all", *SHORT)
+    tiny = save_tiny(tmp_path / "tiny")
+    done = run_cpuft("compare", "--np", "1,2", "--scaling", "strong", "--run-dir", "all", *SHORT, "--model", tiny)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"report: {tmp_path}/all/report.md"
     report = json.loads(run_cpuft("report", "all", "--json").stdout)
