@@ -14,8 +14,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from cpuft.cli.options import Verb, complete_runs, make_options, pick, refuse_options
-from cpuft.config import SECTIONS, LaunchConfig, TrainConfig, is_count, option, parse_bit_rate
+from cpuft.config.fields import SECTIONS, option
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
+from cpuft.network import parse_bit_rate
+from cpuft.serialization import is_count
 
 if TYPE_CHECKING:
     from cpuft.record import Measurement, Record

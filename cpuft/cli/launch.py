@@ -12,7 +12,8 @@ import click
 from cpuft.cli.common import check_hosts, print_plans, say
 from cpuft.cli.detached import move, refuse_detaching
 from cpuft.cli.options import CONFIG_FILE, DRY_RUN, Verb, given_options, make_options, pick, refuse_options
-from cpuft.config import DetachConfig, LaunchConfig, ResumeConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import DetachConfig, LaunchConfig, ResumeConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 
 
 @click.command(

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from cpuft.comm.registration import BACKENDS, start
 from cpuft.comm.tensors import gather_single, scatter_single
-from cpuft.config import BenchCase
+from cpuft.config.bench import BenchCase
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text, write_text
 from cpuft.record import Measurement

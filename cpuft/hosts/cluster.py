@@ -15,7 +15,7 @@ from typing import Any
 
 from cpuft import transfer
 from cpuft.argv import WITHOUT_WORKING_FOLDER
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.execute import Answer
 from cpuft.files import hash_text
@@ -24,8 +24,8 @@ from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import SshTransport, Transport, map_hosts
-from cpuft.plan import Plan, Step
 from cpuft.serialization import load, parse_json
+from cpuft.steps import Plan, Step
 
 LOCAL = Host("localhost")
 JOB = "CPUFT_JOB"

@@ -41,9 +41,9 @@ from cpuft.launch.resume import (
     remove_empty_run,
 )
 from cpuft.launch.state import LaterStartError, find_end
-from cpuft.plan import RunPlan
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
+from cpuft.steps import RunPlan
 
 T = TypeVar("T")
 Start = Callable[[RunPlan, str, Cluster, float], int]

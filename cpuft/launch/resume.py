@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
+from cpuft.config.fields import option_names
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import CHANGEABLE_ON_RESUME, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import is_locked
 from cpuft.hosts.cluster import (

@@ -6,7 +6,8 @@ import sys
 import time
 import traceback
 
-from cpuft.config import TrainConfig, WorkerConfig, option_names, parse_arguments
+from cpuft.config.fields import option_names, parse_arguments
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import RESUMABLE
 from cpuft.rank.diagnostics import start_reporting
 from cpuft.terminal import protect_streams

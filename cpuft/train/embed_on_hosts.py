@@ -18,11 +18,12 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from cpuft.config import PredictConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
-from cpuft.files import take_secrets
 from cpuft.rank.diagnostics import start_reporting
 from cpuft.rank.world import World, parse_world
+from cpuft.secret_variables import take_secrets
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 from cpuft.train.write_embeddings import (
     Computed,

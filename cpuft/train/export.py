@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import ExportConfig, PredictConfig, parse_arguments
+from cpuft.config.export import ExportConfig
+from cpuft.config.fields import parse_arguments
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_filled, write_folder_atomically, write_text
 from cpuft.tasks import EMBEDDING_KINDS, Task

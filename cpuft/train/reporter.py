@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass, replace
 
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
-from cpuft.config import WorkerConfig
+from cpuft.config.train import WorkerConfig
 from cpuft.errors import counted
 from cpuft.hardware import DECIDING_FLAGS, Cpu
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, ProgressEvent, format_evaluation, format_event

@@ -17,7 +17,8 @@ import torch
 from cpuft.comm.compression.table import resolve_compression, wire_type_name
 from cpuft.comm.selection import Choice
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
-from cpuft.config import TrainConfig, WorkerConfig, refuse_conflicts
+from cpuft.config.conflicts import refuse_conflicts
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.hardware import choose_precision
 from cpuft.kernels import kernel_status, plain_torch

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from cpuft.comm.compression.embedding_rows import check_lookups
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.train.arena import UNUSED_ATTRIBUTE

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import PredictConfig, name_embeddings, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.predict import PredictConfig
+from cpuft.embedding_files import name_embeddings
 from cpuft.errors import CpuftError, counted, install_command, suggest_names
 from cpuft.files import write_atomically
 from cpuft.train.data.tables import Table, find_column, read_tables

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpuft.config import MINED_ENDINGS, MineConfig, PredictConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.mine import MINED_ENDINGS, MineConfig
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_special, write_atomically
 from cpuft.train.data.pairs import choose_pair_columns

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import pytest
 
-from cpuft.config import CompareConfig, TrainConfig
+from cpuft.config.compare import CompareConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.hostfile import Host

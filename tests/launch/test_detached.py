@@ -21,7 +21,7 @@ from click.shell_completion import ShellComplete
 
 import cpuft
 from cpuft.cli import cli
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access, find_access, read_hosts

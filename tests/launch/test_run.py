@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
-from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 from cpuft.hosts.cluster import LOCAL
 from cpuft.launch.resume import HostCopy, ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from cpuft import comm
 from cpuft.comm.compression.embedding_rows import find_embedding
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World, parse_world
 from cpuft.train.data.archive import read_prepared

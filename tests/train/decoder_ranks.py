@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.prepare import prepare

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.checkpoint.policy import CheckpointWriter, resume
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.loop import train

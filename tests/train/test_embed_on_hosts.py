@@ -16,7 +16,8 @@ import torch
 from pyarrow import parquet
 
 import cpuft.train.write_embeddings
-from cpuft.config import PredictConfig, format_arguments
+from cpuft.config.fields import format_arguments
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
 from cpuft.train.embed_on_hosts import CHECK, check_request, refuse_other_models

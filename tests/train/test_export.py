@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.config import ExportConfig
+from cpuft.config.export import ExportConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
 from cpuft.train.embedding import Embedder

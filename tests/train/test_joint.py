@@ -23,7 +23,8 @@ from sentence_transformers.sentence_transformer.losses import (
 )
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.config import TrainConfig, format_arguments
+from cpuft.config.fields import format_arguments
+from cpuft.config.train import TrainConfig
 from cpuft.rank.world import World
 from cpuft.record import Record, read_record
 from cpuft.train.data.archive import read_prepared

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from cpuft.comm.selection import Choice
-from cpuft.config import TrainConfig, WorkerConfig
+from cpuft.config.train import TrainConfig, WorkerConfig
 from cpuft.rank.world import World
 from cpuft.record import EarlierMeasurements, describe_products, read_measurements
 from cpuft.train.checkpoint.files import FOLDER

@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 import cpuft.train.write_embeddings
 from cpuft.api import Run
-from cpuft.config import PredictConfig
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
 from cpuft.train.embedding import Embedder

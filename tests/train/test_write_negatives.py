@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import MineConfig
+from cpuft.config.mine import MineConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
 from cpuft.train.data.pairs import choose_pair_columns

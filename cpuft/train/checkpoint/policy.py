@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpuft.config import CHANGEABLE_ON_RESUME
+from cpuft.config.train import CHANGEABLE_ON_RESUME
 from cpuft.errors import CpuftError
 from cpuft.rank.interruption import describe_cause, is_host_leaving, is_interrupted
 from cpuft.rank.world import World

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import cache_folder, hash_file, list_files, write_atomically
 from cpuft.train.data.archive import explain_cache_failures

@@ -8,7 +8,8 @@ from functools import partial
 
 import numpy as np
 
-from cpuft.config import PredictConfig, TrainConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import Task
 from cpuft.train.data.columnar import Cell

@@ -19,7 +19,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import PredictConfig, TrainConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS, Task
 from cpuft.train.data.columnar import Cell

@@ -19,7 +19,8 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from cpuft.config import DELIMITERS, TableOptions, TrainConfig
+from cpuft.config.tables import DELIMITERS, TableOptions
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer, split_paths
 from cpuft.serialization import load, parse_json

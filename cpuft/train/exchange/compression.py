@@ -22,8 +22,8 @@ from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compress
 from cpuft.comm.registration import BACKENDS
 from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
 from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, count_ring_passes
-from cpuft.config import TrainConfig
-from cpuft.hardware import CPU_SECONDS_PER_BYTE
+from cpuft.config.train import TrainConfig
+from cpuft.network import CPU_SECONDS_PER_BYTE
 from cpuft.rank.world import World
 from cpuft.record import GradientSizes
 from cpuft.train.data.archive import Prepared

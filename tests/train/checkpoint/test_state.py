@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.lora import add_adapters
 from cpuft.train.optimizer import make_optimizer

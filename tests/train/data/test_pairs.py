@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import TASKS
 from cpuft.train.data.archive import read_prepared

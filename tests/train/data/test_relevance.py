@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from cpuft.config import PredictConfig, TrainConfig, refuse_conflicts
+from cpuft.config.conflicts import refuse_conflicts
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.kernels import plain_torch

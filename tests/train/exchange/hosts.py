@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cpuft import comm
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.compression import make_levels
 from cpuft.train.exchange.table import choose_exchange
 from tests.comm.ranks import become_rank, simulate_hosts

@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForSequenceClassification
 
 from cpuft import comm
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.arena import UNUSED_ATTRIBUTE
 from cpuft.train.exchange import data_parallel
 from cpuft.train.exchange.base import Exchange

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from cpuft import comm
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.rank.world import World, parse_world
 from cpuft.record import RecordedRank
 from cpuft.train.checkpoint.policy import CheckpointWriter, resume

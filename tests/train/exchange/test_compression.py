@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from cpuft.comm.compression.levels import LinkModel
 from cpuft.comm.compression.powersgd import RANK
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.rank.world import World
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import plan_updates

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.compression import make_levels
 from cpuft.train.exchange.table import choose_exchange
