@@ -173,7 +173,7 @@ class Header:
     gradient_sizes: GradientSizes = field(default_factory=GradientSizes)
     examples: int = 0
     """Examples of one epoch; 0 in a record of an older version."""
-    cores_allowed: float = 0.0
+    cpu_quota: float = 0.0
     """Cores' worth of CPU time that a control group allows the head host; 0 for no limit."""
     gradients: str = ""
     """Compression level of the gradients if it was chosen by measuring; else empty, and the options tell."""
@@ -235,7 +235,7 @@ class ResumedLine:
     """UTC, ISO 8601."""
     lost_seconds: float = 0.0
     """After an automatic restart: seconds from the last update, or from when the loss was noticed, to this line."""
-    because: str = ""
+    restart_reason: str = ""
     """After an automatic restart: which rank or host was lost."""
 
 
@@ -434,7 +434,7 @@ class Writer:
 
 
 def parse_lines(text: str, path: str) -> list[Line]:
-    """Return the lines of a record in their order, with the current names of keys and options of earlier versions.
+    """Return the lines of a record in their order.
 
     A last line without a newline is left out if it cannot be parsed, because a killed process has not finished it.
 

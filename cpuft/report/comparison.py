@@ -544,19 +544,19 @@ def _note_restarts(records: Sequence[Record]) -> list[str]:
     notes = []
     for record in records:
         ranks = record.header.world_size
-        others = [line for line in record.resumptions if line.world_size != ranks and not line.because]
+        others = [line for line in record.resumptions if line.world_size != ranks and not line.restart_reason]
         if others:
             listed = " and ".join(f"on {counted(one.world_size, 'rank')} after update {one.step}" for one in others)
             notes.append(
                 f"np {ranks} was resumed {listed}: its times, its speedup and its efficiency are not those of "
                 f"{counted(ranks, 'rank')}, so leave it out where they matter."
             )
-        again = [line for line in record.resumptions if line.because]
+        again = [line for line in record.resumptions if line.restart_reason]
         if again:
             lost = f"{sum(line.lost_seconds for line in again):.0f} s"
             made = counted(sum(line.repeated for line in again), "update")
             on = " and ".join(str(line.world_size) for line in again)
-            why = "; ".join(line.because for line in again)
+            why = "; ".join(line.restart_reason for line in again)
             notes.append(
                 f"np {record.header.world_size} was restarted {counted(len(again), 'time')}, on {on} ranks, "
                 "which took "

@@ -17,6 +17,7 @@ from cpuft.compressions import (
     COMPRESSION_FACTS,
     COMPRESSIONS_WITH_FEEDBACK,
     SHARDED_COMPRESSIONS,
+    TIE_RATIO,
     count_buckets,
     count_coding_seconds,
     count_ring_passes,
@@ -90,8 +91,6 @@ def find_instance(name: str, path: str = "") -> Instance:
     return found[name]
 
 
-TIE_RATIO = 1.02
-"""Compression levels whose step times differ by less count as equally fast; equal to that of `cpuft.comm.selection`."""
 RING_EFFICIENCY = 0.87
 """Share of a link's rate that the messages of all-reduces use, because ranks wait for each other between them. In slow
 motion, int8 between 8 hosts with 20 Mbit/s used this share; 2 and 4 simulated hosts used about 0.88."""
@@ -341,7 +340,7 @@ def _find_levels(record: Record, compression: str) -> tuple[str, ...]:
 def find_cores(record: Record) -> float:
     """Return the cores that the ranks could use: as many as they were pinned to and a control group allows."""
     bound = float(len({cpu for rank in record.header.ranks for cpu in rank.cpus}))
-    return min(bound, record.header.cores_allowed or bound)
+    return min(bound, record.header.cpu_quota or bound)
 
 
 def scale_cores(job: Job, cores: float, ranks_per_host: int = 1) -> Job:

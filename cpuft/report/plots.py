@@ -17,7 +17,7 @@ from typing import Any
 from cpuft.errors import CpuftError, install_command
 from cpuft.files import write_atomically
 from cpuft.record import PHASES, Measurement, Record, drop_warm_up, parse_measurements
-from cpuft.report.comparison import MISSING_TIME, Comparison, Row
+from cpuft.report.comparison import MISSING_TIME, Comparison
 from cpuft.report.estimate import Estimate
 
 COLOURS = 8
@@ -229,7 +229,7 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
     return [("The step of the ideal, and where the missing time of each run went.", figure)]
 
 
-def draw_learning_curves(runs: Sequence[Record], rows: Sequence[Row]) -> list[tuple[str, str]]:
+def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
     """Draw the loss and the first two metrics over time and over examples."""
     return [_draw(panel) for panel in list_learning_panels(runs)]
 

@@ -28,10 +28,10 @@ from cpuft.train.startup import resume_garbage_collection, run_as_process
 from cpuft.train.write_embeddings import (
     Computed,
     Window,
+    choose_embeddings_file,
     compute_here,
     compute_in_turn,
     make_embedder,
-    name_output,
     open_windows,
     open_writer,
     write_all,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 CHECK = "check"
 """First argument of `python -m cpuft.train.embed_on_hosts` that only checks the request, before any rank starts."""
-_WINDOW_TEXTS = 1024
+_WINDOW_TEXTS_ON_HOSTS = 1024
 """Most texts of a window. With smaller windows than those of one process, all ranks end at about the same time."""
 _WINDOWS_AHEAD = 2
 _TIMEOUT_SECONDS = 3600.0
@@ -50,7 +50,7 @@ _TIMEOUT_SECONDS = 3600.0
 
 
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
-    """Compute embeddings as one of the ranks; rank 0 writes the file of `name_output`. Collective.
+    """Compute embeddings as one of the ranks; rank 0 writes the file of `choose_embeddings_file`. Collective.
 
     The request is the same on all ranks, but only rank 0 needs its --file.
     """
@@ -71,8 +71,8 @@ def embed_on_hosts(request: PredictConfig, world: World) -> None:
         if world.rank:
             _compute_for_rank_0(embedder, request.batch_size)
         else:
-            windows = open_windows(request, _WINDOW_TEXTS)
-            with open_writer(name_output(request), embedder.dimensions, bool(request.id_column)) as write:
+            windows = open_windows(request, _WINDOW_TEXTS_ON_HOSTS)
+            with open_writer(choose_embeddings_file(request), embedder.dimensions, bool(request.id_column)) as write:
                 write_all(write, _compute_on_ranks(embedder, request.batch_size, windows, world.size))
         dist.barrier()  # rank 0, through which ranks notice losses, ends last
 
@@ -154,8 +154,8 @@ def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
 def check_request(request: PredictConfig) -> None:
     """Check file, model and output on the host that reads and writes them, without loading the model."""
     os.environ.update(take_secrets(os.environ, "prepare"))
-    name_output(request)
-    open_windows(request, _WINDOW_TEXTS)
+    choose_embeddings_file(request)
+    open_windows(request, _WINDOW_TEXTS_ON_HOSTS)
 
 
 def main() -> None:

@@ -216,7 +216,7 @@ def make_header(
         independent=setup.independent,
         gradient_sizes=count_sent_numbers(model, setup.objective, config, prepared),
         examples=len(prepared.train),
-        cores_allowed=worker.cpu_quota,
+        cpu_quota=worker.cpu_quota,
         simulated=worker.simulated,
         gradients=setup.compression,
         kernels=kernels,
@@ -241,7 +241,7 @@ def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> Resume
         reset=reset,
         started=header.started,
         lost_seconds=round(max(0.0, time.time() - worker.stopped_at), 1) if worker.stopped_at else 0.0,
-        because=worker.restart_reason,
+        restart_reason=worker.restart_reason,
     )
 
 

@@ -113,7 +113,7 @@ def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
             yield write
 
 
-def name_output(request: PredictConfig) -> Path:
+def choose_embeddings_file(request: PredictConfig) -> Path:
     """Return the file to write; raise CpuftError if it cannot be written."""
     path = name_embeddings(request)
     check_pyarrow(path)
@@ -344,7 +344,7 @@ def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Wind
 
 def write_embeddings(request: PredictConfig) -> None:
     """Write the embeddings of all texts of a file, and print the name of the file that was written."""
-    path = name_output(request)
+    path = choose_embeddings_file(request)
     windows = open_windows(request)  # an empty file is found before the model is loaded
     with (
         start_computing(request) as (dimensions, compute),

@@ -47,7 +47,7 @@ _ROWS_AT_ONCE = 4096
 _PROGRESS_SECONDS = 10.0
 
 
-def name_output(request: MineConfig) -> Path:
+def _choose_negatives_file(request: MineConfig) -> Path:
     """Return the file to write; raise CpuftError if it may not or cannot be written."""
     path = Path(request.output)
     if path.suffix not in MINED_ENDINGS:
@@ -144,7 +144,7 @@ def write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[str, ...
 
 def write_negatives(request: MineConfig) -> None:
     """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file."""
-    path = name_output(request)
+    path = _choose_negatives_file(request)
     anchors, positives = read_anchors(request)
     corpus = read_corpus(request)
     form = read_form(find_embedding_model(request.model))
