@@ -221,7 +221,7 @@ def _probe(train: TrainConfig) -> Record:
 
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.plan import plan_training
-    from cpuft.launch.state import begin_state
+    from cpuft.launch.run_state import begin_state
     from cpuft.launch.supervise import run_on_this_machine
     from cpuft.record import read_record
 

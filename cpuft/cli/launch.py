@@ -37,7 +37,7 @@ def launch(script: tuple[str, ...], dry_run: bool, resume: str, detach: bool, **
     in its environment, as under torchrun. Its ranks have to form one process group, or the run ends with an error; see
     --independent. Options of the training, such as --backend or --batch-size, are not for your own script.
     """
-    from cpuft.launch.progress import choose_progress
+    from cpuft.launch.progress_bar import choose_progress
     from cpuft.launch.run import LaunchRequest, describe_dry_run, plan_request, run_launch
 
     if script:

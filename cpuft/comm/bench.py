@@ -15,8 +15,8 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft import terminal
+from cpuft.comm.backend_choice import measure_backends, measure_turns
 from cpuft.comm.registration import exit_process
-from cpuft.comm.selection import measure_backends, measure_turns
 from cpuft.config.bench import BenchConfig, list_bench_cases
 from cpuft.config.fields import parse_arguments
 from cpuft.errors import CpuftError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cpuft.config.fields import option
-from cpuft.config.tables import delimiter_option, encoding_option, quoting_option
+from cpuft.config.table_files import delimiter_option, encoding_option, quoting_option
 
 MINED_ENDINGS = (".csv", ".jsonl", ".parquet")
 

@@ -16,7 +16,7 @@ from cpuft.config.fields import (
     recipe_option,
     speed_option,
 )
-from cpuft.config.tables import delimiter_option, encoding_option, quoting_option
+from cpuft.config.table_files import delimiter_option, encoding_option, quoting_option
 from cpuft.hardware import PRECISIONS
 from cpuft.tasks import DECODER_KINDS, LABEL_KINDS, TASKS, find_task
 

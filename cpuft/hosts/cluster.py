@@ -33,7 +33,7 @@ JOB = "CPUFT_JOB"
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep the files of runs, in a folder cpuft-UID for each user."""
 STATE_FILE = "state.json"
-"""File with the run state (`cpuft.launch.state`), in the folder of a run here and on its hosts."""
+"""File with the run state (`cpuft.launch.run_state`), in the folder of a run here and on its hosts."""
 FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 """Argument of `python -c` on a host, to run a program that the launcher sends on standard input."""
 

@@ -68,12 +68,12 @@ from cpuft.launch.inputs import (
     plan_sending,
     save_note,
 )
-from cpuft.launch.progress import format_seconds
+from cpuft.launch.progress_bar import format_seconds
 from cpuft.launch.resume import CHECKPOINTS, has_begun, remove_empty_run
 from cpuft.launch.run_folder import choose_run_dir, plan_claim
+from cpuft.launch.run_state import RunState, begin_state, write_state
 from cpuft.launch.script_command import plan_script
 from cpuft.launch.settings import forwarded_settings, user_variables
-from cpuft.launch.state import RunState, begin_state, write_state
 from cpuft.serialization import load, parse_json
 from cpuft.steps import Plan, Step
 

@@ -29,8 +29,8 @@ from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.relay import Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
+from cpuft.launch.run_state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
 from cpuft.launch.settings import unexportable_names
-from cpuft.launch.state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
 from cpuft.secret_variables import SECRETS_PREFIX, may_be_secret, secrets_for_ranks
 from cpuft.serialization import load, parse_json
 from cpuft.steps import RunPlan, Setting, Stages, Step

@@ -35,6 +35,7 @@ from cpuft.launch.leases import RENEWAL_SECONDS
 from cpuft.launch.results import plan_partial_cleanup, plan_results
 from cpuft.launch.resume import CHECKPOINTS, PREPARED_DATA, HostCopy, ResumedRun
 from cpuft.launch.run_folder import plan_claim, plan_run_folder
+from cpuft.launch.run_state import begin_state
 from cpuft.launch.script_command import wrap_script
 from cpuft.launch.settings import (
     keep_user_values,
@@ -44,7 +45,6 @@ from cpuft.launch.settings import (
     user_set_names,
     user_variables,
 )
-from cpuft.launch.state import begin_state
 from cpuft.rank.call import CALL_FILE, CALL_FOLDER
 from cpuft.rank.interruption import NOTICE_VARIABLE
 from cpuft.rank.process import OWNER_VARIABLE

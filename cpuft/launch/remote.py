@@ -28,7 +28,7 @@ from cpuft.launch.checkpoint_copies import CheckpointCopier
 from cpuft.launch.inputs import keep_bundles, secrets_on_hosts
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
 from cpuft.launch.resume import find_newest_checkpoint, remove_empty_run
-from cpuft.launch.state import (
+from cpuft.launch.run_state import (
     INTERRUPTED,
     LATER_START,
     WAIT_FOR_OTHER,

@@ -23,7 +23,7 @@ from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
-from cpuft.launch.state import FINISHED, RunState, find_end, note_state, read_state
+from cpuft.launch.run_state import FINISHED, RunState, find_end, note_state, read_state
 from cpuft.steps import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]

@@ -27,7 +27,7 @@ from cpuft.hosts.cluster import (
 )
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import try_hosts
-from cpuft.launch.state import FINISHED, RunState, newest, parse_state, read_state
+from cpuft.launch.run_state import FINISHED, RunState, newest, parse_state, read_state
 from cpuft.rank import describe_run
 from cpuft.record import FILE_NAME, EarlierMeasurements, parse_record, read_measurements, read_record
 from cpuft.serialization import load, parse_json

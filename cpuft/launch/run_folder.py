@@ -15,7 +15,7 @@ from cpuft.files import PRIVATE, REMOVE
 from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.launch.active_runs import lock_run
 from cpuft.launch.resume import ResumedRun
-from cpuft.launch.state import RunState, format_state
+from cpuft.launch.run_state import RunState, format_state
 from cpuft.steps import Step
 
 LEAST_FREE_BYTES = 256 << 20

@@ -32,8 +32,8 @@ from cpuft.launch.failures import (
     worst_exit_code,
 )
 from cpuft.launch.results import write_plan
+from cpuft.launch.run_state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
 from cpuft.launch.stack_dumps import LONG_SECONDS, NO_WAIT, Diagnosis, diagnose_run
-from cpuft.launch.state import PREPARING, TRAINING, UNSAVED_MODEL, RunState, StateWriter
 from cpuft.rank.diagnostics import HANG_MARK, SUPERVISED_VARIABLE, WAIT_SECONDS
 from cpuft.rank.interruption import HEARTBEAT_FILE, REQUEST_FILE
 from cpuft.rank.kill import SSH_NAME, kill_processes

@@ -38,7 +38,7 @@ from cpuft.train.write_embeddings import (
 )
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embedder, Embeddings
+    from cpuft.train.embedder import Embedder, Embeddings
 
 CHECK = "check"
 """First argument of `python -m cpuft.train.embed_on_hosts` that only checks the request, before any rank starts."""
@@ -58,7 +58,7 @@ def embed_on_hosts(request: PredictConfig, world: World) -> None:
 
     from cpuft.hardware import choose_precision
     from cpuft.train.precision import read_cpu
-    from cpuft.train.process_group import check_ranks, checksum_parameters, gather, join_process_group
+    from cpuft.train.ranks import check_ranks, checksum_parameters, gather, join_process_group
 
     with join_process_group(world, "gloo", _TIMEOUT_SECONDS):
         check_ranks(world)

@@ -24,7 +24,7 @@ from cpuft.train.data.order import Indices, plan_updates, select_for_rank
 from cpuft.train.evaluate import evaluate, find_best, should_stop_early
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
 from cpuft.train.passes import Clock
-from cpuft.train.process_group import compare_parameters, gather, gather_numbers, prove_equal_parameters
+from cpuft.train.ranks import compare_parameters, gather, gather_numbers, prove_equal_parameters
 from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, merge_steps
 from cpuft.train.setup import TrainingSetup
 

@@ -31,7 +31,7 @@ from cpuft.record import (
 )
 from cpuft.train.checkpoint.policy import CheckpointWriter
 from cpuft.train.engines import name_packages
-from cpuft.train.exchange.compression import count_sent_numbers
+from cpuft.train.exchange.compression_choice import count_sent_numbers
 from cpuft.train.model import count_parameters, get_model_name
 from cpuft.train.optimizer import describe_fast_path
 from cpuft.train.setup import TrainingSetup

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
+from cpuft.comm.backend_choice import Choice
 from cpuft.comm.compression.table import resolve_compression, wire_type_name
-from cpuft.comm.selection import Choice
 from cpuft.compressions import COMPRESSIONS_WITH_FEEDBACK
 from cpuft.config.conflicts import refuse_conflicts
 from cpuft.config.train import TrainConfig, WorkerConfig
@@ -48,7 +48,7 @@ from cpuft.train.lora import check_lora
 from cpuft.train.model import choose_lora
 from cpuft.train.objective.table import make_objective
 from cpuft.train.precision import format_products, measure_products, read_cpu
-from cpuft.train.process_group import (
+from cpuft.train.ranks import (
     check_ranks,
     gather,
     join_process_group,

@@ -19,7 +19,7 @@ from cpuft.train.arena import UNUSED_ATTRIBUTE
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import count_updates
 from cpuft.train.data.recipe import find_best_metric
-from cpuft.train.exchange.compression import choose_compression
+from cpuft.train.exchange.compression_choice import choose_compression
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.model import get_model_name
 from cpuft.train.objective.base import Objective

@@ -36,7 +36,7 @@ from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embedder, Embeddings
+    from cpuft.train.embedder import Embedder, Embeddings
 
 _WINDOW_TEXTS, _TEXT_CHARACTERS = 8192, 2048
 """Most texts of a window, and about the most characters of its texts on average. Texts of similar length in a window
@@ -183,7 +183,7 @@ def read_windows(
 
 def make_embedder(request: PredictConfig) -> Embedder:
     """Load the model of a request; raise CpuftError if it cannot be read, or has fewer dimensions."""
-    from cpuft.train.embedding import Embedder  # imports torch
+    from cpuft.train.embedder import Embedder  # imports torch
 
     name = request.model or request.run
     embedder = Embedder(name, request.precision)

@@ -22,7 +22,7 @@ from cpuft.config.mine import MINED_ENDINGS, MineConfig
 from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_special, write_atomically
-from cpuft.train.data.pairs import choose_pair_columns
+from cpuft.train.data.embedding_pairs import choose_pair_columns
 from cpuft.train.data.tables import find_column, read_tables
 from cpuft.train.embedding_form import find_embedding_model, read_form
 from cpuft.train.startup import run_as_process
@@ -38,7 +38,7 @@ from cpuft.train.write_embeddings import (
 )
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embeddings
+    from cpuft.train.embedder import Embeddings
     from cpuft.train.mine import MiningRules, MiningTask, Negatives
 
 _COLUMNS = ("anchor", "positive")

@@ -56,7 +56,7 @@ from cpuft.terminal import DEAD_PEER_SECONDS
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import keep_freed_memory
-from cpuft.train.process_group import gather_numbers
+from cpuft.train.ranks import gather_numbers
 
 SUMS = [0.0] * 7
 """A rank's numbers for the record in an update: as many as a message of `cpuft.train.control` has."""

@@ -19,7 +19,7 @@ from cpuft import argv, hardware, serialization, steps
 from cpuft.cli.estimate import parse_hosts
 from cpuft.cli.options import read_config
 from cpuft.cli.stacks import format_dumps
-from cpuft.comm.selection import read_choice
+from cpuft.comm.backend_choice import read_choice
 from cpuft.config.bench import BenchConfig, list_bench_cases
 from cpuft.config.fields import format_arguments, option_names, parse_arguments
 from cpuft.config.predict import PredictConfig
@@ -30,9 +30,9 @@ from cpuft.hosts.hostfile import Host, parse_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import parse_version
 from cpuft.launch.comparison import parse_numbers
 from cpuft.launch.resume import parse_host_copy, read_resumed_run
+from cpuft.launch.run_state import format_state, parse_state
 from cpuft.launch.settings import user_variables
 from cpuft.launch.stack_dumps import parse_rank_dump, parse_stack
-from cpuft.launch.state import format_state, parse_state
 from cpuft.network import parse_bit_rate
 from cpuft.provision import image
 from cpuft.provision.aws.lease import parse_lease, parse_limit, parse_timer
@@ -72,7 +72,7 @@ from cpuft.train.data.chat import (
     read_chat_template,
     scan_chats,
 )
-from cpuft.train.data.pairs import read_pairs
+from cpuft.train.data.embedding_pairs import read_pairs
 from cpuft.train.data.recipe import parse_dimensions
 from cpuft.train.data.relevance import read_documents_to_predict, read_relevance
 from cpuft.train.data.retrieval import read_beir

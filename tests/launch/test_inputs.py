@@ -51,7 +51,7 @@ from cpuft.launch.relay import RelayOrder
 from cpuft.launch.results import plan_results
 from cpuft.launch.resume import ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
-from cpuft.launch.state import LaterStartError, read_state
+from cpuft.launch.run_state import LaterStartError, read_state
 from cpuft.serialization import load, parse_json
 from cpuft.steps import RunPlan, Step
 from cpuft.transfer import FILE, FROM_STREAM, connect, send, walk, walk_names

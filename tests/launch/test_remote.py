@@ -26,7 +26,7 @@ from cpuft.launch.plan import Job, plan_run
 from cpuft.launch.remote import run_attempt, run_on_head_host
 from cpuft.launch.results import HeadHostLostError
 from cpuft.launch.resume import ResumedRun
-from cpuft.launch.state import begin_state
+from cpuft.launch.run_state import begin_state
 from cpuft.launch.supervise import StopRequest
 from cpuft.steps import RunPlan, Step
 from tests.provision.simulated import Simulated, needs_root, simulate, take_snapshot

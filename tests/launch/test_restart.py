@@ -39,7 +39,7 @@ from cpuft.launch.restart import (
 )
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, find_newest_checkpoint
-from cpuft.launch.state import FINISHED, LaterStartError, StateWriter, format_state, write_state
+from cpuft.launch.run_state import FINISHED, LaterStartError, StateWriter, format_state, write_state
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import read_measurements

@@ -37,7 +37,7 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
-from cpuft.launch.state import FINISHED, INTERRUPTED, read_state, write_state
+from cpuft.launch.run_state import FINISHED, INTERRUPTED, read_state, write_state
 from cpuft.launch.supervise import run_on_this_machine
 from cpuft.rank import describe_run
 from cpuft.record import Line, RecordedRank, ResumedLine, Writer, format_line, read_measurements

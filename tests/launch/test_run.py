@@ -19,7 +19,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.hosts.cluster import LOCAL
 from cpuft.launch.resume import HostCopy, ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
-from cpuft.launch.state import FINISHED
+from cpuft.launch.run_state import FINISHED
 from cpuft.record import Record, read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 from tests.records import make_state

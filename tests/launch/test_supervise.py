@@ -27,8 +27,8 @@ from cpuft.hosts.transport import SshTransport
 from cpuft.launch import supervise
 from cpuft.launch.remote import AttemptOrder
 from cpuft.launch.resume import remove_empty_run
+from cpuft.launch.run_state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
 from cpuft.launch.stack_dumps import Diagnosis
-from cpuft.launch.state import FAILED, FINISHED, INTERRUPTED, LaterStartError, read_state, write_state
 from cpuft.launch.supervise import (
     LogTail,
     NotStartedError,

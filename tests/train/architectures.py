@@ -28,7 +28,7 @@ from cpuft.train.evaluate import evaluate
 from cpuft.train.loop import train
 from cpuft.train.model import find_model
 from cpuft.train.objective.table import make_objective
-from cpuft.train.process_group import prove_equal_parameters
+from cpuft.train.ranks import prove_equal_parameters
 from cpuft.train.setup import TrainingSetup
 from tests.comm.ranks import become_rank
 from tests.train.tiny import WORDS

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import HashStore
 from cpuft.config.export import ExportConfig
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
-from cpuft.train.embedding import Embedder
+from cpuft.train.embedder import Embedder
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.export import (
     MAX_DIFFERENCE,

@@ -30,7 +30,7 @@ from cpuft.record import Record, read_record
 from cpuft.train.data.archive import read_prepared
 from cpuft.train.data.order import plan_updates
 from cpuft.train.data.prepare import prepare
-from cpuft.train.embedding import Embedder
+from cpuft.train.embedder import Embedder
 from cpuft.train.joint import deal, make_joint_batches
 from cpuft.train.loop import list_tokens_of_ranks, train
 from cpuft.train.objective.embeddings import EmbeddingObjective

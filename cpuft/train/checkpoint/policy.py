@@ -37,7 +37,7 @@ from cpuft.train.checkpoint.files import (
 )
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.process_group import gather
+from cpuft.train.ranks import gather
 
 DEFAULT_TIME_SHARE = 0.02
 """Share of a run's time that checkpoints may cost if `--checkpoint-every` is not given."""

@@ -118,7 +118,7 @@ def _mine(
     path = cache_folder(os.environ) / f"negatives-{key}.npy"
     numbers = _open_cached(path, (len(queries), count), len(documents))
     if numbers is None:
-        from cpuft.train.embedding import Embedder
+        from cpuft.train.embedder import Embedder
         from cpuft.train.mine import MiningRules, mine_negatives  # imports torch
 
         name = config.mining_model or config.model

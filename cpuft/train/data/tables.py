@@ -19,7 +19,7 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from cpuft.config.tables import DELIMITERS, TableOptions
+from cpuft.config.table_files import DELIMITERS, TableOptions
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer, split_paths

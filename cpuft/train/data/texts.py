@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config.tables import TableOptions
+from cpuft.config.table_files import TableOptions
 from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, list_names
 from cpuft.files import list_files, split_paths

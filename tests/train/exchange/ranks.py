@@ -22,7 +22,7 @@ from cpuft.config.train import TrainConfig
 from cpuft.train.arena import UNUSED_ATTRIBUTE
 from cpuft.train.exchange import data_parallel
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.exchange.compression import make_levels
+from cpuft.train.exchange.compression_choice import make_levels
 from cpuft.train.exchange.table import choose_exchange
 from cpuft.train.fast.acceleration import accelerate
 from tests.comm.ranks import become_rank

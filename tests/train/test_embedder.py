@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cpuft.kernels import plain_torch
-from cpuft.train.embedding import Embedder, plan_batches
+from cpuft.train.embedder import Embedder, plan_batches
 from cpuft.train.model import find_model
 
 TEXTS = ["", "a cat", "the red house " * 40, "Is it so? " * 3, "dogs bark"] + [

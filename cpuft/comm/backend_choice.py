@@ -18,8 +18,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from cpuft.comm.collectives import gather_single, scatter_single
 from cpuft.comm.registration import BACKENDS, start
-from cpuft.comm.tensors import gather_single, scatter_single
 from cpuft.compressions import TIE_RATIO
 from cpuft.config.bench import BenchCase
 from cpuft.errors import CpuftError

@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft.comm import start
-from cpuft.comm.selection import Choice, select_backend
+from cpuft.comm.backend_choice import Choice, select_backend
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.rank.script import keep_forever
