@@ -125,7 +125,7 @@ class Link:
 
 
 FILE_NAME = "record.jsonl"
-PHASES = ("data", "forward", "backward", "communication", "update")
+STEP_PHASES = ("data", "forward", "backward", "communication", "update")
 """The phases of a step in their order; `StepLine` has a field PHASE_seconds for each."""
 
 
@@ -318,7 +318,7 @@ class Footer:
     bytes_per_step: float = 0.0
     """Mean bytes that rank 0 gave to collectives in one update."""
     phases: list[dict[str, float]] = field(default_factory=list)
-    """For each rank the mean seconds of a steady step by the names in PHASES; empty in a record of an older version."""
+    """For each rank the mean seconds of a steady step by the names in STEP_PHASES; empty in older records."""
     evaluation_seconds: float = 0.0
     """Seconds of all evaluations; 0 in a record of an older version."""
     saved_step: int = 0

@@ -23,7 +23,7 @@ from cpuft.serialization import is_count
 
 if TYPE_CHECKING:
     from cpuft.record import Measurement, Record
-    from cpuft.report.estimate import Instance, Job, Network
+    from cpuft.report.estimate import InstanceType, Job, Network
 
 _OF_PROBE = ("task", "model", "from_config", "tokenizer", "data_dir", "train_file", "validation_file")
 PROBE_STEPS = 16
@@ -182,7 +182,7 @@ def _read_link(path: str) -> Network | list[Measurement]:
 
 
 def _find_network(
-    config: EstimateConfig, job: Job, bits: int, rented: Instance | None, measured: list[Measurement]
+    config: EstimateConfig, job: Job, bits: int, rented: InstanceType | None, measured: list[Measurement]
 ) -> Network:
     from cpuft.report.estimate import Network, find_network
 
@@ -192,7 +192,7 @@ def _find_network(
     return Network(rate, config.latency / 1e6)
 
 
-def _describe_instance(record: Record, rented: Instance | None) -> list[str]:
+def _describe_instance(record: Record, rented: InstanceType | None) -> list[str]:
     if rented is None:
         return []
     recorded = "amx_bf16" in record.header.cpu_flags

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cpuft.errors import CpuftError, counted
-from cpuft.record import PHASES, Record, StepLine
+from cpuft.record import STEP_PHASES, Record, StepLine
 from cpuft.report.significance import half_width, is_different, standard_error
 from cpuft.serialization import load
 
@@ -289,7 +289,11 @@ def compare(records: list[Record]) -> Comparison:
 def _refuse_impossible(record: Record) -> None:
     """Raise CpuftError if a time in the record is impossible, because somebody has edited the record."""
     for line in record.steps:
-        seconds = (line.step_seconds, *(getattr(line, f"{name}_seconds") for name in PHASES), *line.compute_seconds)
+        seconds = (
+            line.step_seconds,
+            *(getattr(line, f"{name}_seconds") for name in STEP_PHASES),
+            *line.compute_seconds,
+        )
         if not all(abs(value) < MOST_SECONDS for value in seconds):
             raise CpuftError(
                 f"{record.path}, step {line.step}: the time of this step is impossible: leave the run out of the report"

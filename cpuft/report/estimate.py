@@ -32,7 +32,7 @@ TABLE = Path(__file__).with_name("instances.csv")
 
 
 @dataclass(frozen=True)
-class Instance:
+class InstanceType:
     """One kind of rented host."""
 
     name: str
@@ -48,14 +48,14 @@ class Instance:
     """Date of the price."""
 
 
-INSTANCE_COLUMNS = tuple(Instance.__dataclass_fields__)
+INSTANCE_COLUMNS = tuple(InstanceType.__dataclass_fields__)
 """The head line of a table of instances; amx is yes or no."""
 
 
-def parse_instances(text: str, path: str) -> dict[str, Instance]:
+def parse_instances(text: str, path: str) -> dict[str, InstanceType]:
     """Return the instances of a CSV table (INSTANCE_COLUMNS) by name. Of lines with equal names, the last counts."""
     lines = csv.reader(io.StringIO(text, newline=""))
-    found: dict[str, Instance] = {}
+    found: dict[str, InstanceType] = {}
     try:
         if tuple(next(lines, ())) != INSTANCE_COLUMNS:
             raise ValueError(f"its head is not {','.join(INSTANCE_COLUMNS)}")
@@ -67,17 +67,17 @@ def parse_instances(text: str, path: str) -> dict[str, Instance]:
     return found
 
 
-def _parse_words(words: list[str]) -> Instance:
+def _parse_words(words: list[str]) -> InstanceType:
     if len(words) != len(INSTANCE_COLUMNS):
         raise ValueError(f"{len(words)} columns, not {len(INSTANCE_COLUMNS)}")
     name, cores, amx, rate, price, dated = words
-    made = Instance(name, int(cores), amx == "yes", float(rate), float(price), dated)
+    made = InstanceType(name, int(cores), amx == "yes", float(rate), float(price), dated)
     if not (0 < made.cores < 10**6 and 0 < made.gbits_per_second < 10**6 and 0 <= made.dollars_per_hour < 10**6):
         raise ValueError("cores, rate and price must be positive numbers")
     return made
 
 
-def find_instance(name: str, path: str = "") -> Instance:
+def find_instance(name: str, path: str = "") -> InstanceType:
     """Return the instance of this name from the CSV table at `path`, or from cpuft's own table if `path` is empty."""
     table = Path(path) if path else TABLE
     try:

@@ -1,4 +1,4 @@
-"""The process group of a run, and the checks that its ranks form one job with equal parameters."""
+"""How the ranks of a run join a process group, gather values, and check that they form one job with equal weights."""
 
 from __future__ import annotations
 

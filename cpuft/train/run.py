@@ -70,7 +70,7 @@ def run(config: TrainConfig, worker: WorkerConfig, started: float, observers: Se
     ended. `started` is the perf_counter value at which this process began.
 
     Raises CpuftError: the run is not possible, its loss is not finite, the ranks' parameters differ, or the disk is
-    full while the model is saved. Raises Interrupted: the run was asked to stop, and a checkpoint was written.
+    full while the model is saved. Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written.
     """
     refuse_conflicts(config)
     config, lora_reason = choose_lora(config)

@@ -78,7 +78,7 @@ class Requests:
         return cls(checkpoint=total == 1.0, stop=total >= 2.0)
 
 
-class Interrupted(Exception):
+class TrainingInterrupted(Exception):
     """The run ends early on all ranks, after a checkpoint from which it can be resumed.
 
     `line`: the line of the interruption for the record.
@@ -181,7 +181,7 @@ class Checkpoints:
 
         Raises
         ------
-        Interrupted
+        TrainingInterrupted
             On all ranks, if any rank has written its checkpoint.
         """
         causes: list[tuple[str, bool]] = gather(
@@ -196,7 +196,7 @@ class Checkpoints:
             else:
                 self._exchange.contribute_to_checkpoint()
         if any(gather(written)):
-            raise Interrupted(line)
+            raise TrainingInterrupted(line)
 
     def write_final(self, updates: int) -> None:
         """Begin to write a checkpoint after the last update, if `keep_final` and `enabled` are set. Collective.
