@@ -96,7 +96,7 @@ class Precision:
 
 
 def choose_precision(wanted: str, emulate: bool, cpu_flags: tuple[str, ...]) -> Precision:
-    """Return the precision of a run; `emulate` allows bf16 on a CPU without bf16 instructions."""
+    """Return the precision of a run; CpuftError for bf16 on a CPU without its instructions, unless `emulate` is set."""
     flag = bf16_hardware(cpu_flags)
     if wanted == "fp32":
         return Precision("fp32", "as you asked")

@@ -479,7 +479,7 @@ def parse_record(text: str, path: str = "record") -> Record:
 
 
 def parse_measurements(text: str, path: str) -> list[Measurement]:
-    """Return the measurements in the text of a comm.jsonl, which `cpuft bench comm` wrote."""
+    """Return the measurements in the text of a comm.jsonl of `cpuft bench comm`. Raises CpuftError: it is none."""
     parsed = parse_lines(text, path) if '"kind"' in text else []
     if not parsed or not isinstance(parsed[0], MeasuredHeader):
         raise CpuftError(

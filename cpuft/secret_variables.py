@@ -58,7 +58,7 @@ def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
     """Return the secret variables that the launcher has sent to one process of this host, and remove their file.
 
     There are none if the file `$CPUFT_SENT-PROCESS` cannot be opened, as for a printed plan that is run by hand, or if
-    another user owns it.
+    another user owns it. Raises CpuftError: the file is damaged.
     """
     path = f"{environ.get(SECRETS_PREFIX) or '/nowhere'}-{process}"
     try:

@@ -110,7 +110,7 @@ class RunPlan:
 
 
 def format_export(setting: Setting) -> str:
-    """Return the shell lines `# reason` and `export NAME=value`."""
+    """Return the shell lines `# reason` and `export NAME=value`, with the value quoted and no newline at the end."""
     return f"{format_comment(setting.reason)}\nexport {setting.name}={shlex.quote(setting.value)}"
 
 

@@ -23,13 +23,11 @@ There is no limit in total, but one of 60 s without any byte.
 import collections
 import contextlib
 import fcntl
-import hashlib
 import io
 import json
 import os
 import re
 import select
-import shutil
 import stat
 import struct
 import sys
@@ -112,7 +110,7 @@ def walk(
 
     With `follow`, links are followed, and compiled modules (__pycache__) and special files are left out. `above` has
     the device and inode of each folder on the way to the path. Raises TransferError: a link leads to nothing, or to a
-    folder that contains it.
+    folder that contains it. Raises OSError: something cannot be read.
     """
     try:
         state = os.stat(path) if follow else os.lstat(path)
@@ -151,7 +149,7 @@ def hash_blocks(entries: "Sequence[FileEntry]") -> "Iterator[tuple[_Block, bytes
     """Return each block of the files among the entries, with its SHA-256. Raises TransferError: a file has changed."""
 
     def read(batch: "list[_Block]") -> "list[tuple[_Block, bytes]]":
-        return [(block, hashlib.sha256(_read_block(block)).digest()) for block in batch]
+        return [(block, _hash(_read_block(block))) for block in batch]
 
     return _run_ahead(read, _list_batches(entries))
 
@@ -162,7 +160,19 @@ def make_checksum(entries: "Sequence[FileEntry]", digests: "Sequence[bytes]") ->
     `digests` has the SHA-256 of all blocks in their order.
     """
     found = [[_to_wire(one.name), one.kind, one.size, one.mode & 0o111 * (one.kind == FILE)] for one in entries]
-    return hashlib.sha256(json.dumps(found).encode() + b"".join(digests)).hexdigest()[:24]
+    return _hash(json.dumps(found).encode() + b"".join(digests)).hex()[:24]
+
+
+def _hash(data: bytes) -> bytes:
+    import hashlib  # takes as long as all that a host is asked before most launches
+
+    return hashlib.sha256(data).digest()
+
+
+def _remove(folder: str) -> None:
+    import shutil  # as above
+
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _list_batches(entries: "Sequence[FileEntry]") -> "Iterator[list[_Block]]":
@@ -216,14 +226,16 @@ class Stream:
         self._written, self._flushed_at = bytearray(), time.monotonic()
 
     def read(self, size: int) -> bytes:
-        """Return exactly `size` bytes."""
+        """Return exactly `size` bytes, or raise LostError."""
         data = self._source.read(size)
         if len(data) < size:
             raise LostError("the connection ended before the last file")
         return data
 
     def skip_noise(self) -> None:
-        """Read up to the beginning of the other side's program: a login shell may have printed something before."""
+        """Read up to the beginning of the other side's program: a login shell may have printed something before. Raises
+        LostError: it does not come within 64 KiB.
+        """
         line, noise = b"", b""
         while not line.endswith(_MAGIC):
             noise += line
@@ -344,7 +356,8 @@ def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = Tru
     ----------
     is_answered: whether the receiver says what it has; otherwise it gets all, with checksums if `has_checksums`.
 
-    Raises TransferError: a file cannot be read or has changed meanwhile, or the connection was lost.
+    Raises TransferError: a file has changed meanwhile, or the connection was lost. Raises OSError: a file cannot be
+    read. Raises RefusedError: the receiver names a block that no file has.
     """
     entries = list(entries)
     for start in range(0, len(entries), 1000):
@@ -367,7 +380,7 @@ def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = Tru
         pieces = []
         for block in batch:
             data, known = _read_block(block), have.get((block.number, block.place))
-            digest = hashlib.sha256(data).digest() if known or has_checksums else b""
+            digest = _hash(data) if known or has_checksums else b""
             pieces += [_SAME] if known and known == digest else [_SENT + digest if digest else _UNCHECKED, data]
         return pieces
 
@@ -397,10 +410,10 @@ def open_part(folder: str) -> "Iterator[str]":
         yield files
     except BaseException as error:
         if lock < 0 or isinstance(error, (OSError, RefusedError)) or not os.path.exists(files):
-            shutil.rmtree(folder, ignore_errors=True)
+            _remove(folder)
         raise
     else:
-        shutil.rmtree(folder, ignore_errors=True)
+        _remove(folder)
     finally:
         if lock >= 0:
             os.close(lock)
@@ -560,7 +573,7 @@ def _write_blocks(batch: "list[tuple[_Block, bytes, bytes]]") -> "list[bytes]":
     """Verify and write blocks, and return their SHA-256; without data, that of a block which is there."""
     digests = []
     for block, data, digest in batch:
-        found = hashlib.sha256(data).digest() if data else digest
+        found = _hash(data) if data else digest
         if digest not in (b"", found):
             raise TransferError(f"{block.entry.name} was damaged on its way")
         digests.append(found)
@@ -645,7 +658,8 @@ def _answer() -> Stream:
 
 def receive_folder(stream: Stream, place: "Sequence[str]", is_answered: bool = True) -> None:
     """Receive files into a folder, as `place` says: this user's private folder, a folder below it, and for a bundle its
-    checksum."""
+    checksum. Raises as `receive`, and TransferError: another user can open a folder that must be private.
+    """
     root, folder, checksum = (*place, "")[:3]
     for private in (root, *[os.path.dirname(folder)] * bool(checksum)):
         _make_private(private)
@@ -681,7 +695,7 @@ def _send_checkpoints(folder: str, *have: str) -> None:
         return
     for old in os.listdir(folder):
         if old.startswith("copy."):
-            shutil.rmtree(os.path.join(folder, old), ignore_errors=True)
+            _remove(os.path.join(folder, old))
     # The ranks may remove a checkpoint while it is sent. Links keep its files until then.
     with tempfile.TemporaryDirectory(prefix="copy.", dir=folder) as links:
         for name in sorted(set(wanted) - set(have)):
@@ -723,7 +737,7 @@ def _keep_bundles(folder: str, *used: str) -> None:
         state = os.lstat(path)
         is_old = stat.S_ISDIR(state.st_mode) and state.st_uid == os.geteuid() and state.st_mtime < now - _KEEP_SECONDS
         if is_old and os.fsencode(path) not in commands:
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             with contextlib.suppress(OSError):
                 os.unlink(path + ".files")
 

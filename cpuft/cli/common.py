@@ -55,7 +55,7 @@ def check_hosts(cluster: Cluster, config: LaunchConfig) -> None:
 
 
 def find_model_folder(run: str) -> Path:
-    """Return the folder of the trained model in the folder of a run."""
+    """Return the folder of the trained model in the folder of a run. Raises CpuftError: the run has none."""
     folder = Path(run, MODEL)
     if not (folder / "config.json").exists():
         raise CpuftError(

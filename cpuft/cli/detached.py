@@ -73,7 +73,7 @@ def move(
     """Move a planned command to its head host, or print the plan of that; return the exit code.
 
     `values` are those of all options of the verb, `there` is what the command does on the head host, whose Python must
-    have `packages` besides cpuft.
+    have `packages` besides cpuft. Raises CpuftError: the head host cannot run it, or it could not be started.
     """
     from cpuft.launch.detached import Detached, Head, examine_python, list_place_options, plan_move, plan_start, start
     from cpuft.launch.inputs import TRAINING_INPUTS, LaunchNote, list_input_paths

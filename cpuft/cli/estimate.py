@@ -82,7 +82,7 @@ class EstimateConfig:
 
 
 def parse_hosts(text: str) -> list[int]:
-    """Return the numbers of hosts in a text such as "1, 2,4", ascending and each once."""
+    """Return the numbers of hosts in a text such as "1, 2,4", ascending and each once; CpuftError for other texts."""
     numbers = [number.strip() for number in text.split(",")]
     if not all(is_count(number, most=MOST_HOSTS) for number in numbers):
         raise CpuftError(

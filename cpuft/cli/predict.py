@@ -84,7 +84,9 @@ def needs_launch(config: LaunchConfig) -> bool:
 
 
 def embed_on_hosts(asked: PredictConfig, config: LaunchConfig, dry_run: bool) -> None:
-    """Compute embeddings on the ranks of a launch, or print its plan; then move the file to its place, and exit."""
+    """Compute embeddings on the ranks of a launch, and move the file to its place, or print the plan of that. A failed
+    run exits with its code; NotStoredError: the file could not be fetched.
+    """
     from cpuft.execute import run_step
     from cpuft.hosts.cluster import gather_cluster
     from cpuft.launch.leases import renew_leases

@@ -30,8 +30,7 @@ from cpuft.serialization import load, parse_json
 MESSAGE_BYTES = 2**20
 """Size of the message with which backends are compared: about a compressed bucket, and short enough for a slow link."""
 PREFERENCE = ("gloo", "mpi", "ccl")
-"""Which of several equally fast backends is chosen, the first one. gloo comes with torch; ccl has threads of its own.
-"""
+"""Which of equally fast backends is chosen, the first one. gloo comes with torch; ccl has threads of its own."""
 
 _TURN_SECONDS = 3.0
 _ROUNDS = 3
@@ -51,21 +50,11 @@ class Choice:
 
 
 def choose_backend(timings: Timings, nbytes: int) -> Choice:
-    """Return the backend with the lowest cost: its time, plus the CPU time that it takes from computing meanwhile.
-
-    The cost is median seconds * (1 + median CPU share). Of the backends within 2 % of the lowest one, the first of
-    PREFERENCE is chosen. The reason gives the figures of all backends, for example "all-reduce of 1 MiB takes gloo 9.12
-    ms (40% busy), mpi 9.05 ms (98% busy)".
+    """Return the backend with the lowest cost: median seconds * (1 + median CPU share). A tie is for PREFERENCE.
 
     When the network is the limit, all backends take equally long. A backend that spins meanwhile slows the backward
     pass that runs beside it: over 1 Gbit/s with one core per rank, mpi's 198 ms cost 126 ms of computing, and gloo's
-    200 ms cost 84 ms.
-
-    Parameters
-    ----------
-    nbytes: size of the message that was measured, for the reason.
-
-    Raises CpuftError: nothing was measured. Its exit code is 1, because another start may succeed.
+    200 ms cost 84 ms. `nbytes` is the size of the measured message. Raises CpuftError if nothing was measured.
     """
     if not timings:
         error = CpuftError("no backend could be measured: run `cpuft doctor`, or give a backend with --backend gloo")
@@ -81,16 +70,7 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
 
 
 def cache_key(hosts: Sequence[str], ranks: int, versions: Mapping[str, str]) -> str:
-    """Return the key of a cached choice: 16 hexadecimal digits.
-
-    It depends on all arguments, but not on the order of `hosts` and `versions`.
-
-    Parameters
-    ----------
-    hosts: name of each rank's host.
-    ranks: number of ranks.
-    versions: package -> version, and whatever else the choice depends on.
-    """
+    """Return the key of a cached choice, 16 hexadecimal digits; the order of `hosts` and `versions` plays no role."""
     return hash_text(json.dumps([sorted(hosts), ranks, sorted(versions.items())]), 16)
 
 
@@ -102,10 +82,7 @@ def read_choice(folder: Path, key: str) -> Choice | None:
 
 
 def write_choice(folder: Path, key: str, choice: Choice) -> None:
-    """Write a choice to `folder/backend-KEY.json`, atomically; the folder is made if necessary.
-
-    Raises OSError: the file cannot be written. Raises CpuftError: a folder or special file is at that path.
-    """
+    """Write a choice to `folder/backend-KEY.json`, atomically, and make the folder. OSError: it cannot be written."""
     text = json.dumps({"backend": choice.backend, "reason": choice.reason}) + "\n"
     write_text(folder / f"backend-{key}.json", text)
 
@@ -114,21 +91,9 @@ def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str =
     """Return the backend that `--backend auto` means on these hosts, the same on all ranks.
 
     The choice for these hosts, this number of ranks, these versions of the libraries and this type comes from rank 0's
-    cache; its reason then ends with ", as measured earlier". If it is not there, it is measured within some seconds and
-    then written to rank 0's cache; an error in writing is ignored. All ranks must call this together, before they make
-    the default process group, and the process must end with `cpuft.comm.exit_process`. A single rank gets gloo without
-    a measurement.
-
-    Parameters
-    ----------
-    store: a store that all ranks share.
-    size: number of ranks.
-    cache: folder of the cache.
-    dtype: torch's name of the type in which gradients are sent, such as bfloat16. Not every library sums 16-bit floats
-        quickly.
-
-    Raises CpuftError: no backend could be measured. Raises RuntimeError: another rank does not come within the store's
-    timeout.
+    cache, or is measured within some seconds and written there. `dtype` is the type in which gradients are sent: not
+    every library sums 16-bit floats quickly. All ranks must call this together, before they make the default process
+    group, and the process must end with `exit_process`. Raises CpuftError if no backend could be measured.
     """
     store = PrefixStore("automatic", store)
     store.set(f"host/{rank}", socket.gethostname())
@@ -148,7 +113,6 @@ def select_backend(store: Store, rank: int, size: int, cache: Path, dtype: str =
 
 
 def _read_versions() -> dict[str, str]:
-    """Return the version of each package that the measurement depends on; "" for a missing one."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -163,19 +127,9 @@ def measure_backends(
 ) -> Choice:
     """Measure all-reduces of one message over each backend in turn, and return the choice, the same on all ranks.
 
-    A backend that is missing on any rank is left out, with a line on rank 0's standard error. One rank alone gets gloo
-    without a measurement. All ranks must call this together, before they make the default process group, and once for
-    each size and type. It takes a few seconds, or more over a slow link, and leaves no process group. The process must
-    end with `cpuft.comm.exit_process`.
-
-    Parameters
-    ----------
-    size: number of ranks.
-    nbytes: size of the message.
-    dtype: torch's name of its type, such as float32.
-    timeout: seconds that an operation may take before the watchdog ends the process.
-
-    Raises CpuftError: no backend could be measured.
+    A backend that is missing on any rank is left out, with a line on rank 0's standard error. All ranks must call this
+    together, before they make the default process group, and once for each size and type. It leaves no process group,
+    and the process must end with `cpuft.comm.exit_process`. Raises CpuftError if no backend could be measured.
     """
     if size == 1:
         return Choice("gloo", "a single rank does not communicate")
@@ -194,21 +148,11 @@ def measure_turns(
     timeout_seconds: float,
     choices: Mapping[tuple[str, int], Choice] | None = None,
 ) -> Iterator[Measurement]:
-    """Measure each turn, with a new process group whenever the backend changes. Yields one measurement per turn.
+    """Measure each turn of a plan, and yield one measurement per turn, the same on all ranks.
 
-    A backend that cannot be used on any one of the ranks is left out on all ranks: rank 0 prints why on standard error,
-    and nothing is yielded for its turns. All ranks must iterate to the end together, without a default process group
-    before; then none is left. They get the same measurements.
-
-    Parameters
-    ----------
-    size: number of ranks.
-    plan: (backend, operation, type, bytes) of each turn, for example ("mpi", "all_reduce", "float32", 2**20).
-    timeout_seconds: how long an operation may take before the watchdog ends the process.
-    choices: (type, bytes) -> what the backend `auto` stands for. It is measured in turns of its own, whose results name
-        the backend, for example, `auto:mpi`.
-
-    Raises KeyError: an unknown backend or operation, or `auto` without its choice.
+    A backend that cannot be used on any one of the ranks is left out: rank 0 prints why on standard error. All ranks
+    must iterate to the end together, without a default process group before; then none is left. `choices` has, by type
+    and bytes, what the backend `auto` stands for; its results name the backend, for example, `auto:mpi`.
     """
     current, is_usable = "", False
     for number, (backend, operation, dtype, nbytes) in enumerate(plan):
@@ -259,21 +203,10 @@ def _destroy_group() -> None:
 def measure_collective(backend: str, operation: str, dtype: str, nbytes: int, repeat: int) -> Measurement:
     """Measure an operation of the default process group. All ranks call this together and get the same result.
 
-    The operation is run at least twice before it is measured. For each repetition, the result holds the seconds of the
-    slowest rank, and the CPU share (0 to 1 of the cores that it may use) of the busiest rank.
-
-    Parameters
-    ----------
-    backend: the backend's name in the result; it selects nothing.
-    operation: all_reduce, all_gather, reduce_scatter or broadcast.
-    dtype: torch's name of the type, such as float32.
-    nbytes: bytes of the whole message of all ranks. It is rounded down to equal parts of the ranks, of an element at
-        least, but not in the result.
-    repeat: number of measured repetitions. If they would take more than three seconds, there are fewer, but never less
-        than 5 for that reason.
-
-    Raises KeyError: an unknown operation. Raises AttributeError: an unknown type. Raises ValueError: there is no
-    default process group.
+    For each repetition, the result holds the seconds of the slowest rank, and the CPU share (0 to 1 of the cores that
+    it may use) of the busiest rank. `backend` is only the name in the result. `nbytes`, of the whole message of all
+    ranks, is rounded down to equal parts of the ranks, but not in the result. There are fewer repetitions than
+    `repeat`, but at least 5, if they would take more than three seconds.
     """
     call = _make_operation(operation, getattr(torch, dtype), nbytes)
     call()
@@ -303,10 +236,7 @@ def count_repetitions(nbytes: int, budget_bytes: int = 512 * 2**20) -> int:
 
 
 def limit_repetitions(wanted: int, seconds: float) -> int:
-    """Return how often to repeat an operation that takes `seconds`, so that a turn takes about three seconds.
-
-    This is `3 / seconds`, rounded down, or 5 if that is less, but never more than `wanted`.
-    """
+    """Return how often to repeat an operation of `seconds` for about three seconds: 5 or more, but `wanted` at most."""
     return min(wanted, max(5, int(_TURN_SECONDS / max(seconds, 1e-9))))
 
 

@@ -16,8 +16,7 @@ from cpuft.comm.backends.base import Backend
 Tensors = Sequence[torch.Tensor]
 
 gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-"""torch's all-gather of equally large tensors: `gather_single(output, input, group=None, async_op=False)`. torch 2.13
-warns about the second name, and torch 2.8 has only that one."""
+"""torch's all-gather of equally large tensors. torch 2.13 warns about the second name, and torch 2.8 has only that."""
 scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 """torch's reduce-scatter of one tensor, which has two names, too."""
 
@@ -32,10 +31,7 @@ def to_contiguous(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def contiguous_in_place(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensor itself if it is contiguous, else a contiguous copy of it.
-
-    The copy is written back into the tensor at the end of the context, unless that ends with an exception.
-    """
+    """Yield a tensor or, if it is not contiguous, a copy that is written back at the end, but not on an exception."""
     dense = to_contiguous(tensor)
     yield dense
     if dense is not tensor:
@@ -46,13 +42,7 @@ def check_ranks_agree(backend: Backend, ranks: Sequence[int], call: str) -> None
     """Compare the calls of all ranks of a group before any of them touches a buffer. Blocks until all have come.
 
     Libraries do not: with other sizes on another rank, oneCCL and MPI return wrong values, hang or end the process.
-
-    Parameters
-    ----------
-    ranks: world ranks of the group.
-    call: name, elements, types and root of this rank's collective; at most 192 bytes of it are shown.
-
-    Raises RuntimeError on every rank, with each rank's call: they differ.
+    `call` is the name, elements, types and root of this rank's collective. RuntimeError on every rank if they differ.
     """
     if len(ranks) == 1:
         return
@@ -73,19 +63,12 @@ def check_ranks_agree(backend: Backend, ranks: Sequence[int], call: str) -> None
 
 
 def all_reduce(backend: Backend, size: int, tensor: torch.Tensor, reduction: str) -> None:
-    """Reduce a contiguous tensor of any shape over the `size` ranks of a group, in place. Blocks until it is done.
+    """Reduce a contiguous tensor of any shape over the `size` ranks of a group, in place.
 
     16-bit floats that the backend cannot reduce are sent as float32. Other types and reductions that it lacks (bool,
-    and bitwise ones in oneCCL) are gathered and reduced here. This takes `size` times the memory and bytes, and is
-    rare. An empty tensor is left alone. The sum of bools is their logical or, and their product the logical and.
-
-    Parameters
-    ----------
-    reduction: a name that `reduction_name` returns. `avg` is the sum divided by `size`, with integers rounded towards
-        zero.
-
-    Raises RuntimeError: the backend fails, or torch cannot apply the reduction to the type (a bitwise one to floats,
-    `avg` to bools).
+    and bitwise ones in oneCCL) are gathered and reduced here, which takes `size` times the memory and bytes, and is
+    rare. The reduction is a name of `reduction_name`; `avg` rounds integers towards zero. The sum of bools is their
+    logical or, their product the logical and. Raises RuntimeError if torch cannot apply the reduction to the type.
     """
     base = "sum" if reduction == "avg" else reduction
     if tensor.numel() == 0:
@@ -105,10 +88,7 @@ def all_reduce(backend: Backend, size: int, tensor: torch.Tensor, reduction: str
 
 
 def all_reduce_sparse(backend: Backend, rank: int, size: int, tensor: torch.Tensor) -> None:
-    """Sum a sparse COO tensor over the ranks, in place. Ranks may have different numbers of values.
-
-    Indices and values of all ranks are gathered, as torch's gloo does.
-    """
+    """Sum a sparse COO tensor over the ranks in place, by gathering indices and values, as torch's gloo does."""
     own = tensor.coalesce()
     count = torch.tensor([own._nnz()])
     counts = torch.empty(size, dtype=torch.int64)
@@ -126,19 +106,7 @@ def all_reduce_sparse(backend: Backend, rank: int, size: int, tensor: torch.Tens
 def reduce_scatter_single(
     backend: Backend, rank: int, source: torch.Tensor, target: torch.Tensor, reduction: str
 ) -> None:
-    """Reduce `source` over the ranks, and write the `rank`-th of its equal parts to `target`. Blocks until it is done.
-
-    `source` does not change. Nothing happens if `target` is empty.
-
-    Parameters
-    ----------
-    rank: this process's rank in the group.
-    source: size * n elements for a group of `size` ranks, contiguous.
-    target: n elements, contiguous; n also decides what `size` is.
-    reduction: a name that `reduction_name` returns; `avg` rounds integers towards zero.
-
-    Raises RuntimeError: the backend fails, or torch cannot apply the reduction to the type.
-    """
+    """Reduce `source`, size * n elements, and write the `rank`-th part to `target`, n elements, both contiguous."""
     base = "sum" if reduction == "avg" else reduction
     if target.numel() == 0:
         return
@@ -176,20 +144,7 @@ def _reduce_locally(gathered: torch.Tensor, reduction: str) -> torch.Tensor:
 
 
 def reduce_scatter(backend: Backend, rank: int, pieces: Tensors, target: torch.Tensor, reduction: str) -> None:
-    """Reduce each piece over the ranks, and write the `rank`-th one to `target`. Blocks until it is done.
-
-    The pieces do not change. If their sizes differ, all of them are reduced on every rank, which sends twice as many
-    bytes.
-
-    Parameters
-    ----------
-    rank: this process's rank in the group.
-    pieces: one tensor for each rank, of one type; the r-th one has the same shape on all ranks.
-    target: has the shape of the `rank`-th piece, and any layout.
-    reduction: a name that `reduction_name` returns; `avg` rounds integers towards zero.
-
-    Raises RuntimeError: the backend fails, or torch cannot apply the reduction to the type.
-    """
+    """Reduce each piece over the ranks, and write the `rank`-th to `target`; unequal sizes cost twice the bytes."""
     whole = torch.cat([piece.reshape(-1) for piece in pieces])
     if len({piece.numel() for piece in pieces}) == 1:
         with contiguous_in_place(target) as dense:
@@ -201,19 +156,13 @@ def reduce_scatter(backend: Backend, rank: int, pieces: Tensors, target: torch.T
 
 
 def broadcast(backend: Backend, tensor: torch.Tensor, root: int) -> None:
-    """Copy the contiguous tensor of rank `root` of the group into that of every rank. An empty tensor is left alone."""
+    """Copy the contiguous tensor of rank `root` of the group into that of every rank."""
     if tensor.numel():
         backend.broadcast(tensor.data_ptr(), tensor.nbytes, root)
 
 
 def all_gather_single(backend: Backend, source: torch.Tensor, target: torch.Tensor) -> None:
-    """Write the tensors of all ranks one after another to `target`. Blocks until it is done.
-
-    Parameters
-    ----------
-    source: this rank's n elements; as many on every rank.
-    target: size * n elements of the same type, in any layout. Sizes are not checked. If it is empty, nothing happens.
-    """
+    """Write the tensors of all ranks, n elements each, one after another to `target`, size * n elements."""
     if target.numel() == 0:
         return
     dense = to_contiguous(source)
@@ -222,16 +171,7 @@ def all_gather_single(backend: Backend, source: torch.Tensor, target: torch.Tens
 
 
 def all_gather(backend: Backend, rank: int, source: torch.Tensor, targets: Tensors) -> None:
-    """Write the tensor of rank r to the r-th target. Blocks until it is done.
-
-    If all targets have as many bytes, this is one all-gather and a copy; otherwise it is one broadcast for each rank.
-
-    Parameters
-    ----------
-    rank: this process's rank in the group.
-    source: this rank's tensor.
-    targets: one tensor for each rank, with the shape and type of that rank's `source`.
-    """
+    """Write the tensor of rank r to the r-th target; targets of unequal sizes cost a broadcast for each rank."""
     if len({target.nbytes for target in targets}) == 1:
         whole = targets[0].new_empty((len(targets), targets[0].numel()))
         all_gather_single(backend, source, whole)
@@ -252,11 +192,7 @@ def _exchange(
     received: Sequence[int],
     is_known: bool,
 ) -> None:
-    """Send and receive pieces of these many bytes, after all ranks have seen that the pieces fit each other.
-
-    This is not compared again if it `is_known` from the ranks' calls. Raises RuntimeError on every rank: a rank sends
-    another number of bytes than the other one expects.
-    """
+    """Send and receive pieces of these many bytes, which all ranks compare first unless `is_known` from their calls."""
     if is_known:
         backend.all_to_all(source.data_ptr(), sent, target.data_ptr(), received)
         return
@@ -278,14 +214,8 @@ def all_to_all_single(
 ) -> None:
     """Send slices of `source` along its first dimension to all ranks, and write the received slices to `target`.
 
-    Blocks until it is done. Slices are sent and received in the order of ranks.
-
-    Parameters
-    ----------
-    sizes: two lists, for `source` and for `target`: the length of each rank's slice. An empty list means equal slices.
-    ranks: number of ranks in the group.
-
-    Raises RuntimeError: the lengths do not add up to the first dimension, or the backend fails.
+    `sizes`: two lists, for `source` and `target`, of the length of each rank's slice; an empty one means equal slices.
+    Lengths that are given are compared: RuntimeError on all ranks if those of sender and receiver differ.
     """
     dense = to_contiguous(source)
     with contiguous_in_place(target) as whole:
@@ -297,10 +227,10 @@ def all_to_all_single(
 
 
 def all_to_all(backend: Backend, sources: Tensors, targets: Tensors, is_known: bool = False) -> None:
-    """Send the r-th source to rank r, and receive the r-th target from it. Blocks until it is done.
+    """Send the r-th source to rank r, and receive the r-th target from it; tensors may differ in type and layout.
 
-    Tensors may be empty, and may differ in type and layout. The r-th source must have as many bytes as rank r's target
-    for this rank, which is compared unless it `is_known`.
+    The r-th source must have as many bytes as rank r's target for this rank, which is compared unless it `is_known`:
+    RuntimeError on all ranks if they differ.
     """
     sent = torch.cat([to_contiguous(source).view(-1).view(torch.uint8) for source in sources])
     received = torch.empty(sum(target.nbytes for target in targets), dtype=torch.uint8)

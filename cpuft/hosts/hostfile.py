@@ -44,7 +44,7 @@ def parse_hostfile(text: str, source: str = "hostfile") -> tuple[Host, ...]:
     Each line is `[user@]host[:slots] [slots=N] [max_slots=N] [user=U] [port=P]`, or SGE's `host slots queue
     processors`; `#` begins a comment. A host `node[01-04,07]` is five hosts. The slots of a host on several lines add
     up. Where a host is on several lines without slots, as in the lists of PBS and LSF, each line without slots is one
-    slot.
+    slot. Raises CpuftError: a line is not understood or contradicts another one, or there is no host.
     """
     hosts: dict[str, list[Host]] = {}
     lines_of: dict[str, int] = {}
@@ -134,7 +134,7 @@ def format_hostfile(hosts: tuple[Host, ...]) -> str:
 
 
 def read_hostfile(path: str) -> tuple[Host, ...]:
-    """Return the hosts of the hostfile at `path`, the head host first."""
+    """Return the hosts of a hostfile, the head host first. Raises CpuftError: it cannot be read or understood."""
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except FileNotFoundError:

@@ -34,7 +34,9 @@ class PlannedRun:
 
 
 def parse_numbers(text: str) -> tuple[int, ...]:
-    """Return the numbers of ranks in a text such as "4,1,2" in ascending order: (1, 2, 4)."""
+    """Return the numbers of ranks in a text such as "4,1,2" in ascending order: (1, 2, 4). Raises CpuftError: a word is
+    no whole number of 1 or more, or a number is there twice.
+    """
     words = [word.strip() for word in text.split(",")]
     advice = "give the numbers of ranks to compare, for example --np 1,2,4"
     for place, word in enumerate(words):
@@ -61,7 +63,8 @@ def _scale_batch(train: TrainConfig, ranks: int, fewest: int, scaling: str) -> T
 
 def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tuple[int, bool, int]]:
     """Return each run as its number of ranks, whether they are independent, and its round from 1. Rounds (repeats or
-    seeds) repeat all runs in turn, so that drifts affect all alike.
+    seeds) repeat all runs in turn, so that drifts affect all alike. With `comparison.ideal`, the independent ranks of
+    each number above 1 follow its run.
     """
     return [
         (ranks, independent, number)
@@ -75,8 +78,8 @@ def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tupl
 def refuse_different_precisions(
     clusters: Mapping[int, Cluster], train: TrainConfig, environ: Mapping[str, str]
 ) -> None:
-    """Refuse runs of a comparison that would train in different precisions and so could not be compared. That happens
-    without --precision if only some of the hosts have bf16 instructions.
+    """Raise CpuftError for runs of a comparison that would train in different precisions and so could not be compared.
+    That happens without --precision if only some of the hosts have bf16 instructions.
     """
     precisions = {ranks: find_run_precision(cluster, train, environ) for ranks, cluster in clusters.items()}
     if len(set(precisions.values())) > 1:
@@ -99,7 +102,8 @@ def plan_comparison(
     """Plan all runs of a comparison in the order of `order_runs`, before the first one starts.
 
     Asks the hosts for their facts and for missing files, and changes nothing. The batch size of `train` is that of a
-    rank in the run with the fewest ranks. Each seed of `--seeds` is a round, from `train.seed` on.
+    rank in the run with the fewest ranks. Each seed of `--seeds` is a round, from `train.seed` on. Raises CpuftError:
+    options contradict each other, the hosts do not fit, or one cannot be used.
     """
     if comparison.ideal and numbers[-1] == 1:
         raise CpuftError("--ideal needs two or more ranks, because one rank has nothing to wait for: add more to --np")
@@ -139,7 +143,8 @@ def plan_comparison(
 
 def run_comparison(planned: Sequence[PlannedRun], progress: str, time_limit: float, say: Say) -> tuple[int, PlannedRun]:
     """Carry out one run or more, one after another; return the exit code of the last run that was started, and that
-    run. The first run that fails is the last one. `time_limit` is that of each run, in seconds; 0 for none.
+    run. The first run that fails is the last one. `time_limit` is that of each run, in seconds; 0 for none. Raises as
+    `run_attempt`.
     """
     with renew_leases(planned[0].cluster.access, say):
         for run in planned:

@@ -71,7 +71,8 @@ def plan_request(
 
     If the run to resume has finished on its head host, the plan only fetches its results, and `job` is None. `locks`
     gets the lock of the run's folder, and is None for a dry run. `sessions` keeps the ssh sessions with the hosts open
-    until it is closed, so that the check before the launch needs no further logins.
+    until it is closed, so that the check before the launch needs no further logins. Raises CpuftError: options
+    contradict each other, or hosts, run folder or script cannot be used.
     """
     command = _check_script(request)
     if request.resume and locks:  # before the state of the run is read: another launch would change it

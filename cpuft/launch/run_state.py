@@ -94,7 +94,7 @@ def format_state(state: RunState) -> str:
 
 
 def parse_state(text: str, place: str) -> RunState:
-    """Return the state of a JSON text. `place` says in messages where the text comes from."""
+    """Return the state of a JSON text. Raises CpuftError, with `place` as its origin: it is damaged or newer."""
     try:
         values = load(dict[str, Any], parse_json(text))
         version = values.get("format")
@@ -118,7 +118,7 @@ def _checksum(values: dict[str, Any]) -> str:
 
 
 def read_state(run_dir: str) -> RunState | None:
-    """Return the state in a run folder on this machine; None if there is none."""
+    """Return the state in a run folder on this machine; None if there is none. Raises CpuftError: it cannot be used."""
     path = Path(run_dir, STATE_FILE)
     try:
         return parse_state(path.read_text(encoding="utf-8", errors="replace"), str(path))
@@ -129,7 +129,9 @@ def read_state(run_dir: str) -> RunState | None:
 
 
 def write_state(run_dir: str, state: RunState) -> None:
-    """Replace the state in a run folder on the disk. Without a run folder, nothing is written."""
+    """Replace the state in a run folder on the disk. Without a run folder, nothing is written. Raises OSError: the disk
+    does not take it.
+    """
     if Path(run_dir).is_dir():
         with write_atomically(Path(run_dir, STATE_FILE)) as beside:
             beside.write_text(format_state(state), encoding="utf-8")
@@ -145,7 +147,9 @@ def note_state(run_dir: str, **changes: Any) -> None:
 
 
 def begin_state(cluster: Cluster, run_dir: str, owner: int) -> RunState:
-    """Return the first state of a start of the run, from that in the run folder on this machine. Nothing is written."""
+    """Return the first state of a start of the run, from that in the run folder on this machine. Nothing is written.
+    Raises as `read_state`.
+    """
     identity, _, name = cluster.name_folder(run_dir).partition("/")
     earlier = read_state(run_dir) or RunState(identity, name)
     return RunState(

@@ -211,7 +211,7 @@ step touches more pages of 4 KB than a CPU remembers, and a virtual machine look
 
 
 def memory_settings(libraries: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Preload an allocator and Intel's OpenMP runtime if the host has them, keep freed memory, ask for huge pages."""
+    """Return settings: preload an allocator and Intel's OpenMP if found, keep freed memory, and ask for huge pages."""
     allocator = next((name for name in ("tcmalloc", "tcmalloc_minimal", "jemalloc") if name in libraries), "")
     preload = [libraries[name] for name in (allocator, "iomp5") if name in libraries]
     # PyTorch's c10/core/alignment.h and c10/core/impl/alloc_cpu.cpp: for blocks of 2 MiB and more.

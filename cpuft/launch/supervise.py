@@ -387,7 +387,9 @@ def run_on_this_machine(
     Executes only the parts `make`, `prepare` and `ranks` of the plan, and keeps the run state up to date. The code is
     75 if the ranks ended to be resumed, or a host was lost during the preparation or without a failure of a rank.
     Otherwise it is that of the worst rank or, without one, of mpirun, and 1 if mpirun had to be ended. If the run ends
-    before its ranks start, a new run folder is removed again; later it stays.
+    before its ranks start, a new run folder is removed again; later it stays. Raises CpuftError: the run folder cannot
+    be made, the data are rejected, the time limit is over, or a later start has begun. Raises RuntimeError: the
+    preparation failed. Raises Interrupted: a signal came.
     """
     here = plan.full_plan.as_local
     for (step,) in plan.make:

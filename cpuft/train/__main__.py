@@ -46,7 +46,9 @@ def main() -> None:
 
 
 def parse_worker(argv: list[str]) -> tuple[TrainConfig, WorkerConfig]:
-    """Return the configurations from `--name=value` arguments, each of which belongs to the class with its option."""
+    """Return the configurations from `--name=value` arguments, each of which belongs to the class with its option.
+    Raises CpuftError: one is unknown or has no valid value.
+    """
     names = option_names(WorkerConfig)
     is_own = {arg: arg.partition("=")[0][2:].replace("-", "_") in names for arg in argv}
     own, others = ([arg for arg in argv if is_own[arg] == wanted] for wanted in (True, False))

@@ -52,7 +52,8 @@ _TIMEOUT_SECONDS = 3600.0
 def embed_on_hosts(request: PredictConfig, world: World) -> None:
     """Compute embeddings as one of the ranks; rank 0 writes the file of `choose_embeddings_file`. Collective.
 
-    The request is the same on all ranks, but only rank 0 needs its --file.
+    The request is the same on all ranks, but only rank 0 needs its --file. Raises CpuftError: the file or the model
+    cannot be used, or the ranks have different models.
     """
     import torch.distributed as dist
 
@@ -152,7 +153,7 @@ def _compute_for_rank_0(embedder: Embedder, batch_size: int) -> None:
 
 
 def check_request(request: PredictConfig) -> None:
-    """Check file, model and output on the host that reads and writes them, without loading the model."""
+    """Raise CpuftError if file, model or output cannot be used on the host that needs them; the model is not loaded."""
     os.environ.update(take_secrets(os.environ, "prepare"))
     choose_embeddings_file(request)
     open_windows(request, _WINDOW_TEXTS_ON_HOSTS)

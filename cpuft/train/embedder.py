@@ -174,16 +174,20 @@ def finish_embeddings(form: EmbeddingForm, pooled: torch.Tensor) -> torch.Tensor
 
 
 def load_encoder(source: str) -> tuple[Any, Any]:
-    """Return the encoder in fp32 and evaluation mode without the fast path, and its settings."""
+    """Return the encoder in fp32 and evaluation mode without the fast path, and its settings. Raises CpuftError: it
+    cannot be read.
+    """
     import transformers
 
     try:
         settings = read_config(source)
-    except (OSError, ValueError) as error:
+        load = transformers.AutoModel.from_pretrained
+        read = partial(load, config=settings, attn_implementation="eager", trust_remote_code=False)
+        model, _ = load_weights(read, source)
+    except CpuftError:
+        raise
+    except Exception as error:  # safetensors, pickle and zipfile raise errors of their own classes
         raise CpuftError(describe_load_failure(source, error)) from None
-    load = transformers.AutoModel.from_pretrained
-    read = partial(load, config=settings, attn_implementation="eager", trust_remote_code=False)
-    model, _ = load_weights(read, source)
     return model.eval(), settings
 
 

@@ -86,12 +86,15 @@ class Validation:
 
 
 def choose_export_folder(request: ExportConfig) -> Path:
-    """Return the folder that the export makes."""
+    """Return the folder that the export makes: --output, else one in the folder of the run."""
     return Path(request.output or Path(request.run, request.format + "-int8" * (request.precision == "int8")))
 
 
 def export(request: ExportConfig) -> None:
-    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model."""
+    """Export the model of a run, and print where it is; with --validate, also compare it with the run's model. Raises
+    CpuftError: the run is not finished, the output folder is not empty, a package is missing, or the graph computes
+    other outputs.
+    """
     run, target = read_finished_run(request.run), choose_export_folder(request)
     refuse_filled(target)
     # Imported here because it imports torch, for which an error about bad input should not wait.
@@ -123,7 +126,7 @@ def export(request: ExportConfig) -> None:
 
 
 def make_sample(task: Task) -> dict[str, Examples]:
-    """Return made-up examples of the task's form (`traced` and `0`, `1`, ...), so that an export needs no data."""
+    """Return made-up examples of the task's form (splits traced, 0 to 2 and ""), so that an export needs no data."""
     names = {"traced": _TRACED_LENGTHS, **{str(n): lengths for n, lengths in enumerate(_CHECKED_LENGTHS)}, "": (1,)}
     return {name: _make_examples(lengths, task) for name, lengths in names.items()}
 

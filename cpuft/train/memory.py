@@ -333,7 +333,7 @@ def _describe_shortage(shortage: Shortage) -> str:
 
 
 def suggest_changes(config: TrainConfig, memory: RunMemory, estimate: Estimator) -> str:
-    """Return the first advice of `_list_advice` that makes the run fit, as the end of an error message."""
+    """Return the first advice of `_list_advice` that makes the run fit, else to take a smaller model or other hosts."""
     for text, changes, hosts in _list_advice(config, memory):
         if not find_shortage(replace(config, **changes), replace(memory, hosts=hosts), estimate):
             return text

@@ -246,7 +246,7 @@ def make_resumed_line(header: Header, worker: WorkerConfig, done: int) -> Resume
 
 
 def merge_steps(ranks: list[list[StepLine]]) -> list[StepLine]:
-    """Return the steps of ranks that trained independently as those of one run; other fields are the first rank's."""
+    """Return independent ranks' steps as one run's: mean loss and seconds, sums of samples and tokens, else rank 0."""
     return [
         replace(
             lines[0],

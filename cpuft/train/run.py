@@ -249,7 +249,7 @@ def _check_capabilities(capabilities: Sequence[str], hosts: Sequence[str]) -> No
 
 
 def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent: bool = False) -> tuple[str, str]:
-    """Return what the header records about the kernels, and a warning that names hosts without them, if any.
+    """Return what the header records, `compiled` or `absent`, and a warning that names hosts without kernels, if any.
 
     Each rank's status is `on`, or `off: ` and the reason. With `independent`, hosts that have the kernels use them.
     """
@@ -264,7 +264,7 @@ def describe_kernels(statuses: Sequence[str], hosts: Sequence[str], independent:
 
 
 def read_earlier_measurements(text: str, ranks: int) -> EarlierMeasurements:
-    """Return what was measured when the run began, from the launcher's JSON; if that is empty, only `ranks`."""
+    """Return what was measured when the run began, by the launcher's JSON ("": `ranks` only). ValueError: not valid."""
     return load(EarlierMeasurements, parse_json(text), "--measurements") if text else EarlierMeasurements(ranks)
 
 
@@ -277,7 +277,7 @@ def choose_earlier_backend(earlier: EarlierMeasurements, ranks: int) -> Choice |
 
 
 def find_products(header: Header, earlier: EarlierMeasurements) -> dict[str, Any]:
-    """Return what matrix products run on, as measured when the run began if CPU, precision and torch are the same."""
+    """Return what products run on, as measured when the run began if CPU, precision and torch are equal, else now."""
     if earlier.products and earlier.products_of == describe_products(header):
         return earlier.products
     return measure_products(header.precision)

@@ -63,7 +63,7 @@ def _choose_negatives_file(request: MineConfig) -> Path:
 
 
 def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
-    """Return the anchors and the positives of the rows of --file."""
+    """Return the anchors and the positives of the rows of --file. Raises CpuftError: a column or a text is missing."""
     table = read_tables(request.file, "--file", request)
     columns = choose_pair_columns(table, request.text_columns, True)[:2]
     for name in columns:
@@ -81,7 +81,7 @@ def read_anchors(request: MineConfig) -> tuple[list[str], list[str]]:
 
 
 def read_corpus(request: MineConfig) -> list[str] | None:
-    """Return the documents of --corpus; None without it."""
+    """Return the documents of --corpus; None without it. Raises CpuftError: it cannot be read."""
     if not request.corpus:
         return None
     table = read_tables(request.corpus, "--corpus", request)
@@ -90,7 +90,7 @@ def read_corpus(request: MineConfig) -> list[str] | None:
 
 
 def make_rules(request: MineConfig) -> MiningRules:
-    """Return the rules that the options state."""
+    """Return the rules that the options state; a limit of 1 or -1 that excludes nothing becomes None."""
     from cpuft.train.mine import MiningRules  # imports torch
 
     return MiningRules(
@@ -125,7 +125,7 @@ def list_rows(task: MiningTask, found: Negatives) -> Iterator[tuple[str, ...]]:
 
 
 def write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[str, ...]], ending: str) -> None:
-    """Write rows of texts as CSV, JSON lines or Parquet, by the ending."""
+    """Write rows of texts by the ending: .parquet, .csv (with a header), or else JSON lines."""
     if ending == ".parquet":
         import pyarrow
         from pyarrow import parquet
@@ -143,7 +143,10 @@ def write_rows(path: Path, columns: Sequence[str], rows: Sequence[tuple[str, ...
 
 
 def write_negatives(request: MineConfig) -> None:
-    """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file."""
+    """Write the rows of a file with their negatives, or nothing at an error, and print the name of the written file.
+    Makes the output's folder. Raises CpuftError: file, model or output cannot be used, or no anchor has enough
+    negatives.
+    """
     path = _choose_negatives_file(request)
     anchors, positives = read_anchors(request)
     corpus = read_corpus(request)

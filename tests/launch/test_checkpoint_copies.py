@@ -212,7 +212,7 @@ def test_a_sent_checkpoint_arrives_whole(tmp_path: Path, monkeypatch: pytest.Mon
     keep_best(write(run, 6))
     prefixes: dict[str, tuple[str, ...]] = {"b": ("sh", "-c")}
     cluster = replace(make_away("b"), command_prefixes=prefixes)
-    job = Job(LaunchConfig(), TRAIN)
+    job = Job(LaunchConfig(np=1), TRAIN)
     plan = plan_run(job, cluster, str(run), {}, ResumedRun(str(run), TRAIN, 1, 6, 64, (HostCopy(Host("b")),)))
     for (step,) in plan.inputs:
         command = [word.replace(cluster.folder, str(own)) for word in step.command]

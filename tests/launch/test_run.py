@@ -53,7 +53,7 @@ def test_a_resumed_run_stays_on_the_disk_of_the_host_where_it_began(
     finished_on = LOCAL.name if copy.is_finished else ""
     resumed = ResumedRun(str(tmp_path / "run"), host_copies=(copy,), finished_on=finished_on)
     monkeypatch.setattr("cpuft.launch.run.gather_resumed_run", lambda *given: resumed)
-    request = LaunchRequest(LaunchConfig(), TrainConfig(), ScriptConfig(), ("true",), "run", frozenset(), "lines")
+    request = LaunchRequest(LaunchConfig(np=1), TrainConfig(), ScriptConfig(), ("true",), "run", frozenset(), "lines")
     with ExitStack() as sessions:
         planned = plan_request(request, {}, print, None, sessions)
     assert planned.cluster.works_remotely == is_on_host_disk

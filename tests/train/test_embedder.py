@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
-from cpuft.train.embedder import Embedder, plan_batches
+from cpuft.train.embedder import Embedder, load_encoder, plan_batches
 from cpuft.train.model import find_model
 
 TEXTS = ["", "a cat", "the red house " * 40, "Is it so? " * 3, "dogs bark"] + [
@@ -73,3 +76,18 @@ def test_batches_have_similar_lengths_and_a_limited_number_of_tokens() -> None:
     assert [len(part) for part in plan_batches(lengths, 2, 1000)] == [1000] * 4 + [999]
     assert len(plan_batches(np.full(40, 50), 2)) >= 8
     assert plan_batches(np.zeros(3, np.int64), 2) == []
+
+
+@pytest.mark.parametrize(
+    "weights, problem",
+    [(None, "has no weights of PyTorch"), (pickle.dumps(print), "a pickle that holds more than weights")],
+)
+def test_an_encoder_without_weights_that_can_be_read_is_refused(
+    weights: bytes | None, problem: str, tmp_path: Path
+) -> None:
+    sizes = '"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 64'
+    (tmp_path / "config.json").write_text(f'{{"model_type": "bert", {sizes}, "vocab_size": 100}}')
+    if weights:
+        (tmp_path / "pytorch_model.bin").write_bytes(weights)
+    with pytest.raises(CpuftError, match=problem):
+        load_encoder(str(tmp_path))

@@ -61,9 +61,8 @@ def save_state(step: int, **things: Any) -> bool:
     Raises
     ------
     CpuftError
-        One of the things, or something in it, is of another type, such as a NumPy number; a tensor has a dtype that
-        safetensors cannot hold here, such as a complex one; $CPUFT_RUN_DIR is not set; or there are several ranks and
-        no process group.
+        A thing, or something in it, is of another type, such as a NumPy number; a tensor has a dtype that safetensors
+        cannot hold here, such as a complex one; $CPUFT_RUN_DIR is not set; or several ranks have no process group.
     """
     world, root = _find_checkpoints()
     tensors: dict[str, Tensor] = {}
@@ -82,26 +81,26 @@ def save_state(step: int, **things: Any) -> bool:
 
 
 def load_state(**things: Any) -> dict[str, Any] | None:
-    """Load the newest checkpoint that `save_state` has written on any host, into the things with the same names.
+    """Load the newest checkpoint that `save_state` has written on any host into things of the same names. Collective.
 
-    Collective. Rank 0 prints a line on standard error for each damaged checkpoint. They are left out, and removed if
-    they are newer than the one that is loaded.
+    Rank 0 prints a line on standard error for each damaged checkpoint. These are left out, and removed if they are
+    newer than the one that is loaded.
 
-    `things`: each has a `load_state_dict`, such as a model (also in DistributedDataParallel) or an optimizer. It gets
-    what was saved under its name.
+    Parameters
+    ----------
+    things: each has a `load_state_dict`, such as a model (also in DistributedDataParallel) or an optimizer.
 
     Returns
     -------
     A dict with everything in the checkpoint that is not among `things`, by name, as it was saved (tensors on the CPU;
-    the state dict of what had one), and the number of steps as `step`. None if there is no checkpoint: then nothing is
-    loaded.
+    the state dict of what had one), and the number of steps as `step`. None, and nothing is loaded, if there is no
+    checkpoint.
 
     Raises
     ------
     CpuftError
-        On all ranks alike: the checkpoint lacks a name or does not fit a thing (those before it are loaded already), it
-        is none of `save_state`, there are checkpoints and all of them are damaged, $CPUFT_RUN_DIR is not set, or there
-        are several ranks and no process group.
+        On all ranks alike: the checkpoint lacks a name or does not fit a thing (those before it are loaded already), or
+        is none of `save_state`; all are damaged; $CPUFT_RUN_DIR is not set; or several ranks have no process group.
     """
     world, root = _find_checkpoints()
     newest, read = find_newest_checkpoint(root, world, VALUES)
@@ -135,10 +134,8 @@ def load_state(**things: Any) -> dict[str, Any] | None:
 def interrupted() -> bool:
     """Return on all ranks alike whether any rank was told to stop, by the launcher or an interruption notice.
 
-    Collective. If it returns True, call `save_state` and exit with code 75. Once True, it stays True. It costs an
-    all-reduce of one number. A script that handles SIGUSR1 itself receives that signal instead.
-
-    Raises CpuftError: there are several ranks and no process group.
+    Collective. Once True, it stays True: call `save_state` and exit with code 75. It costs an all-reduce of one number.
+    A script that handles SIGUSR1 itself gets that signal instead. Raises CpuftError if several ranks have no group.
     """
     _check_group(parse_world(os.environ))
     told = torch.tensor([float(is_interrupted())])
@@ -148,7 +145,6 @@ def interrupted() -> bool:
 
 
 def _find_checkpoints() -> tuple[World, Path]:
-    """Return the world of this rank and the folder of the run's checkpoints."""
     world, run_dir = parse_world(os.environ), os.environ.get("CPUFT_RUN_DIR", "")
     if not run_dir:
         raise CpuftError(

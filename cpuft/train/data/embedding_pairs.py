@@ -53,7 +53,8 @@ def read_pairs(task: Task, config: TrainConfig) -> TaskData:
     """Read --train-file and --validation-file for a task of the kind pairs or similarity.
 
     For the kind pairs, texts have the prompts of the model or of the options in front, and the validation split is a
-    retrieval set, in which the anchors look for their positives.
+    retrieval set, in which the anchors look for their positives. Raises CpuftError: a file, column or row does not fit
+    the task, or all positives are the same text.
     """
     if not config.train_file:
         raise CpuftError(
@@ -127,7 +128,10 @@ def _check(table: Table, task: Task) -> FileExamples:
 
 
 def choose_pair_columns(table: Table, wanted: str, has_negatives: bool) -> tuple[str, ...]:
-    """Return the names of the columns of the texts: `wanted`, else a usual pair, then those of negatives."""
+    """Return the names of the columns of the texts: `wanted`, else a usual pair, then those of negatives. `wanted` has
+    names with commas between them, which are not looked up in the table. Raises CpuftError: these are too few, too many
+    or not different, or the table has no usual pair.
+    """
     if wanted:
         names = tuple(name.strip() for name in wanted.split(","))
         if len(names) < 2 or (len(names) > 2 and not has_negatives) or len(set(names)) < len(names):

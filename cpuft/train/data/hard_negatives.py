@@ -55,7 +55,8 @@ def add_hard_negatives(
     most similar to the query, apart from its own positives and from documents that are nearly as similar as these. All
     queries and documents have to fit into memory. With `every_row`, each row has the negatives, and rows whose query
     has fewer of them are left out; otherwise only the first row of each query has negatives, perhaps fewer, and the
-    cells that are left are empty.
+    cells that are left are empty. Raises CpuftError: there are too few rows or documents, or no embedding model to find
+    negatives with.
     """
     pairs = [
         (asked, text)

@@ -100,7 +100,7 @@ _MAX_LISTED_LABELS = 10
 
 
 def checksum_data(data: TaskData, config: TrainConfig) -> str:
-    """Return 16 hexadecimal digits of the SHA-256 of everything that decides the token ids and labels."""
+    """Return a checksum, 16 hexadecimal digits, of all that decides token ids and labels. Raises as `find_model`."""
     digest = hashlib.sha256()
     task = data.task
     sizes = (FORMAT, config.max_length, config.max_train_samples)
@@ -113,7 +113,9 @@ def checksum_data(data: TaskData, config: TrainConfig) -> str:
 
 
 def tokenize(examples: Examples, tokenizer: Any, max_length: int, task: Task) -> Tokens:
-    """Tokenise examples, each cut to `max_length` tokens, with special tokens and without padding."""
+    """Tokenise examples, each cut to `max_length` tokens, with special tokens and without padding. Raises CpuftError:
+    the tokenizer does not tell words apart for the kind tags, or makes no token of a text for embedding models.
+    """
     return _tokenize_and_count(examples, tokenizer, max_length, task)[0]
 
 
@@ -216,7 +218,7 @@ def list_blank(examples: Examples, task: Task) -> list[list[str]]:
 
 
 def describe_blank(name: str, count: int, examples: int) -> str:
-    """Say that nearly all examples have no text in a column."""
+    """Return the message that nearly all examples have no text in a column."""
     return (
         f"{count:,} of {examples:,} examples have no text in {name!r} (it is empty, nan or null): name the column of "
         f"the texts with --text-columns, or correct the file"
@@ -250,7 +252,10 @@ def _label_tokens(examples: Examples, encoded: Any) -> NDArray[np.int32]:
 
 
 def prepare(config: TrainConfig) -> Path:
-    """Return the path of the prepared data in the user's cache folder, where it is written if it is not there."""
+    """Return the path of the prepared data in the user's cache folder, where it is written if it is not there. Prints
+    the progress to stderr. Raises CpuftError: the examples, options, tokenizer and model do not fit each other, or the
+    disk is full.
+    """
     check_untrained(config)
     check_trainable(config)
     if config.task == "text":
@@ -284,7 +289,9 @@ def prepare(config: TrainConfig) -> Path:
 
 
 def read_task_data(config: TrainConfig, check_labels: bool = True) -> TaskData:
-    """Read the training and validation examples of a task that is neither text nor chat."""
+    """Read the training and validation examples of a task that is neither text nor chat. Raises CpuftError: they cannot
+    be read, or do not fit the task.
+    """
     task = TASKS[config.task]
     if task.kind in EMBEDDING_KINDS:
         return read_pairs(task, config)
@@ -436,7 +443,7 @@ def _find_largest(ids: NDArray[np.int32]) -> int:
 
 
 def find_unknown_share(ids: NDArray[np.int32], tokenizer: Any) -> float:
-    """Return the share of tokens that the tokenizer does not know, among those that are not special tokens."""
+    """Return the share (0 to 1) of tokens that the tokenizer does not know, among those that are not special tokens."""
     unknown, known = tokenizer.unk_token_id, tokenizer
     others = {known.pad_token_id, known.bos_token_id, known.eos_token_id, known.cls_token_id, known.sep_token_id}
     if unknown is None or unknown in others:  # GPT-2's unknown token is its end of text; it knows all bytes

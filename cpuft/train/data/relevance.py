@@ -71,7 +71,8 @@ def read_relevance(task: Task, config: TrainConfig) -> TaskData:
     Rows have a query, a document and a label or score from 0 to 1; or a query, a relevant document and irrelevant ones,
     each of which becomes an example. With --hard-negatives, irrelevant documents are added to rows without any. The
     labels of the validation split are pairs of a score and the number of the query. Without --validation-file, all rows
-    of some queries are kept for validation.
+    of some queries are kept for validation. Raises CpuftError: a file, column, row or score does not fit, or there are
+    no different scores to learn or to measure.
     """
     if not config.train_file:
         raise CpuftError(
@@ -265,6 +266,7 @@ def read_documents_to_predict(task: Task, config: PredictConfig, train: TrainCon
     """Read the examples of `cpuft predict` for a run of the kind relevance, from --file or the validation data.
 
     Their labels are pairs of a score and the number of the query, if the file has scores or irrelevant documents.
+    Raises CpuftError: a file, column or row does not fit.
     """
     if not config.file:
         data = read_relevance(task, train)

@@ -1,8 +1,4 @@
-"""Which gradient compression `--grad-compression auto` chooses for a job, and what an update sends.
-
-The choice is measured before the first update. The numbers of what an update sends go into the record, from which
-`cpuft estimate` estimates the step time on any number of hosts.
-"""
+"""Which gradient compression `--grad-compression auto` measures and chooses for a job, and what an update sends."""
 
 from __future__ import annotations
 
@@ -52,25 +48,13 @@ def choose_compression(
 ) -> tuple[str, str]:
     """Choose the compression of gradients for `--grad-compression auto`, the same on all ranks. Collective.
 
-    It is called when the model has its fast layers. Several hosts with a slow link between them may need compression. A
-    measurement takes the time of some all-reduces and, if the link is slow, of two forward and backward passes. These
-    leave the model in training mode without gradients.
+    It is called when the model has its fast layers. A measurement takes the time of some all-reduces and, if the link
+    is slow, of two forward and backward passes, which leave the model in training mode without gradients. `earlier` is
+    what was chosen when the run began, if it is being resumed.
 
-    Parameters
-    ----------
-    precision: bf16 or fp32, in which the model is trained.
-    earlier: what was chosen for these hosts when the run began, if it is being resumed; otherwise "".
-
-    Returns
-    -------
-    The compression, for example int8, and the reason in one line:
-
-    - both are "" if there was nothing to choose: `--grad-compression` is not auto, the exchange does not send
-      gradients, or all ranks are on one host;
-    - `earlier` and "as when the run began" if `earlier` is one that auto may choose;
-    - bf16 if `precision` is bf16, else none, and "", if the link sends gradients as they are within 20 ms;
-    - otherwise the most exact one with which a step is estimated to be as short as the shortest within 2 %, and the
-      figures.
+    Returns the compression, for example int8, and the reason in one line. Both are "" if there was nothing to choose.
+    The most exact compression is chosen with which a step is estimated to be as short as the shortest within 2 %; if
+    the link sends gradients as they are within 20 ms, that is bf16 or none, without a reason.
     """
     base = resolve_compression(config.grad_compression, precision)
     has_choice = config.grad_compression == "auto" and choose_exchange(config, world.size).sends_gradients
@@ -106,18 +90,11 @@ def choose_compression(
 def make_levels(
     model: torch.nn.Module, tokens: float, own_tokens: float, ranks: int, coding_seconds: float, hosts: int = 0
 ) -> list[CompressionLevel]:
-    """Return what an update of a model sends with each compression: none, bf16, fp16, int8 and powersgd, in this order.
+    """Return what an update of a model sends with each compression, from none to powersgd.
 
-    The word embedding counts by rows if it can be exchanged by rows: a trained torch.nn.Embedding whose weight is not
-    shared.
-
-    Parameters
-    ----------
-    tokens: number of distinct tokens in an update of all ranks.
-    own_tokens: number of distinct tokens of one rank; of one host if means are hierarchical.
-    ranks: number of ranks of the all-reduce whose payload the bytes are.
-    coding_seconds: time to encode and decode one number with int8.
-    hosts: number of hosts if int8 and powersgd have hierarchical means, else 0; see `list_levels`.
+    `tokens` and `own_tokens` are the distinct tokens in an update of all ranks and of one rank (of one host if means
+    are hierarchical), which count if the word embedding is exchanged by rows. `ranks` are those of the all-reduce whose
+    payload the bytes are, `coding_seconds` are for one number with int8, and `hosts` is 0 without hierarchical means.
     """
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
@@ -128,12 +105,7 @@ def make_levels(
 
 
 def measure_link() -> LinkModel:
-    """Measure all-reduces between all ranks, of 1 MiB and of 64 bytes, and return what they cost. Collective.
-
-    The result is the same on all ranks. `latency_seconds` is the median time of the small ones; `seconds_per_byte` is 0
-    if the large ones take no longer. `taken_seconds_per_byte` is not measured. The measurement takes a fraction of a
-    second to some seconds.
-    """
+    """Measure all-reduces of 1 MiB and of 64 bytes, and return what they cost, the same on all ranks. Collective."""
     small = measure_collective("", "all_reduce", "float32", 64, 5).median_seconds
     large = measure_collective("", "all_reduce", "float32", MESSAGE_BYTES, 3).median_seconds
     taken = count_ring_passes(dist.get_world_size()) * CPU_SECONDS_PER_BYTE / torch.get_num_threads()
@@ -163,16 +135,7 @@ def _measure_compute(
 def count_sent_numbers(
     model: torch.nn.Module, objective: Objective, config: TrainConfig, prepared: Prepared
 ) -> GradientSizes:
-    """Count what an update of this model with these examples sends, as numbers of a gradient. No other rank takes part.
-
-    Returns
-    -------
-    parameters: numbers in all gradients but that of a word embedding which is exchanged by rows.
-    embedding_row: numbers in one row of that embedding; 0 if there is none.
-    factors: numbers in the PowerSGD factors of the same gradients as `parameters`.
-    tokens: mean number of distinct tokens in an update, by the number of ranks as a text: "1", "2", "4" to "64"; {}
-        without such an embedding.
-    """
+    """Count what an update of this model with these examples sends, as numbers of a gradient; not collective."""
     embedding = find_embedding(model)
     weight = None if embedding is None else embedding.weight
     shapes = [
@@ -186,10 +149,7 @@ def count_sent_numbers(
 
 
 def _count_distinct_tokens(objective: Objective, config: TrainConfig, prepared: Prepared, ranks: int) -> float:
-    """Return the mean number of distinct tokens in an update on this number of ranks, of all ranks together.
-
-    It is counted in the first four updates of the training examples, or fewer if there are fewer.
-    """
+    """Return the mean number of distinct tokens of all ranks together, in the first updates on this many ranks."""
     tokens, batch = prepared.train, config.batch_size * config.gradient_accumulation * ranks
     updates: Any = plan_updates(tokens, batch, config.seed, _SAMPLED_UPDATES, config.padding == "dynamic")
     found = [

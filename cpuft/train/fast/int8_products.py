@@ -1,8 +1,8 @@
 """Matrix products of 8-bit integers in place of fp32 ones.
 
-As in SwitchBack (Wortsman and others 2023, arXiv 2304.13013), each row of the left operand has its own scale. Each
-output of a weight has one, too: the output's gradient is multiplied by these scales before it is quantised itself, so
-that the weight as it was quantised for the output also serves for the input's gradient.
+As in SwitchBack (Wortsman and others 2023, arXiv 2304.13013), each row of the left operand has its own scale. So has
+each output of a weight: the output's gradient is multiplied by these scales before it is quantised itself, so that the
+weight as it was quantised for the output also serves for the input's gradient.
 """
 
 from __future__ import annotations
@@ -13,24 +13,17 @@ from torch import Tensor
 from cpuft.kernels import kernels_for
 
 MIN_ROWS = 128
-"""Number of rows of the left operand from which products are 8-bit. With fewer, quantising the weights takes as long as
-the product saves. The last layer has fewer where only first tokens are needed."""
+"""Rows of the left operand from which products are 8-bit. With fewer, as in the last layer where only first tokens are
+needed, quantising the weights takes as long as the product saves."""
 
 
 def quantise_rows(x: Tensor, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise `x * factors` to 8 bits, one scale for each row.
+    """Quantise `x * factors` to 8 bits, one scale for each row: (values, scales).
 
-    Parameters
-    ----------
-    x: (rows, columns), fp32 or bf16, at least one column.
-    factors: (columns,), fp32, contiguous; None for ones.
-
-    Returns
-    -------
-    (values, scales): int8 values from -127 to 127, (rows, columns), and scales, (rows,), fp32. A value times its row's
-    scale is the number that it stands for, with an error of at most half a scale. A scale is 1/127 of the row's largest
-    magnitude. A row of zeros has scale 0 and values 0. If a row has a NaN or infinite number, its scale is NaN or
-    infinite and its values mean nothing; no error is raised.
+    `x` is (rows, columns), fp32 or bf16, and `factors` (columns,), fp32, contiguous. Values are int8 from -127 to 127,
+    (rows, columns), and scales fp32, (rows,): 1/127 of the row's largest magnitude, 0 for a row of zeros. A value times
+    its row's scale is the number that it stands for, with an error of at most half a scale. If a row has a NaN or
+    infinite number, so is its scale, and its values mean nothing.
     """
     if kernels := kernels_for(x):
         x = x.contiguous()
@@ -48,14 +41,9 @@ def multiply(
 ) -> Tensor:
     """Return the product of quantised rows and an int8 matrix, plus the bias: (rows, outputs), fp32.
 
-    Element (i, j) is the sum over k of values[i, k] * right[k, j], times scales[i] * column_scales[j], plus bias[j].
-    Sums are exact 32-bit integers before they are scaled.
-
-    Parameters
-    ----------
-    x: (values, scales) from `quantise_rows`: int8, (rows, inner), and fp32, (rows,).
-    right: (inner, outputs), int8.
-    column_scales, bias: (outputs,), fp32; None for ones and zeros.
+    Element (i, j) is the sum over k of values[i, k] * right[k, j], an exact 32-bit integer, times scales[i] *
+    column_scales[j], plus bias[j]. `x` are the values, int8, (rows, inner), and scales, fp32, (rows,), of
+    `quantise_rows`; `right` is int8, (inner, outputs), and the others are fp32, (outputs,).
     """
     rounded, scales = x
     y = torch.empty(len(rounded), right.shape[1])

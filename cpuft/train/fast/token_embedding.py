@@ -1,9 +1,7 @@
-"""A token embedding whose gradient costs what the tokens of an update do, not what the vocabulary does; and the sum of
-token, position and type embeddings with its norm.
+"""A token embedding whose gradient costs what an update's tokens do, and the sum of all embeddings with its norm.
 
-The token embedding is half of a small encoder's parameters, and an update reads a fiftieth of its rows. Its gradient is
-kept in one buffer, of which only the rows of the update's tokens are written and cleared; the gradient's norm is taken
-from these rows; and AdamW skips rows that no update has touched yet, whose moments are zero.
+The gradient is kept in one buffer, of which only the rows of an update's tokens are written and cleared; the gradient's
+norm is taken from them; and AdamW skips rows that no update has touched yet, whose moments are zero.
 """
 
 from __future__ import annotations
@@ -49,39 +47,20 @@ class EmbeddingGradient:
 
     @property
     def rows(self) -> Tensor | None:
-        """Rows of the weight's gradient outside of which it is zero: (rows,) int64, ascending, each once.
-
-        None if they are unknown: there is no gradient, it is another tensor than the one that backward has made here,
-        or something wrote to it since.
-        """
+        """Rows outside of which the gradient is zero: (rows,) int64, ascending, each once; None if unknown."""
         return self._known_rows() if self._is_ours() else None
 
     def set_rows(self, rows: Tensor) -> None:
-        """State that the gradient is zero outside of `rows`, after the caller has written to it.
-
-        Does nothing before the first backward pass.
-
-        `rows`: int64, ascending, each once. Rows that were known before must be among them: nothing checks it.
-        """
+        """State the rows outside of which the gradient is zero, as in `rows`; those known before must be among them."""
         if self._buffer is not None:
             self._rows, self._version = rows, self._buffer._version
 
     def nonzero_part(self, grad: Tensor) -> Tensor:
-        """Return a copy of the rows of `grad` that may not be zero, (rows, width); `grad` itself if they are unknown.
-
-        `grad`: the weight's gradient, (vocabulary, width).
-        """
+        """Return a copy of the rows of the weight's gradient that may not be zero; all of it if they are unknown."""
         return grad if (rows := self.rows) is None else grad.index_select(0, rows)
 
     def touched_rows(self, state: dict[str, Any]) -> Tensor | None:
-        """Return (vocabulary,) uint8: 0 for rows whose gradient and moments are zero, 1 for all others.
-
-        None if the gradient's rows are unknown, see `rows`. The tensor is this object's own, to read only; later calls
-        change it.
-
-        `state`: the optimizer's state of the weight, with "exp_avg" and "exp_avg_sq", (vocabulary, width); KeyError
-        without them.
-        """
+        """Return (vocabulary,) uint8, to read only: 0 where gradient and moments are zero, else 1; None if unknown."""
         if (rows := self.rows) is None:
             self._touched = None
             return None
@@ -96,13 +75,8 @@ class EmbeddingGradient:
     def accumulate(self, rows: Tensor, values: Tensor) -> Tensor:
         """Return what backward has to return for the weight, and record which rows its gradient has then.
 
-        Without a gradient, that is the buffer with these values and zeros elsewhere, which becomes the gradient; the
-        buffer is reused for the next one. With a gradient, it is a sparse tensor that autograd adds to that.
-
-        Parameters
-        ----------
-        rows: (rows,) int64, ascending, each once.
-        values: (rows, width), their gradient, in the dtype of the weight.
+        Without a gradient, that is the buffer; else a sparse tensor that autograd adds to the gradient. `rows` are
+        (rows,) int64, ascending, each once, and `values` (rows, width), in the dtype of the weight.
         """
         if self.weight.grad is None:
             buffer = self._buffer = self._cleared_buffer()
@@ -121,17 +95,13 @@ class EmbeddingGradient:
         return torch.sparse_coo_tensor(rows[None], values, self.weight.shape, is_coalesced=True, check_invariants=False)
 
     def look_up(self, tokens: Tensor) -> Tensor:
-        """Return the embedding of tokens: (...) int32 or int64 -> (..., width). The module's forward after patching.
-
-        The token `padding_idx` gets no gradient, as in torch. A token outside of the vocabulary raises IndexError.
-        """
+        """Return the embedding of tokens, (...) int32 or int64 -> (..., width): the module's forward after patching."""
         own = self._embedding
         if not (torch.is_grad_enabled() and own.weight.requires_grad):
             return nn.functional.embedding(tokens, own.weight)
         return _look_up(tokens, own.weight, self, own.padding_idx)
 
     def _is_ours(self) -> bool:
-        """Return whether the weight's gradient has the memory of the buffer."""
         grad = self.weight.grad
         return grad is not None and self._buffer is not None and grad.data_ptr() == self._buffer.data_ptr()
 
@@ -139,11 +109,7 @@ class EmbeddingGradient:
         return self._rows if self._buffer is not None and self._buffer._version == self._version else None
 
     def _cleared_buffer(self) -> Tensor:
-        """Return zeros in the shape and dtype of the weight.
-
-        They are the buffer, or new memory if another tensor uses the buffer, as in a second look-up's backward, or if
-        the weight has been converted to another dtype.
-        """
+        """Return zeros like the weight: new memory if something uses the buffer, as in a second look-up's backward."""
         weight = self.weight
         if self._buffer is None or self._buffer.dtype != weight.dtype or _count_users(self._buffer) > 1:
             return torch.zeros_like(weight)
@@ -179,11 +145,7 @@ _look_up: Callable[..., Tensor] = _LookUp.apply
 def _sum_by_row(grad: Tensor, ids: Tensor, padding: int | None) -> tuple[Tensor, Tensor]:
     """Return the rows of a table that were looked up, ascending, and their gradients: (rows,) int64, (rows, width).
 
-    Parameters
-    ----------
-    grad: (..., width), of what was looked up.
-    ids: (...) int32 or int64, the rows that were looked up.
-    padding: a row that gets no gradient; None for none.
+    `grad` is that of what was looked up, (..., width), and `padding` is a row that gets none.
     """
     kernels, ids = kernels_for(grad), ids.long()
     if kernels is None:
@@ -232,11 +194,7 @@ _sum_of_rows: Callable[..., Tensor] = _SumOfRows.apply
 
 
 def _count_positions(ids: Tensor, padding: int | None) -> Tensor:
-    """Return the position of each token of `ids`, (batch, length) int64, in the same shape.
-
-    They count from 0. With `padding`, they count from `padding + 1`, as in RoBERTa: only tokens other than `padding`,
-    and those have position `padding`.
-    """
+    """Return positions, (batch, length) int64, from 0; with `padding`, as in RoBERTa, padding tokens do not count."""
     if padding is None:
         return torch.arange(ids.shape[1]).expand(ids.shape).contiguous()
     is_token = ids != padding
@@ -259,13 +217,7 @@ of padding, too."""
 class FusedEmbeddings:
     """A module of transformers that adds word, position and token type embeddings, with its norm and dropout.
 
-    Its own forward makes eight passes over (batch, length, width) in fp32, and torch's backward of each embedding is
-    serial.
-
-    Parameters
-    ----------
-    module: its class is one of `_COUNTS_ALL_POSITIONS`.
-    gradient: of its word embedding.
+    Its own forward makes eight passes over memory in fp32, and torch's backward of each embedding is serial.
     """
 
     def __init__(self, module: nn.Module, gradient: EmbeddingGradient) -> None:
@@ -281,11 +233,7 @@ class FusedEmbeddings:
         return [own.word_embeddings, own.position_embeddings, *([] if types is None else [types])]
 
     def embed(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the embeddings of a batch, (batch, length, width): the module's forward after patching.
-
-        Its own forward runs if there are no gradients, no kernels, hooks on a part, or other arguments than ids of
-        tokens, token types and positions.
-        """
+        """Return the embeddings of a batch, (batch, length, width): the module's forward after patching."""
         kind: Any = type(self.module)
         given = dict(inspect.signature(kind.forward).bind(self.module, *args, **kwargs).arguments)
         del given["self"]
@@ -311,10 +259,7 @@ class FusedEmbeddings:
         return plain and torch.is_grad_enabled() and kernels_for(self.gradient.weight) is not None
 
     def _add(self, words: Tensor, positions: Tensor | None, types: Tensor | None) -> Tensor | None:
-        """Return the sum of all embeddings.
-
-        None if an id is not a row of its table: the module's own forward then raises IndexError.
-        """
+        """Return the sum of all embeddings, or None if an id is no row: the own forward then raises IndexError."""
         tables, kernels = self.tables, kernels_for(self.gradient.weight)
         assert kernels is not None
         if positions is None:
@@ -339,13 +284,10 @@ def _run_sum(kernels: Kernels, tables: list[Tensor], ids: list[Tensor], total: T
 
 
 def patch_embedding(model: nn.Module) -> EmbeddingGradient | None:
-    """Give a model's token embedding the fast look-up, and return the object that keeps its gradient.
+    """Give a model's token embedding the fast look-up, and return the object that keeps its gradient, or None.
 
-    Returns None, and changes nothing, if `model.get_input_embeddings` is missing or returns no torch.nn.Embedding, if
-    the embedding's weight is frozen or shared with another module, if the model looks up more than input ids in it (see
-    `check_lookups`), or if it has max_norm, scale_grad_by_freq or sparse set. The module keeps its class and gets
-    another `forward`, a bound method, so that a deep copy of the model copies it along; and so does the module that
-    adds embeddings of positions to it, if that is known, see `FusedEmbeddings`.
+    The embedding, and the module around it if `FusedEmbeddings` knows that, get another `forward`, a bound method, so
+    that a deep copy of the model copies it along.
     """
     embedding = find_embedding(model)
     if embedding is None or embedding.max_norm is not None or embedding.scale_grad_by_freq or embedding.sparse:
