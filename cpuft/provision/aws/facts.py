@@ -27,7 +27,7 @@ from cpuft.provision.aws.client import (
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.image import read_recipe
 from cpuft.report.estimate import TABLE
-from cpuft.report.estimate import Instance as ListedType
+from cpuft.report.estimate import InstanceType as ListedType
 from cpuft.report.estimate import parse_instances as parse_table
 from cpuft.serialization import is_count
 
