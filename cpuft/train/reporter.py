@@ -17,7 +17,7 @@ from cpuft.errors import counted
 from cpuft.hardware import DECIDING_FLAGS, Cpu
 from cpuft.rank.progress import FINAL_EVALUATION_MARK, ProgressEvent, format_evaluation, format_event
 from cpuft.record import (
-    PHASES,
+    STEP_PHASES,
     EvaluationLine,
     Footer,
     Header,
@@ -265,7 +265,7 @@ def average_phases(steps: list[StepLine]) -> dict[str, float]:
     steady = drop_warm_up(steps)
     return {
         name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) if steady else 0.0
-        for name in PHASES
+        for name in STEP_PHASES
     }
 
 
