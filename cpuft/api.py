@@ -25,18 +25,11 @@ from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from cpuft.cli.common import MODEL, compute_settings
 from cpuft.cli.predict import check_request, is_embedding_task, plan_prediction
-from cpuft.config import (
-    ALTERNATIVES,
-    LAUNCH_ONLY,
-    CompareConfig,
-    LaunchConfig,
-    PredictConfig,
-    ResumeConfig,
-    ScriptConfig,
-    TrainConfig,
-    option_names,
-    parse_value,
-)
+from cpuft.config.compare import CompareConfig
+from cpuft.config.fields import option_names, parse_value
+from cpuft.config.launch import LAUNCH_ONLY, LaunchConfig, ResumeConfig, ScriptConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import ALTERNATIVES, TrainConfig
 from cpuft.errors import (
     RESUMABLE,
     CpuftError,
@@ -50,9 +43,9 @@ from cpuft.execute import open_memory_file, run_step
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.comparison import parse_numbers, plan_comparison, run_comparison
 from cpuft.launch.failures import explain_exit, read_failures
-from cpuft.launch.plan import choose_run_dir
-from cpuft.launch.progress import choose_progress, is_notebook
+from cpuft.launch.progress_bar import choose_progress, is_notebook
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, plan_request, run_launch
+from cpuft.launch.run_folder import choose_run_dir
 from cpuft.rank.call import CALL_FOLDER, CallHeader, compute_digest, pack_call, python_version, read_result
 from cpuft.record import Record, read_record
 from cpuft.serialization import find_control

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import IO, TextIO
 
 from cpuft.errors import NO_MORE_PROCESSES, CpuftError, Interrupted, TransientError
-from cpuft.plan import Plan, Step
+from cpuft.steps import Plan, Step
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SSH_FAILED = 255

@@ -16,36 +16,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cpuft.errors import CpuftError
-from cpuft.serialization import load, parse_json
 from cpuft.transfer import FILE, TransferError, walk
 
 _ELSEWHERE = "set XDG_CACHE_HOME to a folder of your own"
-SECRETS_PREFIX = "CPUFT_SENT"
-"""Environment variable with the path prefix of the files that pass secret variables to this host's processes."""
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "merges.txt",
-    "spiece.model",
-    "spm.model",
-    "tokenizer.model",
-    "sentencepiece.bpe.model",
-)
-"""Files of a tokenizer: their content is part of the data's checksum, in this order, and `cpuft push` uploads them."""
-POOLING_FOLDER, NORMALIZE_FOLDER = "1_Pooling", "2_Normalize"
-EMBEDDING_FILES = (
-    "modules.json",
-    "config_sentence_transformers.json",
-    "sentence_bert_config.json",
-    f"{POOLING_FOLDER}/config.json",
-    f"{NORMALIZE_FOLDER}/config.json",
-)
-"""Files, in a model's folder, without which sentence-transformers makes other embeddings of the same weights."""
 _SPECIAL = {
     stat.S_IFDIR: "folder",
     stat.S_IFCHR: "device",
@@ -188,29 +161,6 @@ def is_locked(path: str | Path) -> bool:
 def remove_command(root: str, *paths: str) -> tuple[str, ...]:
     """Return a command that removes `paths` with all they contain, and fails at the first that is not below `root`."""
     return ("sh", "-c", f'{REMOVE}remove "$@"', "remove", root, *paths)
-
-
-def take_secrets(environ: Mapping[str, str], process: str) -> dict[str, str]:
-    """Return the secret variables that the launcher has sent to one process of this host, and remove their file.
-
-    There are none if the file `$CPUFT_SENT-PROCESS` cannot be opened, as for a printed plan that is run by hand, or if
-    another user owns it. Raises CpuftError: the file is damaged.
-    """
-    path = f"{environ.get(SECRETS_PREFIX) or '/nowhere'}-{process}"
-    try:
-        with os.fdopen(open_regular(Path(path), os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
-            if os.fstat(file.fileno()).st_uid == os.geteuid():
-                os.unlink(path)
-                return load(dict[str, str], parse_json(file.read()), "it")
-    except OSError:
-        pass
-    except ValueError as error:
-        # The message does not quote the file, which holds secrets.
-        problem = f"is not a JSON object of texts ({type(error).__name__})"
-        raise CpuftError(
-            f"{path}, which passes secret variables to this process, {problem}: start the run again"
-        ) from None
-    return {}
 
 
 def cache_path(environ: Mapping[str, str]) -> Path:

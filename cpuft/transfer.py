@@ -79,7 +79,7 @@ class RefusedError(Exception):
     """What came is not what cpuft sends."""
 
 
-class Entry(NamedTuple):
+class FileEntry(NamedTuple):
     """A file, a folder, or something else that is named and not sent."""
 
     name: str
@@ -97,7 +97,7 @@ class Entry(NamedTuple):
 class _Block(NamedTuple):
     number: int
     """Number of the file among the entries."""
-    entry: Entry
+    entry: FileEntry
     place: int
     """Number of the block in the file."""
     size: int
@@ -105,7 +105,7 @@ class _Block(NamedTuple):
 
 def walk(
     path: str, name: str = "", follow: bool = True, above: "tuple[tuple[int, int], ...]" = ()
-) -> "Iterator[Entry]":
+) -> "Iterator[FileEntry]":
     """Yield what is at a path and below it, in alphabetical order; a folder without a `name` is not among it.
 
     With `follow`, links are followed, and compiled modules (__pycache__) and special files are left out. `above` has
@@ -125,7 +125,7 @@ def walk(
     if follow and kind not in (FILE, FOLDER):
         return
     if name:
-        yield Entry(name, kind, state.st_size if kind == FILE else 0, state.st_mode, state.st_mtime_ns, path)
+        yield FileEntry(name, kind, state.st_size if kind == FILE else 0, state.st_mode, state.st_mtime_ns, path)
     if kind == FOLDER:
         folder = (state.st_dev, state.st_ino)
         if folder in above:
@@ -139,13 +139,13 @@ def walk(
                 yield from walk(os.path.join(path, inner), below, follow, (*above, folder))
 
 
-def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[Entry]":
+def walk_names(folder: str, names: "Iterable[str]") -> "Iterator[FileEntry]":
     """Yield some files and folders of a folder as `walk` does."""
     for name in names:
         yield from walk(os.path.join(folder, name), name)
 
 
-def hash_blocks(entries: "Sequence[Entry]") -> "Iterator[tuple[_Block, bytes]]":
+def hash_blocks(entries: "Sequence[FileEntry]") -> "Iterator[tuple[_Block, bytes]]":
     """Return each block of the files among the entries, with its SHA-256. Raises TransferError: a file has changed."""
 
     def read(batch: "list[_Block]") -> "list[tuple[_Block, bytes]]":
@@ -154,7 +154,7 @@ def hash_blocks(entries: "Sequence[Entry]") -> "Iterator[tuple[_Block, bytes]]":
     return _run_ahead(read, _list_batches(entries))
 
 
-def make_checksum(entries: "Sequence[Entry]", digests: "Sequence[bytes]") -> str:
+def make_checksum(entries: "Sequence[FileEntry]", digests: "Sequence[bytes]") -> str:
     """Return 24 hexadecimal digits for the names, executable bits and contents of files, and for names of folders.
 
     `digests` has the SHA-256 of all blocks in their order.
@@ -175,7 +175,7 @@ def _remove(folder: str) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _list_batches(entries: "Sequence[Entry]") -> "Iterator[list[_Block]]":
+def _list_batches(entries: "Sequence[FileEntry]") -> "Iterator[list[_Block]]":
     """Yield all blocks of all files in their order: one large block, or many small ones, at a time."""
     batch: list[_Block] = []
     nbytes = 0
@@ -349,7 +349,7 @@ def connect(command: "Sequence[str]") -> "Iterator[Stream]":
         raise problem
 
 
-def send(stream: Stream, entries: "Iterable[Entry]", is_answered: bool = True, has_checksums: bool = True) -> None:
+def send(stream: Stream, entries: "Iterable[FileEntry]", is_answered: bool = True, has_checksums: bool = True) -> None:
     """Send files and folders as `walk` finds them.
 
     Parameters
@@ -445,7 +445,7 @@ def open_locked(path: str, seconds: float = 0.0) -> int:
 
 def receive(
     stream: Stream, part: str, checksum: str = "", is_answered: bool = True, syncs: bool = False
-) -> "tuple[list[Entry], list[Entry]]":
+) -> "tuple[list[FileEntry], list[FileEntry]]":
     """Receive files and folders into `part`, which may have some of an earlier try.
 
     Files get at most mode 755 and at least 600, folders at least 700; owners are not restored.
@@ -502,8 +502,8 @@ def receive(
     return entries, [one for one in found if one.kind not in (FILE, FOLDER)]
 
 
-def _read_list(stream: Stream) -> "list[Entry]":
-    found: list[Entry] = []
+def _read_list(stream: Stream) -> "list[FileEntry]":
+    found: list[FileEntry] = []
     while True:
         length = _LENGTH.unpack(stream.read(_LENGTH.size))[0]
         if not length:
@@ -512,7 +512,7 @@ def _read_list(stream: Stream) -> "list[Entry]":
             raise RefusedError("the host did not send a list of files")
         try:
             for name, kind, size, mode, changed in json.loads(stream.read(length).decode()):
-                found.append(Entry(_from_wire(name), str(kind), int(size), int(mode), int(changed)))
+                found.append(FileEntry(_from_wire(name), str(kind), int(size), int(mode), int(changed)))
                 if found[-1].size < 0:
                     raise ValueError
         except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
@@ -528,7 +528,7 @@ def _from_wire(name: str) -> str:
     return os.fsdecode(name.encode("utf-8", "surrogateescape"))
 
 
-def _check_names(entries: "Sequence[Entry]") -> "dict[str, str]":
+def _check_names(entries: "Sequence[FileEntry]") -> "dict[str, str]":
     """Return the kind of each path, of the folders above it too."""
     kinds: dict[str, str] = {}
     named: set[str] = set()
@@ -558,7 +558,7 @@ def _prune(part: str, kinds: "dict[str, str]") -> None:
                 (os.rmdir if kind == FOLDER else os.unlink)(path)
 
 
-def _find_blocks(entry: Entry) -> Entry:
+def _find_blocks(entry: FileEntry) -> FileEntry:
     """Return the whole blocks of a file that are here already, as a file that can be read."""
     with contextlib.suppress(FileNotFoundError):
         size = os.stat(entry.path).st_size
@@ -597,7 +597,7 @@ def sync(path: str) -> None:
         os.close(held)
 
 
-def store(part: str, folder: str, entries: "Sequence[Entry]", is_bundle: bool) -> None:
+def store(part: str, folder: str, entries: "Sequence[FileEntry]", is_bundle: bool) -> None:
     """Give what has come its place. A new folder is complete or does not exist.
 
     In a folder that exists, each file is replaced by itself, because a run may be reading them. Beside a bundle, its

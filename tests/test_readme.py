@@ -18,11 +18,12 @@ import pytest
 
 from cpuft.cli import cli
 from cpuft.cli.aliases import TOOLS, read_aliases
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.files import write_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry
-from cpuft.launch.plan import choose_run_dir, plan_settings
-from cpuft.launch.state import PHASES
+from cpuft.launch.run_folder import choose_run_dir
+from cpuft.launch.run_state import PHASES
+from cpuft.launch.settings import plan_settings
 from cpuft.report.sweep import VERSION, SweepHeader, format_journal_line
 from scripts.benchmarks.figures import format_contestants, format_figures, format_shares, read_figures
 from scripts.reference import format_reference

@@ -13,13 +13,8 @@ import click
 from click.core import ParameterSource
 
 from cpuft.cli.aliases import suggest_options
-from cpuft.config import (
-    ALTERNATIVES,
-    SECTIONS,
-    format_flag,
-    option_names,
-    parse_value,
-)
+from cpuft.config.fields import SECTIONS, format_flag, option_names, parse_value
+from cpuft.config.train import ALTERNATIVES
 from cpuft.errors import CpuftError, suggest_names
 from cpuft.serialization import find_control, load, parse_yaml
 

@@ -15,9 +15,10 @@ import torch
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft import terminal
+from cpuft.comm.backend_choice import measure_backends, measure_turns
 from cpuft.comm.registration import exit_process
-from cpuft.comm.selection import measure_backends, measure_turns
-from cpuft.config import BenchConfig, list_bench_cases, parse_arguments
+from cpuft.config.bench import BenchConfig, list_bench_cases
+from cpuft.config.fields import parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.files import write_text
 from cpuft.record import MeasuredHeader, Measurement, format_line

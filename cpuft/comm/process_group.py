@@ -16,8 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
-from cpuft.comm import arguments
-from cpuft.comm import tensors as collectives
+from cpuft.comm import arguments, collectives
 from cpuft.comm.arguments import METHODS, Method, add_methods, count_bytes, flatten, reduction_name, transpose
 from cpuft.comm.backends.base import Backend, GroupMembership
 from cpuft.comm.watched_group import WatchedGroup

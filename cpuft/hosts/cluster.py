@@ -15,7 +15,7 @@ from typing import Any
 
 from cpuft import transfer
 from cpuft.argv import WITHOUT_WORKING_FOLDER
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.execute import Answer
 from cpuft.files import hash_text
@@ -24,8 +24,8 @@ from cpuft.hosts.hostfile import Host, find_job_hostfile, read_hostfile
 from cpuft.hosts.mpi_implementations import MpiImplementation, find_mpi
 from cpuft.hosts.topology import HostFacts, parse_facts
 from cpuft.hosts.transport import SshTransport, Transport, map_hosts
-from cpuft.plan import Plan, Step
 from cpuft.serialization import load, parse_json
+from cpuft.steps import Plan, Step
 
 LOCAL = Host("localhost")
 JOB = "CPUFT_JOB"
@@ -33,7 +33,7 @@ JOB = "CPUFT_JOB"
 WORK_ROOT = "/var/tmp"
 """Where hosts with disks of their own keep the files of runs, in a folder cpuft-UID for each user."""
 STATE_FILE = "state.json"
-"""File with the run state (`cpuft.launch.state`), in the folder of a run here and on its hosts."""
+"""File with the run state (`cpuft.launch.run_state`), in the folder of a run here and on its hosts."""
 FROM_STDIN = f"{WITHOUT_WORKING_FOLDER}; exec(sys.stdin.read())"
 """Argument of `python -c` on a host, to run a program that the launcher sends on standard input."""
 

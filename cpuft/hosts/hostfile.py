@@ -7,9 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cpuft.config import LAST_PORT, is_count
 from cpuft.errors import CpuftError
-from cpuft.serialization import find_control
+from cpuft.serialization import LAST_PORT, find_control, is_count
 
 NAME = re.compile(r"(?=[A-Za-z0-9].{0,252}$)[\w-]{1,63}(\.[\w-]{1,63})*(?<![_-])|(?=.*:)[0-9a-fA-F:]{2,39}", re.ASCII)
 """A host's name or address. Sockets raise errors for labels that are empty or longer than 63 letters."""

@@ -17,11 +17,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpuft.config import LAST_PORT, is_count
 from cpuft.errors import CpuftError
 from cpuft.hosts.hostfile import Host, format_hostfile
 from cpuft.hosts.registry import Entry, format_entry
-from cpuft.serialization import find_control
+from cpuft.serialization import LAST_PORT, find_control, is_count
 
 if TYPE_CHECKING:
     import paramiko

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cpuft.config import is_count
 from cpuft.errors import CpuftError, last_line
 from cpuft.hardware import parse_cpuinfo
-from cpuft.serialization import load, parse_json
+from cpuft.serialization import is_count, load, parse_json
 
 
 @dataclass(frozen=True)

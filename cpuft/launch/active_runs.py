@@ -22,7 +22,7 @@ from cpuft.serialization import load, parse_json
 
 
 @dataclass(frozen=True)
-class Entry:
+class _RunNote:
     """What the user's cache knows about an active run."""
 
     work: str
@@ -47,7 +47,7 @@ def register_run(run_dir: str, cluster: Cluster, environ: Mapping[str, str] = os
     """
     hosts = tuple(assignment.host for assignment in cluster.assignments for _ in range(assignment.ranks))
     access, pid = cluster.access, os.getpid()
-    entry = Entry(
+    entry = _RunNote(
         cluster.work_dir(run_dir),
         hosts,
         access.python,
@@ -98,7 +98,7 @@ def find_active_run(run: str, environ: Mapping[str, str]) -> ActiveRun:
     run_dir = os.path.realpath(run)
     try:
         text = _entry_path(cache_path(environ), run_dir).read_text(encoding="utf-8")
-        entry = load(Entry, parse_json(text))
+        entry = load(_RunNote, parse_json(text))
     except (OSError, ValueError):
         if Path(run_dir).is_dir():
             raise CpuftError(

@@ -21,7 +21,7 @@ from cpuft.errors import IO_ERROR
 from cpuft.hosts.cluster import Cluster
 from cpuft.launch.inputs import Bundle
 from cpuft.launch.resume import BEST, CHECKPOINTS, HostCopy, find_checkpoint_here, find_newest_checkpoint
-from cpuft.plan import Step
+from cpuft.steps import Step
 
 Say = Callable[[str], None]
 MOST_SECONDS = 30.0

@@ -5,15 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cpuft.config import CompareConfig, LaunchConfig, TrainConfig, is_count
+from cpuft.config.compare import CompareConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Cluster, gather_cluster
 from cpuft.launch.inputs import gather_missing, pack_training
 from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import add_transfers, find_run_precision, plan_training
-from cpuft.launch.progress import show_progress
+from cpuft.launch.progress_bar import show_progress
 from cpuft.launch.remote import run_attempt
-from cpuft.plan import RunPlan
+from cpuft.serialization import is_count
+from cpuft.steps import RunPlan
 
 Say = Callable[[str], None]
 

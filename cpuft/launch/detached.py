@@ -24,7 +24,9 @@ from typing import Any
 import cpuft
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config import LaunchConfig, TrainConfig, format_flag
+from cpuft.config.fields import format_flag
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import RESUMABLE, CpuftError, escape_controls, last_line
 from cpuft.hosts.cluster import (
     FROM_STDIN,
@@ -66,13 +68,14 @@ from cpuft.launch.inputs import (
     plan_sending,
     save_note,
 )
-from cpuft.launch.plan import choose_run_dir, plan_claim, plan_script
-from cpuft.launch.progress import format_seconds
+from cpuft.launch.progress_bar import format_seconds
 from cpuft.launch.resume import CHECKPOINTS, has_begun, remove_empty_run
+from cpuft.launch.run_folder import choose_run_dir, plan_claim
+from cpuft.launch.run_state import RunState, begin_state, write_state
+from cpuft.launch.script_command import plan_script
 from cpuft.launch.settings import forwarded_settings, user_variables
-from cpuft.launch.state import RunState, begin_state, write_state
-from cpuft.plan import Plan, Step
 from cpuft.serialization import load, parse_json
+from cpuft.steps import Plan, Step
 
 Say = Callable[[str], None]
 _PLACE = ("cluster", "hostfile", "ssh_config")

@@ -29,7 +29,7 @@ from cpuft.argv import module_command
 from cpuft.errors import CpuftError
 from cpuft.files import is_locked, make_private_folder, write_text
 from cpuft.hosts.cluster import JOB, WORK_ROOT
-from cpuft.launch.state import read_state
+from cpuft.launch.run_state import read_state
 from cpuft.rank.process import end_with_parent
 from cpuft.serialization import load, parse_json
 

@@ -10,7 +10,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.config import LaunchConfig, ScriptConfig, option_names
+from cpuft.config.fields import option_names
+from cpuft.config.launch import LaunchConfig, ScriptConfig
 from cpuft.errors import NO_MORE_PROCESSES, RESUMABLE, CpuftError, counted, escape_controls
 from cpuft.launch.resume import read_resumed_run
 from cpuft.rank.process import (

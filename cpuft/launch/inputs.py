@@ -17,18 +17,10 @@ from typing import Any
 
 from cpuft import transfer
 from cpuft.argv import make_shell_line, module_command
-from cpuft.config import PredictConfig, TrainConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, last_line
-from cpuft.files import (
-    PRIVATE,
-    REMOVE,
-    SECRETS_PREFIX,
-    check_private_folder,
-    hash_text,
-    make_private_folder,
-    split_paths,
-    write_text,
-)
+from cpuft.files import PRIVATE, REMOVE, check_private_folder, hash_text, make_private_folder, split_paths, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.registry import state_root
@@ -37,11 +29,11 @@ from cpuft.hosts.transport import map_hosts, try_hosts
 from cpuft.launch.mpirun import KEY
 from cpuft.launch.relay import Receiver, RelayOrder
 from cpuft.launch.resume import PREPARED_DATA
+from cpuft.launch.run_state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
 from cpuft.launch.settings import unexportable_names
-from cpuft.launch.state import LATER_START, WAIT_FOR_OTHER, LaterStartError, RunState, format_state
-from cpuft.plan import RunPlan, Setting, Stages, Step
-from cpuft.secret_variables import may_be_secret, secrets_for_ranks
+from cpuft.secret_variables import SECRETS_PREFIX, may_be_secret, secrets_for_ranks
 from cpuft.serialization import load, parse_json
+from cpuft.steps import RunPlan, Setting, Stages, Step
 
 _HERE = Path(__file__)
 _SECRET_FILES = PRIVATE + REMOVE + _HERE.with_name("secret_files.sh").read_text(encoding="utf-8")

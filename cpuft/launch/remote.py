@@ -28,7 +28,7 @@ from cpuft.launch.checkpoint_copies import CheckpointCopier
 from cpuft.launch.inputs import keep_bundles, secrets_on_hosts
 from cpuft.launch.results import HeadHostLostError, fetch_and_clean_up, remove_all_but_checkpoints
 from cpuft.launch.resume import find_newest_checkpoint, remove_empty_run
-from cpuft.launch.state import (
+from cpuft.launch.run_state import (
     INTERRUPTED,
     LATER_START,
     WAIT_FOR_OTHER,
@@ -39,10 +39,10 @@ from cpuft.launch.state import (
     note_state,
 )
 from cpuft.launch.supervise import StopRequest, run_on_this_machine
-from cpuft.plan import RunPlan, Setting, Step
 from cpuft.rank.process import OWNER_VARIABLE, end_with_parent
 from cpuft.record import FILE_NAME
 from cpuft.serialization import load, parse_json
+from cpuft.steps import RunPlan, Setting, Step
 from cpuft.terminal import protect_streams
 from cpuft.transfer import open_locked
 

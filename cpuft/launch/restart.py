@@ -40,10 +40,10 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
-from cpuft.launch.state import LaterStartError, find_end
-from cpuft.plan import RunPlan
+from cpuft.launch.run_state import LaterStartError, find_end
 from cpuft.rank import kill
 from cpuft.record import FILE_NAME, read_record
+from cpuft.steps import RunPlan
 
 T = TypeVar("T")
 Start = Callable[[RunPlan, str, Cluster, float], int]

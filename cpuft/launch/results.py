@@ -23,8 +23,8 @@ from cpuft.errors import IO_ERROR, CpuftError, Interrupted
 from cpuft.files import REMOVE, remove_command, write_text
 from cpuft.hosts.cluster import STATE_FILE, Cluster, read_host_folder
 from cpuft.launch.resume import CHECKPOINTS
-from cpuft.launch.state import FINISHED, RunState, find_end, note_state, read_state
-from cpuft.plan import Plan, RunPlan, Stages, Step, format_plan
+from cpuft.launch.run_state import FINISHED, RunState, find_end, note_state, read_state
+from cpuft.steps import Plan, RunPlan, Stages, Step, format_plan
 
 Say = Callable[[str], None]
 FILES_LEFT = "the run's files stay there, and cpuft doctor reports them after a day"

@@ -10,7 +10,9 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import CHANGEABLE_ON_RESUME, LaunchConfig, TrainConfig, option_names
+from cpuft.config.fields import option_names
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import CHANGEABLE_ON_RESUME, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.files import is_locked
 from cpuft.hosts.cluster import (
@@ -25,7 +27,7 @@ from cpuft.hosts.cluster import (
 )
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.transport import try_hosts
-from cpuft.launch.state import FINISHED, RunState, newest, parse_state, read_state
+from cpuft.launch.run_state import FINISHED, RunState, newest, parse_state, read_state
 from cpuft.rank import describe_run
 from cpuft.record import FILE_NAME, EarlierMeasurements, parse_record, read_measurements, read_record
 from cpuft.serialization import load, parse_json

@@ -18,15 +18,15 @@ from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar, cast
 
 from cpuft import execute
-from cpuft.config import parse_arguments
+from cpuft.config.fields import parse_arguments
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text
 from cpuft.hosts import registry
 from cpuft.hosts.registry import Entry
-from cpuft.plan import Plan
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.cluster_files import check_places
 from cpuft.provision.options import HostsConfig, LocalConfig
+from cpuft.steps import Plan
 
 Say = Callable[[str], None]
 """Prints a line of text for the user."""
@@ -35,7 +35,7 @@ Ask = Callable[[str], bool]
 
 
 class Options(Protocol):
-    """The options of a kind of cluster: a frozen dataclass whose fields are made by `cpuft.config.option`."""
+    """The options of a kind of cluster: a frozen dataclass whose fields are made by `cpuft.config.fields.option`."""
 
     @property
     def name(self) -> str:

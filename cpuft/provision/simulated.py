@@ -19,7 +19,6 @@ from typing import Any
 
 import cpuft
 from cpuft import execute
-from cpuft.config import parse_bit_rate
 from cpuft.errors import CpuftError
 from cpuft.files import cache_path, hash_text
 from cpuft.hosts.hostfile import Host, format_hostfile
@@ -33,7 +32,7 @@ from cpuft.hosts.ssh_config import (
     format_sshd_config,
 )
 from cpuft.hosts.topology import parse_lscpu
-from cpuft.plan import Plan, Setting, Step
+from cpuft.network import parse_bit_rate
 from cpuft.provision.base import Provider
 from cpuft.provision.cluster_files import (
     check_hostfile,
@@ -46,6 +45,7 @@ from cpuft.provision.cluster_files import (
 )
 from cpuft.provision.image import check_image, read_stamp
 from cpuft.provision.options import LocalConfig
+from cpuft.steps import Plan, Setting, Step
 
 _PROGRAMS = {"ip": "iproute2", "tc": "iproute2", "unshare": "util-linux", "sshd": "openssh-server"}
 """The Debian package of each program."""

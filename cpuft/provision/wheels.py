@@ -41,7 +41,7 @@ from cpuft.files import (
     write_folder_atomically,
 )
 from cpuft.hosts.registry import refuse_untrusted
-from cpuft.plan import Step
+from cpuft.steps import Step
 
 EXTRAS = ("train", "mpi", "ccl", "demo")
 """Extras of cpuft that every host gets, because a run may need each of them."""

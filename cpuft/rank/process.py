@@ -26,9 +26,9 @@ from typing import Any, NoReturn
 from cpuft import __version__
 from cpuft.argv import unpack_argv
 from cpuft.errors import CpuftError
-from cpuft.files import take_secrets
 from cpuft.rank.interruption import start_host_watch
 from cpuft.rank.world import World, is_started_by_srun, parse_world, world_variables
+from cpuft.secret_variables import take_secrets
 from cpuft.serialization import load, parse_json
 
 FAILED_MARK, STARTED_MARK, ENDED_MARK = "cpuft-rank-failed:", "cpuft-rank-started:", "cpuft-rank-ended:"

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cpuft.errors import CpuftError, counted
-from cpuft.record import PHASES, Record, StepLine
+from cpuft.record import STEP_PHASES, Record, StepLine
 from cpuft.report.significance import half_width, is_different, standard_error
 from cpuft.serialization import load
 
@@ -289,7 +289,11 @@ def compare(records: list[Record]) -> Comparison:
 def _refuse_impossible(record: Record) -> None:
     """Raise CpuftError if a time in the record is impossible, because somebody has edited the record."""
     for line in record.steps:
-        seconds = (line.step_seconds, *(getattr(line, f"{name}_seconds") for name in PHASES), *line.compute_seconds)
+        seconds = (
+            line.step_seconds,
+            *(getattr(line, f"{name}_seconds") for name in STEP_PHASES),
+            *line.compute_seconds,
+        )
         if not all(abs(value) < MOST_SECONDS for value in seconds):
             raise CpuftError(
                 f"{record.path}, step {line.step}: the time of this step is impossible: leave the run out of the report"
@@ -544,19 +548,19 @@ def _note_restarts(records: Sequence[Record]) -> list[str]:
     notes = []
     for record in records:
         ranks = record.header.world_size
-        others = [line for line in record.resumptions if line.world_size != ranks and not line.because]
+        others = [line for line in record.resumptions if line.world_size != ranks and not line.restart_reason]
         if others:
             listed = " and ".join(f"on {counted(one.world_size, 'rank')} after update {one.step}" for one in others)
             notes.append(
                 f"np {ranks} was resumed {listed}: its times, its speedup and its efficiency are not those of "
                 f"{counted(ranks, 'rank')}, so leave it out where they matter."
             )
-        again = [line for line in record.resumptions if line.because]
+        again = [line for line in record.resumptions if line.restart_reason]
         if again:
             lost = f"{sum(line.lost_seconds for line in again):.0f} s"
             made = counted(sum(line.repeated for line in again), "update")
             on = " and ".join(str(line.world_size) for line in again)
-            why = "; ".join(line.because for line in again)
+            why = "; ".join(line.restart_reason for line in again)
             notes.append(
                 f"np {record.header.world_size} was restarted {counted(len(again), 'time')}, on {on} ranks, "
                 "which took "

@@ -97,7 +97,7 @@ def describe(comparison: Comparison, runs: Sequence[Record], predictions: Sequen
         "legend": [(label, number % COLOURS, number >= COLOURS) for number, label in enumerate(label_runs(runs))],
         "figures": {
             "Speed": [*draw_speedup(comparison, predictions), *draw_missing_time(comparison)],
-            "Loss and metric": draw_learning_curves(runs, comparison.rows),
+            "Loss and metric": draw_learning_curves(runs),
             "Where the time of a step goes": [draw_phases(runs)],
         },
         "hosts": [host_row(run) for run in runs],

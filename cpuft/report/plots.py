@@ -16,8 +16,8 @@ from typing import Any
 
 from cpuft.errors import CpuftError, install_command
 from cpuft.files import write_atomically
-from cpuft.record import PHASES, Measurement, Record, drop_warm_up, parse_measurements
-from cpuft.report.comparison import MISSING_TIME, Comparison, Row
+from cpuft.record import STEP_PHASES, Measurement, Record, drop_warm_up, parse_measurements
+from cpuft.report.comparison import MISSING_TIME, Comparison
 from cpuft.report.estimate import Estimate
 
 COLOURS = 8
@@ -229,7 +229,7 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
     return [("The step of the ideal, and where the missing time of each run went.", figure)]
 
 
-def draw_learning_curves(runs: Sequence[Record], rows: Sequence[Row]) -> list[tuple[str, str]]:
+def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
     """Draw the loss and the first two metrics over time and over examples."""
     return [_draw(panel) for panel in list_learning_panels(runs)]
 
@@ -290,20 +290,20 @@ def draw_phases(runs: Sequence[Record]) -> tuple[str, str]:
             ranks = [ordered[0], ordered[-1]]
         bars += [(f"{label}, rank {rank}", phases) for rank, phases in ranks]
     bars = bars[:_MOST_BARS]
-    parts = {name: [phases.get(name, 0.0) for _, phases in bars] for name in PHASES}
+    parts = {name: [phases.get(name, 0.0) for _, phases in bars] for name in STEP_PHASES}
     said = "Mean seconds of a step by phase and rank" + ("." if few else ": the fastest and the slowest of each run.")
     return said, _draw_bars("Phases of a step", "seconds", [label for label, _ in bars], parts)
 
 
 def phases_of(run: Record) -> list[dict[str, float]]:
-    """Return for each rank the mean seconds of a step, by the names in PHASES, without the first tenth of the steps.
+    """Return for each rank the mean seconds of a step, by the names in STEP_PHASES, without the first tenth of steps.
 
     Where the record has no phases of all ranks, because it is old or not complete, the list has rank 0 only.
     """
     if run.footer and run.footer.phases:
         return run.footer.phases
     steady = drop_warm_up(run.steps)
-    return [{name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) for name in PHASES}]
+    return [{name: statistics.fmean(getattr(line, f"{name}_seconds") for line in steady) for name in STEP_PHASES}]
 
 
 def write_plot(record: str) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.errors import CpuftError, install_command
 from cpuft.schedulers.base import ContainerOptions, JobLaunch, JobStatus, JobSweep, Scheduler, fill_template
 

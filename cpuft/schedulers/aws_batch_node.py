@@ -37,11 +37,11 @@ import paramiko
 
 from cpuft import execute
 from cpuft.argv import module_command
-from cpuft.config import is_count
 from cpuft.errors import RESUMABLE, CpuftError, TransientError
 from cpuft.files import hash_text, write_text
 from cpuft.hosts import facts, ssh_config
 from cpuft.hosts.cluster import JOB
+from cpuft.serialization import is_count
 from cpuft.terminal import detect_dead_peer
 
 Say = Callable[[str], object]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.errors import CpuftError
 from cpuft.execute import run_command
 from cpuft.record import FILE_NAME

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.errors import CpuftError
 from cpuft.execute import run_command
 from cpuft.schedulers.base import (

@@ -10,7 +10,7 @@ import shlex
 from dataclasses import dataclass
 from pathlib import Path
 
-from cpuft.config import option
+from cpuft.config.fields import option
 from cpuft.errors import CpuftError
 from cpuft.schedulers.base import (
     JobLaunch,

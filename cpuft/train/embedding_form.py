@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import POOLINGS, TrainConfig
+from cpuft.config.train import POOLINGS, TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.files import EMBEDDING_FILES, NORMALIZE_FOLDER, POOLING_FOLDER
+from cpuft.model_files import NORMALIZE_FOLDER, POOLING_FOLDER, SENTENCE_TRANSFORMERS_FILES
 from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.final_model import MODEL_DIR
 from cpuft.train.model import find_model
@@ -22,7 +22,7 @@ SIMILARITIES = ("cosine", "dot")
 DOCUMENT_PROMPTS = ("document", "passage", "corpus")
 """Names under which models store the prompt of documents; the first one that a model has is used."""
 
-_MODULES, _MODEL_SETTINGS, _TRANSFORMER_SETTINGS, _POOLING_SETTINGS, _NORMALIZE_SETTINGS = EMBEDDING_FILES
+_MODULES, _MODEL_SETTINGS, _TRANSFORMER_SETTINGS, _POOLING_SETTINGS, _NORMALIZE_SETTINGS = SENTENCE_TRANSFORMERS_FILES
 _POOLING_KEYS = {
     "mean": "pooling_mode_mean_tokens",
     "cls": "pooling_mode_cls_token",

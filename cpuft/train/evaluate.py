@@ -17,7 +17,7 @@ from cpuft.train.data.order import Indices
 from cpuft.train.data.recipe import LOWER_IS_BETTER
 from cpuft.train.objective.base import Batch, Objective, Predictions
 from cpuft.train.precision import autocast
-from cpuft.train.process_group import broadcast_value, gather_to_first
+from cpuft.train.ranks import broadcast_value, gather_to_first
 from cpuft.train.setup import TrainingSetup
 
 BatchPredictions = tuple[Indices, Predictions]

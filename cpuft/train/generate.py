@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import PredictConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import write_atomically
 from cpuft.train.data.chat import Message, find_end_of_turn, is_conversation, parse_messages, render, set_chat_template

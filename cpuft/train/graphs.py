@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 
 from cpuft.errors import CpuftError, install_command
-from cpuft.train.embedding import finish_embeddings, pool
+from cpuft.train.embedder import finish_embeddings, pool
 from cpuft.train.embedding_form import EmbeddingForm
 from cpuft.train.objective.base import Batch
 

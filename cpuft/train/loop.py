@@ -18,13 +18,13 @@ import torch.distributed as dist
 from cpuft.comm import take_traffic
 from cpuft.record import EvaluationLine, StepLine
 from cpuft.tasks import EMBEDDING_KINDS
-from cpuft.train.checkpoint.policy import Checkpoints, Interrupted, Requests
+from cpuft.train.checkpoint.policy import Checkpoints, Requests, TrainingInterrupted
 from cpuft.train.control import ControlMessages
 from cpuft.train.data.order import Indices, plan_updates, select_for_rank
 from cpuft.train.evaluate import evaluate, find_best, should_stop_early
 from cpuft.train.optimizer import RATE_FACTOR, count_warm_up_updates, learning_rate_factor, plan_averages
 from cpuft.train.passes import Clock
-from cpuft.train.process_group import compare_parameters, gather, gather_numbers, prove_equal_parameters
+from cpuft.train.ranks import compare_parameters, gather, gather_numbers, prove_equal_parameters
 from cpuft.train.reporter import RunReporter, TrainingResult, average_phases, merge_steps
 from cpuft.train.setup import TrainingSetup
 
@@ -41,8 +41,8 @@ def train_and_evaluate(
     Steps and metrics are shown and recorded as they come. The result has all steps of the run, also of those before it
     was resumed, and the model is that of the best evaluation with --save-best.
 
-    Raises Interrupted: the run was asked to stop, and a checkpoint was written. Raises CpuftError: the loss is not
-    finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If they differ only at the end, the
+    Raises TrainingInterrupted: the run was asked to stop, and a checkpoint was written. Raises CpuftError: the loss is
+    not finite, or the ranks' parameters differ after an update of `_EARLY_CHECKS`. If they differ only at the end, the
     result says so, because the model can be saved all the same.
     """
     config, exchange, updates = setup.config, setup.exchange, setup.updates
@@ -68,7 +68,7 @@ def train_and_evaluate(
                 if stops():
                     exchange.synchronize_parameters(is_due=False, wait=True)
                     break
-    except Interrupted as interruption:
+    except TrainingInterrupted as interruption:
         reporter.add(interruption.line)
         dist.barrier()  # mpirun ends all ranks when the first one ends
         raise
@@ -157,8 +157,8 @@ def train(setup: TrainingSetup, checkpoints: Checkpoints | None = None, done: in
     later, about once per second (`ControlMessages`), but those until an evaluation, a comparison, a checkpoint or the
     end come before it. The caller evaluates and compares when it gets the line of such an update.
 
-    Without `checkpoints`, none is written. Raises Interrupted: a rank was asked to stop, and a checkpoint was written;
-    CpuftError: a loss is not finite.
+    Without `checkpoints`, none is written. Raises TrainingInterrupted: a rank was asked to stop, and a checkpoint was
+    written; CpuftError: a loss is not finite.
     """
     config, world, exchange, objective = setup.config, setup.world, setup.exchange, setup.objective
     tokens, checkpoints = setup.prepared.train, checkpoints or Checkpoints(exchange)

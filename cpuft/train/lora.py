@@ -17,7 +17,7 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, install_command
 from cpuft.train.fast.architectures import ATTENTION_MODULE_NAMES
 

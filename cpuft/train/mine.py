@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cpuft.errors import CpuftError, counted
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embedder, Embeddings
+    from cpuft.train.embedder import Embedder, Embeddings
 
 _ANCHORS_AT_ONCE, _DOCUMENTS_AT_ONCE = 2048, 8192
 """Size of a block of scores: 64 MB in fp32."""

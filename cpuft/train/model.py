@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
+from cpuft.config.train import DEFAULT_LORA_RANK, DEFAULT_MODEL, LARGE_DECODER, TrainConfig
 from cpuft.errors import CpuftError, install_command, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer
 from cpuft.serialization import load, parse_json

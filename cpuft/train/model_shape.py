@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.tasks import DECODER_KINDS, find_task
 from cpuft.train.fast.architectures import ATTENTION_DROPOUT_SETTINGS, POST_NORM_ARCHITECTURES, SIZE_SETTINGS
 from cpuft.train.model import find_model, load_config, read_config_file

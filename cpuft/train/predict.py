@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import PredictConfig, TrainConfig, option_names, parse_arguments
+from cpuft.config.fields import option_names, parse_arguments
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_special, write_atomically
 from cpuft.hardware import Precision, choose_precision

@@ -26,7 +26,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import PredictConfig, name_embeddings, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.predict import PredictConfig
+from cpuft.embedding_files import name_embeddings
 from cpuft.errors import CpuftError, counted, install_command, suggest_names
 from cpuft.files import write_atomically
 from cpuft.train.data.tables import Table, find_column, read_tables
@@ -34,7 +36,7 @@ from cpuft.train.embedding_form import EmbeddingForm, find_embedding_model, read
 from cpuft.train.startup import resume_garbage_collection, run_as_process
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embedder, Embeddings
+    from cpuft.train.embedder import Embedder, Embeddings
 
 _WINDOW_TEXTS, _TEXT_CHARACTERS = 8192, 2048
 """Most texts of a window, and about the most characters of its texts on average. Texts of similar length in a window
@@ -111,7 +113,7 @@ def open_writer(path: Path, dimensions: int, has_ids: bool) -> Iterator[Write]:
             yield write
 
 
-def name_output(request: PredictConfig) -> Path:
+def choose_embeddings_file(request: PredictConfig) -> Path:
     """Return the file to write; raise CpuftError if it cannot be written."""
     path = name_embeddings(request)
     check_pyarrow(path)
@@ -187,7 +189,7 @@ def read_windows(
 
 def make_embedder(request: PredictConfig) -> Embedder:
     """Load the model of a request; raise CpuftError if it cannot be read, or has fewer dimensions."""
-    from cpuft.train.embedding import Embedder  # imports torch
+    from cpuft.train.embedder import Embedder  # imports torch
 
     name = request.model or request.run
     embedder = Embedder(name, request.precision)
@@ -352,7 +354,7 @@ def open_windows(request: PredictConfig, window_texts: int = 0) -> Iterator[Wind
 
 def write_embeddings(request: PredictConfig) -> None:
     """Write the embeddings of a file's texts, and print the output's name. Raises CpuftError: one cannot be used."""
-    path = name_output(request)
+    path = choose_embeddings_file(request)
     windows = open_windows(request)  # an empty file is found before the model is loaded
     with (
         start_computing(request) as (dimensions, compute),

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cpuft.config import MINED_ENDINGS, MineConfig, PredictConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.mine import MINED_ENDINGS, MineConfig
+from cpuft.config.predict import PredictConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import refuse_special, write_atomically
-from cpuft.train.data.pairs import choose_pair_columns
+from cpuft.train.data.embedding_pairs import choose_pair_columns
 from cpuft.train.data.tables import find_column, read_tables
 from cpuft.train.embedding_form import find_embedding_model, read_form
 from cpuft.train.startup import run_as_process
@@ -36,7 +38,7 @@ from cpuft.train.write_embeddings import (
 )
 
 if TYPE_CHECKING:
-    from cpuft.train.embedding import Embeddings
+    from cpuft.train.embedder import Embeddings
     from cpuft.train.mine import MiningRules, MiningTask, Negatives
 
 _COLUMNS = ("anchor", "positive")
@@ -45,7 +47,7 @@ _ROWS_AT_ONCE = 4096
 _PROGRESS_SECONDS = 10.0
 
 
-def name_output(request: MineConfig) -> Path:
+def _choose_negatives_file(request: MineConfig) -> Path:
     """Return the file to write; raise CpuftError if it may not or cannot be written."""
     path = Path(request.output)
     if path.suffix not in MINED_ENDINGS:
@@ -145,7 +147,7 @@ def write_negatives(request: MineConfig) -> None:
     Makes the output's folder. Raises CpuftError: file, model or output cannot be used, or no anchor has enough
     negatives.
     """
-    path = name_output(request)
+    path = _choose_negatives_file(request)
     anchors, positives = read_anchors(request)
     corpus = read_corpus(request)
     form = read_form(find_embedding_model(request.model))

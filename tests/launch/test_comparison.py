@@ -9,13 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from cpuft.config import CompareConfig, TrainConfig
+from cpuft.config.compare import CompareConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
 from cpuft.launch.comparison import order_runs, refuse_different_precisions
-from cpuft.record import PHASES, read_record
+from cpuft.record import STEP_PHASES, read_record
 from cpuft.report.comparison import compare
 from tests.conftest import make_facts, run_cpuft
 
@@ -89,7 +90,7 @@ def test_the_ideal_is_measured_with_independent_ranks() -> None:
     assert [len(line.compute_seconds) for line in (*run.steps, *ideal.steps)] == [2] * 8
     assert sum(line.bytes_sent for line in ideal.steps) == 0
     assert run.footer is not None
-    assert [list(phases) for phases in run.footer.phases] == [list(PHASES)] * 2
+    assert [list(phases) for phases in run.footer.phases] == [list(STEP_PHASES)] * 2
     (row,) = compare([run, ideal]).rows
     assert row.ideal is not None
     missing = row.ideal.step_seconds - row.ideal.ideal_seconds

@@ -21,7 +21,7 @@ from click.shell_completion import ShellComplete
 
 import cpuft
 from cpuft.cli import cli
-from cpuft.config import LaunchConfig
+from cpuft.config.launch import LaunchConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access, find_access, read_hosts
@@ -41,7 +41,7 @@ from cpuft.launch.detached import (
 )
 from cpuft.launch.detached_head import Description, Event, Order
 from cpuft.launch.inputs import LaunchNote, plan_secrets, save_note
-from cpuft.launch.state import RunState, write_state
+from cpuft.launch.run_state import RunState, write_state
 from cpuft.record import read_record
 from tests.launch.test_plan import make_cluster
 from tests.provision.simulated import Simulated, needs_root, own_root, simulate

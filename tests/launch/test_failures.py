@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 from cpuft.launch.failures import (
     Failure,
     describe_absent,

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import Access
@@ -21,7 +22,7 @@ from cpuft.launch import leases
 from cpuft.launch.leases import renew_leases
 from cpuft.launch.plan import Job, plan_launch
 from cpuft.launch.run import LaunchRequest, PlannedLaunch, run_launch
-from cpuft.plan import RunPlan
+from cpuft.steps import RunPlan
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.config import LaunchConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts import transport as transport_module
@@ -38,11 +39,11 @@ from cpuft.launch.restart import (
 )
 from cpuft.launch.results import HeadHostLostError, NotStoredError
 from cpuft.launch.resume import HostCopy, find_newest_checkpoint
-from cpuft.launch.state import FINISHED, LaterStartError, StateWriter, format_state, write_state
-from cpuft.plan import RunPlan, Step
+from cpuft.launch.run_state import FINISHED, LaterStartError, StateWriter, format_state, write_state
 from cpuft.rank.process import FOREIGN_STORE_ENTRY, OUT_OF_MEMORY, format_failure
 from cpuft.rank.world import World
 from cpuft.record import read_measurements
+from cpuft.steps import RunPlan, Step
 from tests.launch.test_plan import make_cluster
 from tests.launch.test_resume import HEADER, TRAIN, write_run
 from tests.records import make_state, make_steps

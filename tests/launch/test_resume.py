@@ -15,7 +15,8 @@ from typing import IO, Any
 import pytest
 
 from cpuft.argv import pack_argv
-from cpuft.config import LaunchConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.execute import Answer
 from cpuft.hosts.cluster import STATE_FILE, Access, Cluster, gather_cluster, read_host_folder
@@ -36,11 +37,11 @@ from cpuft.launch.resume import (
     read_resumed_run,
     remove_empty_run,
 )
-from cpuft.launch.state import FINISHED, INTERRUPTED, read_state, write_state
+from cpuft.launch.run_state import FINISHED, INTERRUPTED, read_state, write_state
 from cpuft.launch.supervise import run_on_this_machine
-from cpuft.plan import Plan, RunPlan, Step
 from cpuft.rank import describe_run
 from cpuft.record import Line, RecordedRank, ResumedLine, Writer, format_line, read_measurements
+from cpuft.steps import Plan, RunPlan, Step
 from tests.conftest import run_cpuft
 from tests.launch.test_inputs import AWAY
 from tests.launch.test_plan import make_cluster

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from cpuft.comm.compression.powersgd import EXACT_UPDATES
-from cpuft.config import LaunchConfig, ScriptConfig, TrainConfig
+from cpuft.config.launch import LaunchConfig, ScriptConfig
+from cpuft.config.train import TrainConfig
 from cpuft.hosts.cluster import LOCAL
 from cpuft.launch.resume import HostCopy, ResumedRun
 from cpuft.launch.run import LaunchRequest, plan_request
-from cpuft.launch.state import FINISHED
+from cpuft.launch.run_state import FINISHED
 from cpuft.record import Record, read_record
 from tests.conftest import GLUE, list_children, needs_glue, run_cpuft
 from tests.records import make_state

@@ -356,8 +356,8 @@ def test_a_run_that_was_started_again_says_what_that_took() -> None:
     record = make_record(4)
     line = ResumedLine(12, 3, 3, record.header.ranks[:3], "ccl", "bf16", "", "2026-01-01T00:00:00+00:00")
     again = [
-        dataclasses.replace(line, lost_seconds=21.4, because="host node2 was lost"),
-        dataclasses.replace(line, repeated=1, world_size=4, lost_seconds=10.2, because="the master was lost"),
+        dataclasses.replace(line, lost_seconds=21.4, restart_reason="host node2 was lost"),
+        dataclasses.replace(line, repeated=1, world_size=4, lost_seconds=10.2, restart_reason="the master was lost"),
     ]
     same = dataclasses.replace(line, world_size=4)
     assert compare([dataclasses.replace(record, resumptions=[same])]).notes == compare([record]).notes

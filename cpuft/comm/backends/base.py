@@ -48,8 +48,8 @@ class Backend(abc.ABC):
     def can_reduce(self, dtype: torch.dtype, reduction: str) -> bool:
         """Return whether the library itself can apply this reduction to this type.
 
-        The other methods are called only with types and reductions for which this is true; `tensors.py` works around
-        the rest. `reduction` is sum, product, min, max, band, bor or bxor.
+        The other methods are called only with types and reductions for which this is true; `collectives.py` works
+        around the rest. `reduction` is sum, product, min, max, band, bor or bxor.
         """
 
     @abc.abstractmethod

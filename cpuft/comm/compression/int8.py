@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 
 from cpuft.comm.backends.gloo import MAX_PAIRWISE_RANKS
+from cpuft.comm.collectives import gather_single
 from cpuft.comm.process_group import ProgressThread, QueuedWork
-from cpuft.comm.tensors import gather_single
 from cpuft.kernels import kernels_for
 
 BLOCK = 256

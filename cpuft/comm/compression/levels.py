@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cpuft.comm.selection import TIE
+from cpuft.compressions import TIE_RATIO
 from cpuft.errors import CpuftError
 
 OVERLAP = 0.5
@@ -64,7 +64,9 @@ def choose_level(
     if not levels:
         raise CpuftError("there is no gradient compression to choose from: give one with --grad-compression")
     seconds = [estimate_step_seconds(level, compute_seconds, link) for level in levels]
-    chosen = next(level for level, estimate in zip(levels, seconds, strict=True) if estimate <= TIE * min(seconds))
+    chosen = next(
+        level for level, estimate in zip(levels, seconds, strict=True) if estimate <= TIE_RATIO * min(seconds)
+    )
     rate = f"{8e-6 / link.seconds_per_byte:.3g} Mbit/s" if link.seconds_per_byte > 0 else "no time"
     figures = ", ".join(f"{level.name} {estimate:.3g} s" for level, estimate in zip(levels, seconds, strict=True))
     return chosen, f"a step computes {compute_seconds:.3g} s and an all-reduce takes {rate}: {figures}"

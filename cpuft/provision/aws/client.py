@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cpuft.errors import CpuftError, install_command, suggest_names
-from cpuft.plan import Step
+from cpuft.steps import Step
 
 TAG = "cpuft:cluster"
 """Tag of every resource that belongs to a cluster, by which it is found; its value is the cluster's name."""

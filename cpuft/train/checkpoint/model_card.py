@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import cpuft
-from cpuft.config import TrainConfig, option_names
+from cpuft.config.fields import option_names
+from cpuft.config.train import TrainConfig
 from cpuft.errors import counted
 from cpuft.files import hash_text, write_text
 from cpuft.record import EvaluationLine, Footer, Header, format_line

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cpuft.config import CHANGEABLE_ON_RESUME
+from cpuft.config.train import CHANGEABLE_ON_RESUME
 from cpuft.errors import CpuftError
 from cpuft.rank.interruption import describe_cause, is_host_leaving, is_interrupted
 from cpuft.rank.world import World
@@ -37,7 +37,7 @@ from cpuft.train.checkpoint.files import (
 )
 from cpuft.train.checkpoint.state import TrainingState
 from cpuft.train.exchange.base import Exchange
-from cpuft.train.process_group import gather
+from cpuft.train.ranks import gather
 
 DEFAULT_TIME_SHARE = 0.02
 """Share of a run's time that checkpoints may cost if `--checkpoint-every` is not given."""
@@ -75,7 +75,7 @@ class Requests:
         return cls(checkpoint=total == 1.0, stop=total >= 2.0)
 
 
-class Interrupted(Exception):
+class TrainingInterrupted(Exception):
     """The run ends early on all ranks, after a checkpoint from which it can be resumed."""
 
     def __init__(self, line: InterruptedLine) -> None:
@@ -140,7 +140,7 @@ class Checkpoints:
         return newest.update == update
 
     def write_and_stop(self, update: int, updates: int) -> None:
-        """Write a checkpoint after an update, wait for the disk, and raise Interrupted on all ranks. Collective.
+        """Write a checkpoint after an update, wait for the disk, raise TrainingInterrupted on all ranks. Collective.
 
         At least one rank must have been told to stop. It returns only if no rank could write its checkpoint, as on a
         full disk: then training goes on. `updates` are the whole run's.
@@ -157,7 +157,7 @@ class Checkpoints:
             else:
                 self._exchange.contribute_to_checkpoint()
         if any(gather(written)):
-            raise Interrupted(line)
+            raise TrainingInterrupted(line)
 
     def write_final(self, updates: int) -> None:
         """Begin to write a checkpoint after the last update, if `keep_final` and `enabled` are set. Collective.

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from cpuft.config import DELIMITERS, TableOptions
+from cpuft.config.table_files import DELIMITERS, TableOptions
 from cpuft.errors import CpuftError, counted
 
 Lines = Callable[[], Iterator[str]]

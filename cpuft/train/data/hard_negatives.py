@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted
 from cpuft.files import cache_folder, hash_file, list_files, write_atomically
 from cpuft.train.data.archive import explain_cache_failures
@@ -119,7 +119,7 @@ def _mine(
     path = cache_folder(os.environ) / f"negatives-{key}.npy"
     numbers = _open_cached(path, (len(queries), count), len(documents))
     if numbers is None:
-        from cpuft.train.embedding import Embedder
+        from cpuft.train.embedder import Embedder
         from cpuft.train.mine import MiningRules, mine_negatives  # imports torch
 
         name = config.mining_model or config.model

@@ -26,9 +26,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig, parse_arguments, split_run_memory
+from cpuft.config.fields import parse_arguments
+from cpuft.config.train import TrainConfig
 from cpuft.errors import IO_ERROR, CpuftError, counted, describe_path_error
-from cpuft.files import cache_folder, take_secrets, write_atomically
+from cpuft.files import cache_folder, write_atomically
+from cpuft.run_memory import split_run_memory
+from cpuft.secret_variables import take_secrets
 from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.trackers import check_trackers
 from cpuft.train.data.archive import (
@@ -50,7 +53,7 @@ from cpuft.train.data.chat import (
     scan_chats,
     set_chat_template,
 )
-from cpuft.train.data.pairs import RetrievalExamples, read_pairs
+from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.relevance import LEAST_RELEVANT, read_relevance
 from cpuft.train.data.sources import MISSING, SCORE_KINDS, Examples, FileExamples, TaskData, is_blank, read_data

@@ -6,8 +6,9 @@ import math
 
 import numpy as np
 
-from cpuft.config import TrainConfig, is_count
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, suggest_names
+from cpuft.serialization import is_count
 from cpuft.tasks import EMBEDDING_KINDS
 from cpuft.train.data.archive import UNTAGGED, Prepared
 from cpuft.train.model import get_model_name

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig, parse_arguments
+from cpuft.config.fields import parse_arguments
+from cpuft.config.train import TrainConfig
 from cpuft.errors import counted
 from cpuft.tasks import EMBEDDING_KINDS, TASKS, TEXT_KINDS, Task, find_task
 from cpuft.terminal import align

@@ -19,7 +19,8 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import PredictConfig, TrainConfig
+from cpuft.config.predict import PredictConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names
 from cpuft.tasks import SENTENCE_TRANSFORMERS_KINDS, TASKS, Task
 from cpuft.train.data.columnar import Cell
@@ -313,18 +314,19 @@ def _number_values_of(labels: tuple[str, ...]) -> dict[str, float]:
     return {find_value(label): float(number) for number, label in enumerate(labels)} if _are_whole(labels) else {}
 
 
-_BOOLEANS = {"true": "1", "false": "0"}
+BOOLEANS = {"true": "1", "false": "0"}
+"""Labels that are written as words, in lower case, and as numbers."""
 
 
 def find_value(label: str) -> str:
     """Return a label in the one form of its value: 1 for 1.0 and True; other labels as they are."""
-    return re.sub(r"(?<=\d)\.0*$", "", _BOOLEANS.get(label.lower(), label))
+    return re.sub(r"(?<=\d)\.0*$", "", BOOLEANS.get(label.lower(), label))
 
 
 def _are_whole(labels: Iterable[str]) -> bool:
     """Return whether all labels are whole numbers; True and False are, if no other number than 0 and 1 is there."""
     values = set(map(find_value, labels))
-    has_boolean = any(label.lower() in _BOOLEANS for label in labels)
+    has_boolean = any(label.lower() in BOOLEANS for label in labels)
     return all(value.removeprefix("-").isdecimal() for value in values) and (not has_boolean or values <= {"0", "1"})
 
 

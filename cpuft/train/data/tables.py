@@ -19,7 +19,8 @@ from typing import IO, Any, cast
 
 import numpy as np
 
-from cpuft.config import DELIMITERS, TableOptions, TrainConfig
+from cpuft.config.table_files import DELIMITERS, TableOptions
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError, counted, list_names, suggest_names
 from cpuft.files import describe_lfs_pointer, split_paths
 from cpuft.serialization import load, parse_json
@@ -403,7 +404,7 @@ def _refuse_json_document(lines: Callable[[], Iterator[str]], path: Path) -> Non
     """Raise CpuftError if a JSON file has its rows in one array or object, with the command that converts it."""
     filled = (line for line in lines() if line.strip())
     first, second = next(filled), next(filled, "")
-    is_line = _parse_object(first) or first.rstrip().endswith("}")
+    is_line = _is_object(first) or first.rstrip().endswith("}")
     # Only a file whose first line is no whole object, or is the only one, can be such a document.
     if second and is_line:
         return
@@ -444,7 +445,7 @@ def _describe_document(path: Path, what: str, loop: str, row: str) -> str:
     return f"{path} is {what}, and cpuft reads JSON lines, one object a line: {_advise_command(command, target)}"
 
 
-def _parse_object(line: str) -> bool:
+def _is_object(line: str) -> bool:
     """Return whether a line is a JSON object."""
     with suppress(ValueError):
         return line.lstrip().startswith("{") and isinstance(parse_json(line), dict)

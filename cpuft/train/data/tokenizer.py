@@ -10,9 +10,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
-from cpuft.files import TOKENIZER_FILES, cache_folder, hash_text, write_text
+from cpuft.files import cache_folder, hash_text, write_text
+from cpuft.model_files import TOKENIZER_FILES
 from cpuft.train.fast.architectures import POSITIONS_AFTER_PADDING
 from cpuft.train.model import (
     describe_load_failure,

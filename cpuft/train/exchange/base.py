@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch.optim import Optimizer
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.optimizer_shards import OptimizerShards
 from cpuft.train.fast.adamw import clip_gradients
 

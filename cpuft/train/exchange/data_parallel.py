@@ -21,7 +21,7 @@ from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.hierarchical import make_host_groups
 from cpuft.comm.compression.table import make_reduce, resolve_compression
 from cpuft.compressions import count_buckets
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.arena import Bucket, GradientBuckets, list_unused, plan_buckets
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import clip_gradients, set_gradient_rows

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.comm.compression.local_sgd import LocalSGD
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.fast.adamw import fp32_weights
 

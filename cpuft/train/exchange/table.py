@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.engines.deepspeed import DeepSpeedExchange
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.data_parallel import DataParallelExchange

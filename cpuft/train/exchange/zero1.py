@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from cpuft.comm.compression.embedding_rows import make_row_exchange
 from cpuft.comm.compression.table import resolve_compression, to_wire_type
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.arena import GradientBuckets, list_unused
 from cpuft.train.exchange.base import Exchange
 from cpuft.train.exchange.optimizer_shards import OptimizerShards, ShardedBucket

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from cpuft.kernels import Kernels, address_array, int64_array, kernels_for
-from cpuft.train.fast.embedding import EmbeddingGradient
+from cpuft.train.fast.token_embedding import EmbeddingGradient
 
 MASTERS_ATTRIBUTE = "_cpuft_masters"
 """Attribute of an accelerated model that holds its `MasterWeights`."""

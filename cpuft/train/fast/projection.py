@@ -19,7 +19,7 @@ from cpuft.train.fast.autocast import without_autocast
 from cpuft.train.fast.frozen import FrozenLinear, FrozenWeight, frozen_linear
 from cpuft.train.fast.gradient_checkpointing import ForwardPass
 from cpuft.train.fast.gradient_places import take_place
-from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
+from cpuft.train.fast.int8_products import MIN_ROWS, multiply, quantise_rows
 from cpuft.train.fast.products import gelu_product, matrix_product, slope_product
 
 

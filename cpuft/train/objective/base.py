@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices, select_for_rank
 from cpuft.train.lora import has_adapters

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Tokens
 from cpuft.train.data.order import Indices
-from cpuft.train.embedding import normalize, pool
+from cpuft.train.embedder import normalize, pool
 from cpuft.train.embedding_form import EmbeddingForm, write_form
 from cpuft.train.joint import deal_examples, make_joint_batches, run_joint_batch
 from cpuft.train.model import load_model

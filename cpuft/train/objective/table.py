@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.chat import read_chat_template
 from cpuft.train.data.recipe import find_class_weights, parse_dimensions

@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.plan import format_plan
 from cpuft.provision.aws import ami, facts
 from cpuft.provision.aws.ami import describe_images, is_ready, name_image, plan_deletion, plan_finish
 from cpuft.provision.aws.client import AwsClient, CallStep
 from cpuft.provision.aws.facts import Ami, parse_images
 from cpuft.provision.image import format_install, read_recipe
+from cpuft.steps import format_plan
 
 RECIPE = read_recipe(str(Path(__file__).parents[3] / "ami" / "recipe.yaml"))
 OLD = Ami("ami-1", "cpuft-a-1", "available", "2026-01-01T10:11:12.000Z", "a", "/dev/xvda", 16)

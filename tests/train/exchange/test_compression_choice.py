@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from cpuft.comm.compression.levels import LinkModel
 from cpuft.comm.compression.powersgd import RANK
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.rank.world import World
 from cpuft.train.data.archive import Prepared
 from cpuft.train.data.order import plan_updates
-from cpuft.train.exchange import compression
-from cpuft.train.exchange.compression import RANK_COUNTS, choose_compression, count_sent_numbers
+from cpuft.train.exchange import compression_choice
+from cpuft.train.exchange.compression_choice import RANK_COUNTS, choose_compression, count_sent_numbers
 from cpuft.train.objective.base import Objective
 from cpuft.train.objective.labels import Classification
 from tests.train.tokens import make_tokens
@@ -87,10 +87,10 @@ def test_auto_counts_that_hosts_with_several_ranks_send_blocks_once(
     MPI's all-reduce, whose time was measured, sends as little between hosts.
     """
     monkeypatch.setattr(dist, "get_backend", lambda: backend)
-    monkeypatch.setattr(compression, "measure_link", lambda: LinkModel(1e-6, 0.0))
-    monkeypatch.setattr(compression, "find_ranks_per_host", lambda world, group: ranks_per_host)
-    monkeypatch.setattr(compression, "_measure_compute", lambda *_: 0.01)
-    monkeypatch.setattr(compression, "measure_coding_seconds", lambda: 1.4e-6)
+    monkeypatch.setattr(compression_choice, "measure_link", lambda: LinkModel(1e-6, 0.0))
+    monkeypatch.setattr(compression_choice, "find_ranks_per_host", lambda world, group: ranks_per_host)
+    monkeypatch.setattr(compression_choice, "_measure_compute", lambda *_: 0.01)
+    monkeypatch.setattr(compression_choice, "measure_coding_seconds", lambda: 1.4e-6)
     monkeypatch.setattr(dist, "all_reduce", lambda *_, **options: None)
     monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=object()))
     found, reason = choose_compression(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cpuft.comm.backend_choice import MESSAGE_BYTES, measure_collective
 from cpuft.comm.compression.embedding_rows import find_embedding
 from cpuft.comm.compression.hierarchical import find_ranks_per_host
 from cpuft.comm.compression.int8 import measure_coding_seconds
@@ -16,10 +17,9 @@ from cpuft.comm.compression.levels import CompressionLevel, LinkModel, choose_le
 from cpuft.comm.compression.powersgd import count_numbers
 from cpuft.comm.compression.table import RowSizes, list_levels, resolve_compression
 from cpuft.comm.registration import BACKENDS
-from cpuft.comm.selection import MESSAGE_BYTES, measure_collective
 from cpuft.compressions import AUTO_COMPRESSIONS, SHARDED_COMPRESSIONS, count_ring_passes
-from cpuft.config import TrainConfig
-from cpuft.hardware import CPU_SECONDS_PER_BYTE
+from cpuft.config.train import TrainConfig
+from cpuft.network import CPU_SECONDS_PER_BYTE
 from cpuft.rank.world import World
 from cpuft.record import GradientSizes
 from cpuft.train.data.archive import Prepared

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 
-from cpuft.launch.progress import choose_progress, format_seconds, format_values, show_progress
+from cpuft.launch.progress_bar import choose_progress, format_seconds, format_values, show_progress
 from cpuft.rank.progress import ProgressEvent, format_event
 
 DRAWS = """
 import sys
-from cpuft.launch.progress import choose_progress, show_progress
+from cpuft.launch.progress_bar import choose_progress, show_progress
 from cpuft.rank.progress import ProgressEvent, format_event
 with show_progress(choose_progress()):
     print("before", file=sys.stderr)

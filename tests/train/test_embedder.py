@@ -12,7 +12,7 @@ import torch
 
 from cpuft.errors import CpuftError
 from cpuft.kernels import plain_torch
-from cpuft.train.embedding import Embedder, load_encoder, plan_batches
+from cpuft.train.embedder import Embedder, load_encoder, plan_batches
 from cpuft.train.model import find_model
 
 TEXTS = ["", "a cat", "the red house " * 40, "Is it so? " * 3, "dogs bark"] + [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cpuft.errors import CpuftError
-from cpuft.launch.state import (
+from cpuft.launch.run_state import (
     FAILED,
     FINISHED,
     INTERRUPTED,

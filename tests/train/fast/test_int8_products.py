@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from cpuft.train.fast.int8 import MIN_ROWS, multiply, quantise_rows
+from cpuft.train.fast.int8_products import MIN_ROWS, multiply, quantise_rows
 from cpuft.train.fast.projection import linear
 from tests.train.fast.encoders import relative_error
 

@@ -1,62 +1,17 @@
-"""Options that the launcher, the ranks and the record share, under the names of this version and of earlier ones; and which exclude each other."""
+"""Which options of a training exclude each other."""
 # ruff: noqa: E501 (a message stands on one line, as a terminal shows it)
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cpuft.cli import main
-from cpuft.cli.launch import launch
-from cpuft.cli.options import read_config
 from cpuft.compressions import COMPRESSIONS, SHARDED_COMPRESSIONS
-from cpuft.config import (
-    ENGINES,
-    TrainConfig,
-    check_engine_for_launch,
-    describe_unknown_value,
-    format_flag,
-    option_names,
-    refuse_conflicts,
-)
+from cpuft.config.conflicts import check_engine_for_launch, refuse_conflicts
+from cpuft.config.fields import describe_unknown_value, format_flag
+from cpuft.config.train import ENGINES, TrainConfig
 from cpuft.errors import CpuftError
-
-
-@pytest.mark.parametrize(
-    "words, problem",
-    [
-        (["--lora", "4"], "write --lora-rank instead of --lora"),
-        (["--accumulation=4", "--recompute"], "write --gradient-accumulation instead of --accumulation, --gradient-"),
-        (["--plain"], "write --no-fast-path instead of --plain (in YAML: fast-path: false)"),
-    ],
-)
-def test_an_old_flag_is_refused_with_one_line_that_names_the_new_one(
-    words: list[str], problem: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["launch", *words])
-    said = capsys.readouterr().err
-    assert (ended.value.code, said.count("\n")) == (2, 1)
-    assert problem in said
-
-
-def test_what_follows_two_dashes_may_have_old_names() -> None:
-    with launch.make_context("launch", ["--", "train.py", "--lora", "4"]) as context:
-        assert context.params["script"] == ("train.py", "--lora", "4")
-
-
-def test_old_names_in_a_yaml_file_are_refused_with_the_new_ones(tmp_path: Path) -> None:
-    path = tmp_path / "options.yaml"
-    path.write_text("accumulation: 4\nplain: true\ntask: text\n")
-    with pytest.raises(CpuftError) as refused:
-        read_config(str(path), option_names(TrainConfig))
-    assert str(refused.value) == (
-        f"--config {path}: write gradient-accumulation instead of accumulation, no-fast-path instead of plain (in "
-        "YAML: fast-path: false)"
-    )
-
 
 LAYERS = "because it trains with its own layers: leave out one of them"
 

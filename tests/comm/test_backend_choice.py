@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from cpuft.comm.selection import (
+from cpuft.comm.backend_choice import (
     Choice,
     cache_key,
     choose_backend,

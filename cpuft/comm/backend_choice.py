@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
+from cpuft.comm.collectives import gather_single, scatter_single
 from cpuft.comm.registration import BACKENDS, start
-from cpuft.comm.tensors import gather_single, scatter_single
-from cpuft.config import BenchCase
+from cpuft.compressions import TIE_RATIO
+from cpuft.config.bench import BenchCase
 from cpuft.errors import CpuftError
 from cpuft.files import hash_text, write_text
 from cpuft.record import Measurement
@@ -28,8 +29,6 @@ from cpuft.serialization import load, parse_json
 
 MESSAGE_BYTES = 2**20
 """Size of the message with which backends are compared: about a compressed bucket, and short enough for a slow link."""
-TIE = 1.02
-"""Backends within 2 % of the best one count as equal: repeated medians on two idle hosts differ by as much."""
 PREFERENCE = ("gloo", "mpi", "ccl")
 """Which of equally fast backends is chosen, the first one. gloo comes with torch; ccl has threads of its own."""
 
@@ -64,7 +63,7 @@ def choose_backend(timings: Timings, nbytes: int) -> Choice:
     seconds = {name: statistics.median(second for second, _ in found) for name, found in timings.items()}
     busy = {name: statistics.median(share for _, share in found) for name, found in timings.items()}
     costs = {name: seconds[name] * (1 + busy[name]) for name in timings}
-    equal = [name for name, cost in costs.items() if cost <= TIE * min(costs.values())]
+    equal = [name for name, cost in costs.items() if cost <= TIE_RATIO * min(costs.values())]
     chosen = min(equal, key=lambda name: PREFERENCE.index(name) if name in PREFERENCE else len(PREFERENCE))
     figures = ", ".join(f"{name} {seconds[name] * 1e3:.2f} ms ({busy[name]:.0%} busy)" for name in sorted(timings))
     return Choice(chosen, f"all-reduce of {nbytes / 2**20:.3g} MiB takes {figures}")

@@ -154,7 +154,7 @@ def test_what_only_pickle_could_keep_is_refused() -> None:
 
 
 def test_a_rank_that_writes_nothing_refuses_what_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpuft.train.checkpoint.script.choose_writer_ranks", lambda ranks: [])
+    monkeypatch.setattr("cpuft.train.checkpoint.user_loop.choose_writer_ranks", lambda ranks: [])
     with pytest.raises(CpuftError, match=r"counts\.0 is of type torch\.int16, which cannot be saved"):
         cpuft.save_state(1, counts=[torch.zeros(1, dtype=torch.int16)])
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from cpuft.train.fast import embedding
+from cpuft.train.fast import token_embedding
 from cpuft.train.fast.acceleration import accelerate
 from cpuft.train.fast.adamw import MASTERS_ATTRIBUTE, clip_gradients, set_gradient_rows
-from cpuft.train.fast.embedding import EmbeddingGradient, FusedEmbeddings
+from cpuft.train.fast.token_embedding import EmbeddingGradient, FusedEmbeddings
 from tests.train.fast.conftest import need_kernels
 from tests.train.fast.encoders import KINDS, make_model
 
@@ -197,13 +197,13 @@ def test_sums_of_embeddings_are_those_of_their_own_module(kind: str, dropout: fl
 def test_what_is_unusual_is_left_to_the_module_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     need_kernels()
     model, _ = make("bert", True)
-    module, sums, own = model.bert.embeddings, list[int](), embedding._sum_of_rows
+    module, sums, own = model.bert.embeddings, list[int](), token_embedding._sum_of_rows
 
     def add(*given: Any) -> torch.Tensor:
         sums.append(1)
         return own(*given)
 
-    monkeypatch.setattr(embedding, "_sum_of_rows", add)
+    monkeypatch.setattr(token_embedding, "_sum_of_rows", add)
     words = torch.tensor([[5, 9, 1]])
     module(words)
     assert len(sums) == 1

@@ -13,7 +13,7 @@ import torch
 from cpuft.errors import CpuftError
 from cpuft.rank.world import World
 from cpuft.record import RecordedRank
-from cpuft.train.process_group import checksum_parameters, find_misplaced, join_process_group
+from cpuft.train.ranks import checksum_parameters, find_misplaced, join_process_group
 
 
 def rank(number: int, host: str = "a", cpus: tuple[int, ...] = (0,), pid: int = 0, **planned: Any) -> Any:
@@ -61,7 +61,7 @@ ALONE = """
 import os, sys
 from cpuft.comm import exit_process
 from cpuft.rank.world import parse_world
-from cpuft.train.process_group import gather, join_process_group
+from cpuft.train.ranks import gather, join_process_group
 before = set(os.environ)
 with join_process_group(parse_world(os.environ), sys.argv[1], 30) as choice:
     print(choice, gather(7), {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} & (os.environ.keys() - before))

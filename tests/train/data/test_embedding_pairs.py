@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cpuft.config import TrainConfig
+from cpuft.config.train import TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.tasks import TASKS
 from cpuft.train.data.archive import read_prepared
-from cpuft.train.data.pairs import RetrievalExamples, read_pairs
+from cpuft.train.data.embedding_pairs import RetrievalExamples, read_pairs
 from cpuft.train.data.prepare import describe_data, prepare
 from cpuft.train.data.recipe import check_recipe
 from cpuft.train.data.sources import TaskData

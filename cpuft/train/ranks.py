@@ -1,4 +1,4 @@
-"""The process group of a run, and the checks that its ranks form one job with equal parameters."""
+"""How the ranks of a run join a process group, gather values, and check that they form one job with equal weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from cpuft.comm import start
-from cpuft.comm.selection import Choice, select_backend
+from cpuft.comm.backend_choice import Choice, select_backend
 from cpuft.errors import CpuftError
 from cpuft.files import cache_folder
 from cpuft.rank.script import keep_forever

@@ -35,7 +35,7 @@ from cpuft.serialization import load, parse_json
 from cpuft.train.checkpoint.files import FOLDER, STATE, VALUES, remove_after, to_view, write_checkpoint
 from cpuft.train.checkpoint.policy import choose_writer_ranks, find_newest_checkpoint
 from cpuft.train.checkpoint.state import TYPE_NAMES, pack_tensors
-from cpuft.train.process_group import gather
+from cpuft.train.ranks import gather
 
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 
