@@ -778,6 +778,12 @@ class CompareConfig:
         "with the fewest ranks, divided among their ranks",
         choices=("weak", "strong"),
     )
+    equal_cores: bool = _hosts(
+        False,
+        "Give a rank of every run as many cores as it has in the run with the most ranks, and leave the others idle. On "
+        "one host, the speedup is then about that of adding hosts of the size of one rank's share (default: the ranks "
+        "of each run divide all cores of their hosts)",
+    )
     ideal: bool = _hosts(
         False,
         "For each number of ranks, also measure the same number of ranks without communication, each training on "

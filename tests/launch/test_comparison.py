@@ -9,12 +9,14 @@ from dataclasses import replace
 
 import pytest
 
-from cpuft.config import CompareConfig, TrainConfig
+from cpuft.config import CompareConfig, LaunchConfig, TrainConfig
 from cpuft.errors import CpuftError
 from cpuft.hosts.cluster import Assignment, Cluster
 from cpuft.hosts.hostfile import Host
 from cpuft.hosts.mpi_implementations import MpiImplementation
-from cpuft.launch.comparison import order_runs, refuse_different_precisions
+from cpuft.hosts.topology import HostFacts
+from cpuft.launch.comparison import limit_cores, order_runs, refuse_different_precisions
+from cpuft.launch.plan import plan_settings
 from cpuft.record import PHASES, read_record
 from cpuft.report.comparison import compare
 from tests.conftest import make_facts, run_cpuft
@@ -62,6 +64,22 @@ def test_runs_in_different_precisions_are_refused_before_the_first(
     }
     with pytest.raises(CpuftError, match=re.escape(said)) if said else nullcontext():
         refuse_different_precisions(clusters, TrainConfig(precision=precision), {})
+
+
+def test_with_equal_cores_a_rank_has_its_share_of_the_largest_run_in_every_run() -> None:
+    """Of 32 cores each of four ranks has 8, and so have one rank and each of two; a single core is shared."""
+
+    def list_threads(numbers: tuple[int, ...], facts: HostFacts) -> list[int]:
+        mpi, node = MpiImplementation("mpirun", "intel"), Host("node1")
+        clusters = {ranks: Cluster((Assignment(node, ranks),), (facts,), mpi) for ranks in numbers}
+        planned = [
+            plan_settings(cluster, LaunchConfig(np=ranks), "gloo", {})[1][0]
+            for ranks, cluster in limit_cores(clusters).items()
+        ]
+        return [int(one.value) for settings in planned for one in settings if one.name == "OMP_NUM_THREADS"]
+
+    assert list_threads((1, 2, 4), make_facts()) == [8, 8, 8]
+    assert list_threads((1, 2), replace(make_facts(), allowed_cpus=(5,))) == [1, 1]
 
 
 def test_each_seed_is_a_round_of_its_own() -> None:
