@@ -780,9 +780,9 @@ class CompareConfig:
     )
     equal_cores: bool = _hosts(
         False,
-        "Give a rank of every run as many cores as it has in the run with the most ranks, and leave the others idle. On "
-        "one host, the speedup is then about that of adding hosts of the size of one rank's share (default: the ranks "
-        "of each run divide all cores of their hosts)",
+        "Give the ranks of every run as many cores as a rank has in the run with the most ranks; others stay idle. "
+        "On one host, the speedup is then about what further hosts of the size of a rank's share would give (default: "
+        "the ranks of each run divide all cores of their hosts)",
     )
     ideal: bool = _hosts(
         False,
