@@ -17,7 +17,7 @@ from typing import Any
 from cpuft.errors import CpuftError, install_command
 from cpuft.files import write_atomically
 from cpuft.record import PHASES, Measurement, Record, drop_warm_up, parse_measurements
-from cpuft.report.comparison import MISSING_TIME, Comparison, Row
+from cpuft.report.comparison import MISSING_TIME, Comparison
 from cpuft.report.estimate import Estimate
 
 COLOURS = 8
@@ -140,6 +140,8 @@ def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
         drawn.set_ylim(bottom=0)
         drawn.set_xlim(left=0)
         drawn.legend()
+    else:
+        drawn.locator_params(axis="x", nbins=5)  # more labels of six digits would overlap
 
 
 def make_figure(panels: Sequence[Panel]) -> Any:
@@ -194,9 +196,13 @@ def _draw(panel: Panel) -> tuple[str, str]:
 
 
 def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate]) -> list[Panel]:
-    """Return the panel with the speedup over the number of ranks; none if all runs have the same number."""
+    """Return the panel with the speedup over the number of ranks.
+
+    There is none with fewer than three numbers of ranks, unless there are predictions: of two, one is 1 by definition.
+    """
     rows, base = comparison.rows, comparison.rows[0]
-    if rows[-1].np == base.np:
+    numbers = {row.np for row in rows}
+    if len(numbers) < 2 or (len(numbers) == 2 and not predictions):
         return []
     ranks = [float(row.np) for row in rows]
     off = [row.intervals.get("speedup", 0.0) for row in rows]
@@ -229,13 +235,16 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
     return [("The step of the ideal, and where the missing time of each run went.", figure)]
 
 
-def draw_learning_curves(runs: Sequence[Record], rows: Sequence[Row]) -> list[tuple[str, str]]:
+def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
     """Draw the loss and the first two metrics over time and over examples."""
     return [_draw(panel) for panel in list_learning_panels(runs)]
 
 
 def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
-    """Return the panels with the loss, and then with the first two metrics, over time and over examples."""
+    """Return the panels with the loss, and then with the first two metrics, over time and over examples.
+
+    There is no panel of single points, such as a metric that was only evaluated at the end.
+    """
     panels = []
     labels = label_runs(runs)
     seconds = [[0.0, *itertools.accumulate(line.step_seconds for line in run.steps)] for run in runs]
@@ -256,7 +265,7 @@ def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
             ]
             caption = f"{name.replace('_', ' ')} over {what}"
             panels.append(Panel(f"{caption}.", caption, (what, name), lines, "o"))
-    return panels
+    return [panel for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
 
 
 def _metric_line(label: str, name: str, run: Record, place: Sequence[float], colour: int) -> Line:
