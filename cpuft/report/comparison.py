@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cpuft.errors import CpuftError, counted
-from cpuft.record import PHASES, Record, StepLine, drop_warm_up
+from cpuft.record import FILE_NAME, PHASES, Record, StepLine, drop_warm_up
 from cpuft.report.significance import half_width, is_different, standard_error
 from cpuft.serialization import load
 
@@ -619,10 +619,11 @@ def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> l
         if row.efficiency > MOST_EFFICIENCY
     ]
     if has_equal_cores(rows[-1], base):
+        run = base.path.removesuffix(f"/{FILE_NAME}")
+        shown = f": cpuft estimate {run} --bandwidth 1gbit shows by how much" if base.np == 1 else ""
         notes.append(
             f"each rank has {counted(base.cores // base.np, 'core')} of one host, as if it had a host of its own. Such "
-            "hosts would share no memory, which is faster, and send gradients over a network, which is slower: cpuft "
-            "estimate RUN --bandwidth 1gbit shows by how much."
+            f"hosts would share no memory, which is faster, and send gradients over a network, which is slower{shown}."
         )
         notes += _note_limits(rows[-1], scaling, records)
     same_cores = [row.np for row in rows[1:] if shares_cores(row, base)]

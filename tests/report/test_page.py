@@ -151,9 +151,17 @@ def test_ranks_with_equal_cores_of_one_host_stand_for_hosts() -> None:
         "host of 8 cores would give."
     )
     assert " ".join(format_text(comparison).splitlines()[1:3]) == format_verdict(comparison)
-    assert [note for note in comparison.notes if note.startswith("each rank has 8 cores of one host, as if it had a")]
+    (note,) = [
+        note for note in comparison.notes if note.startswith("each rank has 8 cores of one host, as if it had a")
+    ]
+    assert note.endswith("which is slower: cpuft estimate runs/np-1 --bandwidth 1gbit shows by how much.")
     assert not [note for note in comparison.notes if "misses" in note]
     one, two = make_equal_cores(1.9)
+    few = dataclasses.replace(one.header.ranks[0], cpus=[0, 1])
+    uneven = dataclasses.replace(one, header=dataclasses.replace(one.header, ranks=[few]))
+    assert format_verdict(compare([uneven, two])).startswith(
+        "2 ranks on 1 host are 1.90 times as fast as 1 rank on 1 host"
+    )
     four = dataclasses.replace(two.header, world_size=4, ranks=make_record(4, 2).header.ranks)
     apart = format_verdict(compare([one, with_rate(dataclasses.replace(two, header=four), 19.0)]))
     assert apart.startswith("4 ranks on 2 hosts are 1.90 times as fast as 1 rank on 1 host")
