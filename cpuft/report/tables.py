@@ -11,6 +11,9 @@ from cpuft.errors import counted
 from cpuft.report.comparison import Comparison, Row, describe_seeds, has_equal_cores, judge_seeds, shares_cores
 from cpuft.terminal import WIDTH, format_table
 
+_LEAST_UNLIMITED = 0.8
+"""Efficiency of ranks on one host below which sharing the host, rather than cpuft, may be what costs most."""
+
 
 def table_columns(comparison: Comparison) -> list[str]:
     """Return the headings of the table in their order, each with its unit or its baseline."""
@@ -108,7 +111,10 @@ def format_verdict(comparison: Comparison) -> str:
     sentences = [_judge_speed(base, last)]
     if has_equal_cores(last, base):
         more = "a second host" if last.np == 2 else counted(last.np - base.np, "more host")
-        sentences.append(f"That is about what {more} of {counted(last.cores // last.np, 'core')} would give.")
+        more += f" of {counted(last.cores // last.np, 'core')}"
+        is_limited = last.efficiency < _LEAST_UNLIMITED
+        limits = f"The notes say what limits ranks that share a host; {more} may give more."
+        sentences.append(limits if is_limited else f"That is about what {more} would give.")
     if comparison.scaling == "weak":
         sentences.append(f"Each update has {last.global_batch} examples instead of {base.global_batch} (weak scaling).")
     if last.seeds and last is not base:

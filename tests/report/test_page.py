@@ -175,7 +175,11 @@ def test_what_limits_ranks_of_one_host_is_told() -> None:
         "slower computing: smaller batches, memory or a physical core that the ranks share, or other programs on this "
         "machine."
     )
-    assert said in compare([one, two]).notes
+    comparison = compare([one, two])
+    assert said in comparison.notes
+    assert format_verdict(comparison).endswith(
+        "75% of 2 times. The notes say what limits ranks that share a host; a second host of 8 cores may give more."
+    )
 
 
 def list_headings(page: Path) -> list[str]:
