@@ -186,7 +186,12 @@ _MOST_BARS = 40
 
 
 def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated."""
+    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated.
+
+    Two numbers of ranks without predictions are not drawn: the speedup of the first is 1, and the table has the other.
+    """
+    if len({row.np for row in comparison.rows}) < 3 and not predictions:
+        return []
     return [_draw(panel) for panel in list_speedup_panels(comparison, predictions)]
 
 
@@ -196,13 +201,9 @@ def _draw(panel: Panel) -> tuple[str, str]:
 
 
 def list_speedup_panels(comparison: Comparison, predictions: Sequence[Estimate]) -> list[Panel]:
-    """Return the panel with the speedup over the number of ranks.
-
-    There is none with fewer than three numbers of ranks, unless there are predictions: of two, one is 1 by definition.
-    """
+    """Return the panel with the speedup over the number of ranks; none if all runs have the same number."""
     rows, base = comparison.rows, comparison.rows[0]
-    numbers = {row.np for row in rows}
-    if len(numbers) < 2 or (len(numbers) == 2 and not predictions):
+    if rows[-1].np == base.np:
         return []
     ranks = [float(row.np) for row in rows]
     off = [row.intervals.get("speedup", 0.0) for row in rows]
@@ -236,15 +237,13 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
-    """Draw the loss and the first two metrics over time and over examples."""
-    return [_draw(panel) for panel in list_learning_panels(runs)]
+    """Draw the loss and the first two metrics over time and over examples; not a metric that was evaluated once."""
+    panels = list_learning_panels(runs)
+    return [_draw(panel) for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
 
 
 def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
-    """Return the panels with the loss, and then with the first two metrics, over time and over examples.
-
-    There is no panel of single points, such as a metric that was only evaluated at the end.
-    """
+    """Return the panels with the loss, and then with the first two metrics, over time and over examples."""
     panels = []
     labels = label_runs(runs)
     seconds = [[0.0, *itertools.accumulate(line.step_seconds for line in run.steps)] for run in runs]
@@ -265,7 +264,7 @@ def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
             ]
             caption = f"{name.replace('_', ' ')} over {what}"
             panels.append(Panel(f"{caption}.", caption, (what, name), lines, "o"))
-    return [panel for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
+    return panels
 
 
 def _metric_line(label: str, name: str, run: Record, place: Sequence[float], colour: int) -> Line:
