@@ -12,22 +12,20 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from cpuft.cli import main
 from cpuft.errors import CpuftError, install_command
-from cpuft.record import EvaluationLine, Record, RecordedRank, ResumedLine
+from cpuft.record import EvaluationLine, ResumedLine
 from cpuft.report.comparison import compare
 from cpuft.report.estimate import Estimate, estimates_to_json
-from cpuft.report.host_drawings import MOST_HOSTS, draw_hosts
 from cpuft.report.page import read_estimates, write_page
 from cpuft.report.plots import label_runs, phases_of, thin
 from cpuft.report.tables import format_text, format_verdict
 from tests.conftest import run_cpuft
 from tests.records import make_record, make_steps, with_rate
-from tests.report.page import make_runs
+from tests.report.page import make_equal_cores, make_runs
 from tests.report.test_comparison import write_record
 
 ESTIMATES = [Estimate(hosts, 1.3, 24.0 * hosts, 20.0 * hosts, 27.0 * hosts, 0.9, 100, 0, 0, 0) for hosts in (1, 2, 16)]
@@ -136,14 +134,6 @@ def test_a_verdict_claims_nothing_inside_the_ideals_interval() -> None:
     assert verdict.endswith(f"87% of 2 times, with no clear difference from the ideal.{WEAK}")
 
 
-def make_equal_cores(speedup: float, **changes: Any) -> list[Record]:
-    """One rank on 8 of 16 cores, and two on all of them, which wait for a tenth of the time."""
-    two = make_record(2, 1, **changes)
-    one = with_rate(make_record(1), 10.0)
-    one = dataclasses.replace(one, header=dataclasses.replace(one.header, ranks=two.header.ranks[:1]))
-    return [one, dataclasses.replace(with_rate(two, 10 * speedup), steps=make_steps(20, [0.3], 0.4))]
-
-
 def test_ranks_with_equal_cores_of_one_host_stand_for_hosts() -> None:
     comparison = compare(make_equal_cores(1.9, global_batch=32))
     assert format_verdict(comparison) == (
@@ -214,29 +204,6 @@ def test_options_with_their_defaults_are_folded(tmp_path: Path) -> None:
     assert re.findall("<tr><td>(.*?)</td><td>(.*?)</td></tr>", shown) == told
     assert "<td>epochs</td>" in folded
     assert "<td>torch</td>" in folded
-
-
-def test_hosts_are_drawn_with_their_cores_by_rank() -> None:
-    one, two = make_equal_cores(1.9)
-    (alone,), (both,) = draw_hosts([one, two])
-    assert (alone.ranks, both.ranks) == ("1 rank, 8 of 16 cores", "2 ranks, 16 cores")
-    assert re.findall(r"fill: var\((.*?)\)\"><title>(.*?)<", alone.svg) == [
-        ("--line", "idle"),
-        ("--c0", "rank 0, CPU 0, 1, 2, 3, 4, 5, 6, 7"),
-    ]
-    assert re.findall(r'd="(.*?)" style="fill: var\((--c\d)', both.svg)[1][0].count("M") == 8
-    # A shared core is divided among its ranks.
-    shared = dataclasses.replace(one.header, ranks=[RecordedRank(rank, "node1", [5]) for rank in (0, 1)])
-    ((drawn,),) = draw_hosts([dataclasses.replace(one, header=shared)])
-    assert re.findall(r'd="(.*?)"', drawn.svg) == ["M0 0h9v18h-9z", "M9 0h9v18h-9z"]
-    unpinned = dataclasses.replace(one.header, ranks=[RecordedRank(0, "node1", [])])
-    assert draw_hosts([dataclasses.replace(one, header=unpinned)])[0][0].svg == ""
-
-
-def test_of_many_hosts_the_first_are_drawn(tmp_path: Path) -> None:
-    (run,) = make_runs((MOST_HOSTS + 3,), ideal=False)
-    assert [len(drawn) for drawn in draw_hosts([run])] == [MOST_HOSTS]
-    assert "<figcaption>and 3 more</figcaption>" in write_page([run], tmp_path / "a.html").read_text(encoding="utf-8")
 
 
 def test_a_page_tells_restarts(tmp_path: Path) -> None:
