@@ -109,7 +109,7 @@ def format_verdict(comparison: Comparison) -> str:
     """Return the main result in a few sentences: how the run with the most ranks compares with the baseline."""
     base, last = comparison.rows[0], comparison.rows[-1]
     sentences = [_judge_speed(base, last)]
-    if has_equal_cores(last, base):
+    if has_equal_cores(last, base) and _is_clear(last):
         more = "a second host" if last.np == 2 else counted(last.np - base.np, "more host")
         more += f" of {counted(last.cores // last.np, 'core')}"
         is_limited = last.efficiency < _LEAST_UNLIMITED
@@ -129,7 +129,7 @@ def _judge_speed(base: Row, last: Row) -> str:
         return f"{_name(last)}: {last.samples_per_second:.1f} samples/s{metrics}."
     is_shared = shares_cores(last, base)
     name, other = (_name_cores(last), _name_cores(base)) if has_equal_cores(last, base) else (_name(last), _name(base))
-    if abs(last.speedup - 1) <= last.intervals.get("speedup", -1.0):
+    if not _is_clear(last):
         shared = f" on the same {counted(base.cores, 'core')}" if is_shared else ""
         return f"There is no clear difference in speed between {name} and {other}{shared}."
     off = last.intervals.get("speedup")
@@ -139,6 +139,11 @@ def _judge_speed(base: Row, last: Row) -> str:
         shared = counted(base.cores, "core")
         return f"On the same {shared}, {faster}: more ranks, but no more hardware{ideal}."
     return f"{faster}: {last.efficiency:.0%} of {last.np / base.np:g} times{ideal}."
+
+
+def _is_clear(row: Row) -> bool:
+    """Return whether the speed of a row differs from the baseline's by more than its interval."""
+    return abs(row.speedup - 1) > row.intervals.get("speedup", -1.0)
 
 
 def _judge_ideal(row: Row) -> str:

@@ -172,6 +172,13 @@ def test_what_limits_ranks_of_one_host_is_told() -> None:
     )
 
 
+def test_without_a_clear_difference_nothing_is_promised_of_a_second_host() -> None:
+    verdict = format_verdict(
+        compare([*make_equal_cores(1.9, global_batch=32), *make_equal_cores(0.5, global_batch=32)])
+    )
+    assert verdict == "There is no clear difference in speed between 2 ranks on 16 cores and 1 rank on 8 cores."
+
+
 def list_headings(page: Path) -> list[str]:
     return re.findall("<h2>(.*?)</h2>", page.read_text(encoding="utf-8"))
 
