@@ -59,8 +59,8 @@ def _draw_cores(ranks: Sequence[RecordedRank], cores: Sequence[int], name: str) 
             squares.append((x + others.index(one.rank) * share, y, share))
         title = f"rank {one.rank}, CPU {', '.join(map(str, one.cpus))}"
         parts.append(_draw_squares(squares, title, f"--c{one.rank % COLOURS}"))
-        for x, y, share in squares[:1]:
-            place = f'x="{x + share / 2:.4g}" y="{y + _CELL / 2:.4g}"'
+        for left, top, share in squares[:1]:
+            place = f'x="{left + share / 2:.4g}" y="{top + _CELL / 2:.4g}"'
             parts.append(f'<text {place} style="fill: var(--paper)">{one.rank}</text>' if share > _CELL / 3 else "")
     size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
     return f'<svg {size} role="img" aria-label="{html.escape(name)}">{"".join(parts)}</svg>'

@@ -99,7 +99,7 @@ def test_the_quickstart_compares_half_of_the_cores_with_all(cores: int, tmp_path
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     shutil.copy(Path(__file__).parents[2] / "scripts/quickstart", tmp_path / "scripts")
-    command = ["taskset", "--cpu-list", ",".join(cpus), tmp_path / "scripts/quickstart", "--dry-run"]
+    command = ["taskset", "--cpu-list", ",".join(cpus), str(tmp_path / "scripts/quickstart"), "--dry-run"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=60, env=os.environ | {"TMPDIR": str(tmp_path)}
     )
