@@ -18,6 +18,12 @@ class CompareConfig:
         "with the fewest ranks, divided among their ranks",
         choices=("weak", "strong"),
     )
+    equal_cores: bool = hosts_option(
+        False,
+        "Give the ranks of every run as many cores as a rank has in the run with the most ranks; others stay idle. "
+        "On one host, the speedup is then about what further hosts of the size of a rank's share would give (default: "
+        "the ranks of each run divide all cores of their hosts)",
+    )
     ideal: bool = hosts_option(
         False,
         "For each number of ranks, also measure the same number of ranks without communication, each training on "

@@ -99,6 +99,8 @@ class Cluster:
     """Whether this machine is a login node with an allocation: not one of the hosts, but it sees the same files."""
     uid: int = 0
     """This user's id on the head host."""
+    most_cores: int = 0
+    """Largest number of cores that a rank uses; 0 for no limit."""
     command_prefixes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """`Transport.command_prefix` by host name; empty unless steps of the plan run on hosts (`works_remotely`)."""
     token: str = field(default_factory=partial(secrets.token_hex, 16), compare=False)
@@ -114,6 +116,12 @@ class Cluster:
         """Whether the hosts are parts of one machine."""
         is_one = len(self.facts) > 1 and len({one.boot_id for one in self.facts}) == 1
         return self.access.entry.kind == "local" or is_one
+
+    @property
+    def cores_per_rank(self) -> int:
+        """Number of cores of the rank that has fewest; 0 if ranks share cores."""
+        fewest = min(len(facts.cores) // one.ranks for one, facts in zip(self.assignments, self.facts))
+        return min(fewest, self.most_cores or fewest)
 
     @property
     def bootstrap(self) -> str:

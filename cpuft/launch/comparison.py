@@ -75,6 +75,12 @@ def order_runs(numbers: tuple[int, ...], comparison: CompareConfig) -> list[tupl
     ]
 
 
+def limit_cores(clusters: Mapping[int, Cluster]) -> dict[int, Cluster]:
+    """Return the clusters, by their number of ranks, with as many cores for each rank as in the one with most ranks."""
+    most = max(1, clusters[max(clusters)].cores_per_rank)
+    return {ranks: replace(cluster, most_cores=most) for ranks, cluster in clusters.items()}
+
+
 def refuse_different_precisions(
     clusters: Mapping[int, Cluster], train: TrainConfig, environ: Mapping[str, str]
 ) -> None:
@@ -112,6 +118,8 @@ def plan_comparison(
             f"--seeds {comparison.seeds} repeats each run already, once with each seed: leave out --repeats"
         )
     clusters = {ranks: gather_cluster(replace(config, np=ranks)) for ranks in numbers}
+    if comparison.equal_cores:
+        clusters = limit_cores(clusters)
     refuse_different_precisions(clusters, train, environ)
     planned: list[PlannedRun] = []
     sent: dict[str, set[str]] = {}

@@ -74,12 +74,12 @@ def _plan_placements(
     cluster: Cluster, config: LaunchConfig, backend: str
 ) -> tuple[tuple[tuple[RankCores, ...], ...], str]:
     """Return which cores each rank of each host uses, and why communication got as many cores as it did."""
-    per_rank = min(len(f.cores) // a.ranks for a, f in zip(cluster.assignments, cluster.facts))
-    comm_cores, reason = choose_comm_cores(per_rank, config.np, backend)
+    comm_cores, reason = choose_comm_cores(cluster.cores_per_rank, config.np, backend)
     if config.comm_cores >= 0:
         comm_cores, reason = config.comm_cores, "as you set with --comm-cores"
-    hosts = zip(cluster.assignments, spread_cores(cluster.facts))
-    return tuple(plan_placement(cores, one.ranks, comm_cores) for one, cores in hosts), reason
+    hosts = zip([one.ranks for one in cluster.assignments], spread_cores(cluster.facts))
+    most = cluster.most_cores
+    return tuple(plan_placement(cores[: ranks * most or None], ranks, comm_cores) for ranks, cores in hosts), reason
 
 
 def plan_interfaces(cluster: Cluster, wanted: str) -> tuple[Interface, ...]:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from cpuft.errors import CpuftError, counted
-from cpuft.record import STEP_PHASES, Record, StepLine
+from cpuft.record import FILE_NAME, STEP_PHASES, Record, StepLine, drop_warm_up
 from cpuft.report.significance import half_width, is_different, standard_error
 from cpuft.serialization import load
 
@@ -365,6 +365,12 @@ def shares_cores(row: Row, base: Row) -> bool:
     return row.np > base.np and row.cores <= base.cores
 
 
+def has_equal_cores(row: Row, base: Row) -> bool:
+    """Return whether the ranks of both runs had equal numbers of cores of one host, so that each stands for a host."""
+    is_one_host = row.hosts == base.hosts == 1 and not (row.simulated or base.simulated)
+    return is_one_host and row.np > base.np and row.cores > base.cores and row.cores * base.np == base.cores * row.np
+
+
 def group_repeats(runs: Sequence[Record]) -> list[list[Record]]:
     """Return groups of runs that differ only in their seed and in when they ran, in the order of the runs."""
     groups: dict[str, list[Record]] = {}
@@ -569,6 +575,22 @@ def _note_restarts(records: Sequence[Record]) -> list[str]:
     return notes
 
 
+def _note_limits(row: Row, scaling: str, records: Sequence[Record]) -> list[str]:
+    """Return a note on what kept the ranks of one host from a linear speedup, if they missed a tenth of it."""
+    missing = 1 - row.efficiency
+    if missing < 0.1:
+        return []
+    steps = drop_warm_up(next(record for record in records if record.path == row.path).steps)
+    seconds = sum(line.step_seconds for line in steps)
+    waiting = sum(line.communication_seconds for line in steps) / seconds if seconds > 0 else 0.0
+    batches = "smaller batches, " if scaling == "strong" else ""
+    return [
+        f"np {row.np} misses {missing:.0%} of a linear speedup: it waits for gradients in {waiting:.0%} of its time. "
+        f"What else is missing is slower computing: {batches}memory or a physical core that the ranks share, or other "
+        "programs on this machine."
+    ]
+
+
 def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> list[str]:
     """Return notes on the baseline, the kind of scaling, and whatever limits the meaning of the numbers."""
     base = rows[0]
@@ -600,6 +622,14 @@ def _make_notes(rows: tuple[Row, ...], scaling: str, records: list[Record]) -> l
         for row in rows[1:]
         if row.efficiency > MOST_EFFICIENCY
     ]
+    if has_equal_cores(rows[-1], base):
+        run = base.path.removesuffix(f"/{FILE_NAME}")
+        shown = f": cpuft estimate {run} --bandwidth 1gbit shows by how much" if base.np == 1 else ""
+        notes.append(
+            f"each rank has {counted(base.cores // base.np, 'core')} of one host, as if it had a host of its own. Such "
+            f"hosts would share no memory, which is faster, and send gradients over a network, which is slower{shown}."
+        )
+        notes += _note_limits(rows[-1], scaling, records)
     same_cores = [row.np for row in rows[1:] if shares_cores(row, base)]
     if same_cores:
         listed = ", ".join(map(str, same_cores))

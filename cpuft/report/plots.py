@@ -140,6 +140,8 @@ def _draw_panel(drawn: Any, panel: Panel, colour: Callable[[int], str]) -> None:
         drawn.set_ylim(bottom=0)
         drawn.set_xlim(left=0)
         drawn.legend()
+    else:
+        drawn.locator_params(axis="x", nbins=5)  # more labels of six digits would overlap
 
 
 def make_figure(panels: Sequence[Panel]) -> Any:
@@ -184,7 +186,12 @@ _MOST_BARS = 40
 
 
 def draw_speedup(comparison: Comparison, predictions: Sequence[Estimate]) -> list[tuple[str, str]]:
-    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated."""
+    """Draw the speedup over the number of ranks: measured, linear, of the ideal, and estimated.
+
+    Two numbers of ranks without predictions are not drawn: the speedup of the first is 1, and the table has the other.
+    """
+    if len({row.np for row in comparison.rows}) < 3 and not predictions:
+        return []
     return [_draw(panel) for panel in list_speedup_panels(comparison, predictions)]
 
 
@@ -230,8 +237,9 @@ def draw_missing_time(comparison: Comparison) -> list[tuple[str, str]]:
 
 
 def draw_learning_curves(runs: Sequence[Record]) -> list[tuple[str, str]]:
-    """Draw the loss and the first two metrics over time and over examples."""
-    return [_draw(panel) for panel in list_learning_panels(runs)]
+    """Draw the loss and the first two metrics over time and over examples; not a metric that was evaluated once."""
+    panels = list_learning_panels(runs)
+    return [_draw(panel) for panel in panels if any(len(set(line.x)) > 1 for line in panel.lines)]
 
 
 def list_learning_panels(runs: Sequence[Record]) -> list[Panel]:
