@@ -240,6 +240,7 @@ def main() -> None:
     become_rank()
     torch.set_num_threads(1)
     store, rank, _ = next(rendezvous("env://"))
+    store.set_timeout(timedelta(seconds=12 * _SECONDS))  # of waiting for a rank that gloo has ended
     groups = connect(backend, PrefixStore(str(first), store), rank)
     with (folder / f"{rank}.jsonl").open("a") as file:
         for number in range(first, last):
@@ -256,8 +257,10 @@ def main() -> None:
             store.set(f"{number} {rank}", str(is_broken))
             if b"True" in [store.get(f"{number} {other}") for other in range(RANKS)]:
                 if backend == "ccl":  # in one process, oneCCL sometimes hangs when it connects again
-                    store.set(f"end {rank}", "")
-                    store.wait([f"end {other}" for other in range(RANKS)])  # rank 0 has the store
+                    if rank:
+                        store.set(f"end {rank}", "")
+                    else:  # it has the store
+                        store.wait([f"end {other}" for other in range(1, RANKS)])
                     break
                 dist.destroy_process_group()
                 groups = connect(backend, PrefixStore(f"after {number}", store), rank)
@@ -272,7 +275,7 @@ def run_calls(backend: str, seed: int, calls: int) -> list[list[Outcome]]:
         with tempfile.TemporaryDirectory() as folder:
             words = backend, folder, *map(str, (seed, len(outcomes), calls))
             try:
-                ended = mpirun(RANKS, "tests.fuzz.collectives", *words, seconds=300)
+                ended = mpirun(RANKS, "tests.fuzz.collectives", *words, seconds=1800)
                 said, code = ended.stdout, ended.returncode
             except subprocess.TimeoutExpired:
                 said, code = "", -1
@@ -307,8 +310,8 @@ def find_fault(call: Call, wanted: list[Outcome], found: list[Outcome]) -> str:
     has_raised = any(outcome[0] not in ("ok", "exit code 75") for outcome in found)
     for want, outcome in zip(wanted, found, strict=True):
         kind = outcome[0]
-        if is_unequal and kind == "signal 6" and _GLOO_ENDS in outcome[1]:
-            continue  # torch's gloo ends the process as well
+        if is_unequal and kind not in ("ok", "hangs") and _GLOO_ENDS in outcome[1]:
+            continue  # torch's gloo ends the process as well, and mpirun does not always notice
         # The watchdog ends a rank that waits for one that has raised.
         if kind.startswith(("signal", "hangs", "exit code")) and not (has_raised and kind == "exit code 75"):
             return kind
@@ -316,7 +319,8 @@ def find_fault(call: Call, wanted: list[Outcome], found: list[Outcome]) -> str:
             continue
         if kind not in ("ok", "exit code 75") and not _is_less(call):
             return f"{kind} where torch's gloo answers"
-        if kind == "ok" and want[0] == "ok" and outcome[1] != want[1]:
+        stores_two = call.dtype == "bool" and call.reduction == "SUM"  # torch's gloo does, where both are true
+        if kind == "ok" and want[0] == "ok" and outcome[1] != want[1] and not stores_two:
             return "other values than torch's gloo"
         if kind == "ok" and want[0] != "ok" and not _is_more(call):
             return "an answer where torch's gloo raises"
