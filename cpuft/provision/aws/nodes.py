@@ -55,10 +55,11 @@ class Nodes(Servers):
         # The key of an instance that had the same address before is left out.
         self.keys = {name: key for name, key in self.keys.items() if key.split()[2:] == [marks.get(name)]}
         self._aws_config = config
+        self._has_spot = any(one.spot for one in instances)
         self._until, self._limit = group.until, max(group.until, group.limit)
 
     def _make_entry(self) -> Entry:
-        return make_entry(self._aws_config, str(self.directory), self.hostfile, self._until)
+        return make_entry(self._aws_config, str(self.directory), self.hostfile, self._until, self._has_spot)
 
     def _read_timers(self, transport: Transport) -> dict[str, Timer]:
         """Return what each instance says about its lease, by private address."""

@@ -180,26 +180,26 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
     """
     resources = facts.resources
     check_rental(config, resources)
-    stages: list[list[Step]] = [*_plan_files(config, facts), _plan_group(config, facts), _plan_placement(config, facts)]
-    missing = config.nodes - len(resources.live)
-    notes = []
+    missing, has_spot = config.nodes - len(resources.live), any(one.spot for one in resources.live)
+    launch, notes = list[list[Step]](), list[str]()
     if missing and facts.offer:
         zone, spot = choose_zone(config, resources, facts.offer, facts.refused)
-        config = replace(config, spot=spot)
+        has_spot = has_spot or spot
         if resources.group and facts.public_key:
-            stages += _plan_launch(config, facts, resources.group, facts.offer, zone)
+            launch = _plan_launch(replace(config, spot=spot), facts, resources.group, facts.offer, zone)
         else:
             image = facts.offer.image.name or facts.offer.image.id
             notes = [
                 f"The next steps are planned when the security group exists: allow ssh from {facts.ssh_from} only, and "
                 f"start {counted(missing, 'instance')} of image {image} in {zone.name}"
             ]
-    return Plan(tuple(tuple(stage) for stage in stages if stage), tuple(notes))
+    stages = [*_plan_files(config, facts, has_spot), _plan_group(config, facts), _plan_placement(config, facts)]
+    return Plan(tuple(tuple(stage) for stage in (*stages, *launch) if stage), tuple(notes))
 
 
-def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
+def _plan_files(config: AwsConfig, facts: RentalFacts, has_spot: bool) -> list[list[Step]]:
     base, until = facts.directory, facts.resources.group.until if facts.resources.group else 0
-    record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until))}
+    record = {f"{base}/{FILE_NAME}": format_entry(make_entry(config, base, facts.hostfile, until, has_spot))}
     steps = plan_files(record, facts.files, "register the cluster")
     if facts.public_key:
         return [steps]
@@ -208,7 +208,7 @@ def _plan_files(config: AwsConfig, facts: RentalFacts) -> list[list[Step]]:
     return [steps, [plan_key(f"{base}/id_ed25519", "make the key to log in with")]]
 
 
-def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int) -> Entry:
+def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int, has_spot: bool) -> Entry:
     """Return the record of a cluster; `until` is the end of its lease in epoch seconds, 0 if not fixed yet."""
     return Entry(
         config.name,
@@ -219,8 +219,8 @@ def make_entry(config: AwsConfig, directory: str, hostfile: str, until: int) -> 
         # The options `yes` and `recipe` are of one run only.
         options={key: str(value) for key, value in asdict(replace(config, yes=False, recipe="")).items()},
         ssh_config_there=f"{config.prefix}/clusters/{config.name}/ssh_config",
-        # On-demand instances are never reclaimed.
-        notice=_NOTICE_URL if config.spot else "",
+        # On-demand instances are never reclaimed, so hosts look for a notice only if one of them is a spot instance.
+        notice=_NOTICE_URL if has_spot else "",
         renewal=RENEW_COMMAND,
         until=until,
     )

@@ -216,6 +216,28 @@ def test_on_demand_instances_come_after_the_last_zone_for_spot(spot_or_demand: b
         assert choose_zone(config, Resources(NOW, ME), OFFER, refused) == chosen
 
 
+@pytest.mark.parametrize(
+    ("spots", "refused", "watched"),
+    [
+        ((), (), True),
+        ((), ("a", "b", "c"), False),
+        ((False,) * 4, (), False),
+        ((False,) * 3, ("a",), False),
+        ((False, True), ("a",), True),
+        ((True,) * 4, (), True),
+    ],
+    ids=("spot", "on demand", "complete", "refilled on demand", "one is spot", "all are spot"),
+)
+def test_only_clusters_with_spot_instances_look_for_interruption_notices(
+    spots: tuple[bool, ...], refused: tuple[str, ...], watched: bool
+) -> None:
+    config = replace(CONFIG, spot=True, spot_or_demand=True)
+    found = Resources(NOW, ME, GROUP, tuple(make_instance(number, spot=one) for number, one in enumerate(spots)))
+    plan = plan_rental(config, make_facts(found, refused={(f"us-east-1{one}", True): "full" for one in refused}))
+    (record,) = (step for stage in plan.stages for step in stage if step.why == "register the cluster")
+    assert ("169.254.169.254" in record.stdin) is watched
+
+
 def find_request(config: AwsConfig, offer: Offer) -> dict[str, Any]:
     return make_request(config, Resources(NOW, ME, GROUP), offer, ZONES[0], config.nodes)
 
