@@ -350,7 +350,7 @@ def find_cluster(name: str, environ: Mapping[str, str], region: str = "") -> Pro
     return load_cluster(name, environ)
 
 
-def describe_region(region: str) -> str:
+def describe_rented(region: str) -> str:
     """Return the lines of `cpuft provision status --region`; an empty `region` is that of the AWS configuration."""
     lines = [line for kind in PROVIDERS for line in load_provider(kind).describe_region(region)]
     return "".join(f"{line}\n" for line in lines or [f"there is no cluster in region {region}"])

@@ -55,7 +55,7 @@ def is_ready(image: Ami | None, name: str) -> bool:
     return bool(image and image.state == READY)
 
 
-def plan_image(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> CallStep:
+def _plan_ami(instance: str, name: str, recipe: str, environment: str, owner: str, region: str) -> CallStep:
     """Return the call that makes an AMI of an instance, and tags it and its snapshots.
 
     AWS shuts the instance down meanwhile, so that its disk is consistent. `recipe` is a digest, `environment` a stamp,
@@ -197,7 +197,7 @@ class AmiBuilder:
             run_stages(
                 plan_finish(self.recipe, instance.private, transport.command_prefix(Host(instance.private))), say
             )
-        step = plan_image(instance.id, name, self.recipe.digest, stamp, resources.caller, region)
+        step = _plan_ami(instance.id, name, self.recipe.digest, stamp, resources.caller, region)
         self.cluster.run(Plan(((step,),)), say)
 
     def _wait_until_ready(self, name: str) -> None:
