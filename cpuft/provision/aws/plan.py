@@ -17,19 +17,7 @@ from cpuft.errors import CpuftError, counted, suggest_names
 from cpuft.files import hash_text
 from cpuft.hosts.registry import FILE_NAME, Entry, format_entry, read_entry
 from cpuft.plan import Plan, Step
-from cpuft.provision.aws.client import (
-    GENERATION,
-    GROUP,
-    LIMIT,
-    OWNER,
-    SPOT_SERVICE,
-    TAG,
-    UNTIL,
-    CallStep,
-    make_tags,
-    plan_call,
-    specify_tags,
-)
+from cpuft.provision.aws.client import SPOT_SERVICE, CallStep, Tag, make_tags, plan_call, specify_tags
 from cpuft.provision.aws.facts import (
     QUOTA_CODES,
     Instance,
@@ -38,6 +26,7 @@ from cpuft.provision.aws.facts import (
     Rule,
     SecurityGroup,
     Zone,
+    find_disk_size,
     is_standard,
 )
 from cpuft.provision.aws.lease import (
@@ -107,10 +96,9 @@ def check_offer(config: AwsConfig, resources: Resources, offer: Offer, region: s
     if "x86_64" not in offer.architectures:
         architectures = "/".join(offer.architectures)
         raise CpuftError(f"{config.type} is {architectures}, and cpuft needs x86_64: choose another --type")
-    if offer.image.architecture not in ("x86_64", ""):
-        raise CpuftError(
-            f"AMI {offer.image.id} is for {offer.image.architecture}: choose an AMI for x86_64 with --image"
-        )
+    if (architecture := offer.image.get("Architecture", "x86_64")) != "x86_64":
+        image = offer.image["ImageId"]
+        raise CpuftError(f"AMI {image} is for {architecture}: choose an AMI for x86_64 with --image")
     if config.threads_per_core == 1 and offer.threads and 1 not in offer.threads:
         raise CpuftError(f"{config.type} does not support --threads-per-core 1: leave the option out")
     if not offer.zones:
@@ -188,7 +176,7 @@ def plan_rental(config: AwsConfig, facts: RentalFacts) -> Plan:
         if resources.group and facts.public_key:
             launch = _plan_launch(replace(config, spot=spot), facts, resources.group, facts.offer, zone)
         else:
-            image = facts.offer.image.name or facts.offer.image.id
+            image = facts.offer.image.get("Name") or facts.offer.image["ImageId"]
             notes = [
                 f"The next steps are planned when the security group exists: allow ssh from {facts.ssh_from} only, and "
                 f"start {counted(missing, 'instance')} of image {image} in {zone.name}"
@@ -249,7 +237,7 @@ def _make_cluster_tags(config: AwsConfig, resources: Resources) -> dict[str, str
     """Return the tags of every resource of a cluster. The end of the lease is fixed when the group is created."""
     group = resources.group
     until = group.until if group else int(resources.now) + parse_lease(config.lease)
-    return {TAG: config.name, OWNER: resources.caller, UNTIL: str(until)}
+    return {Tag.CLUSTER: config.name, Tag.OWNER: resources.caller, Tag.UNTIL: str(until)}
 
 
 def _plan_group(config: AwsConfig, facts: RentalFacts) -> list[Step]:
@@ -258,7 +246,7 @@ def _plan_group(config: AwsConfig, facts: RentalFacts) -> list[Step]:
     if not group:
         now = int(resources.now)
         limit = now + parse_limit(config.lease_limit, parse_lease(config.lease))
-        tags = _make_cluster_tags(config, resources) | {GENERATION: str(now), LIMIT: str(limit)}
+        tags = _make_cluster_tags(config, resources) | {Tag.GENERATION: str(now), Tag.LIMIT: str(limit)}
         parameters = {
             "GroupName": _resource_name(config.name),
             "Description": "Made by cpuft provision",
@@ -339,13 +327,13 @@ def _plan_launch(
     is_used = any(one.generation == generation for one in resources.instances)
     if is_used or resources.now - generation > STALE_SECONDS:
         generation = max(int(resources.now), generation + 1)
-        change = {"Resources": [group.id], "Tags": make_tags({GENERATION: str(generation)})}
+        change = {"Resources": [group.id], "Tags": make_tags({Tag.GENERATION: str(generation)})}
         stages.append([plan_call("create_tags", "record that instances are requested again", region, change)])
     request = make_request(config, resources, offer, zone, missing)
     request["ClientToken"] = hash_text(f"{group.id} {generation} {zone.name}{' spot' * config.spot}", 32)
     request["UserData"] = format_user_data(group.until, group.limit, facts.public_key)
     request["NetworkInterfaces"][0]["Groups"] = [group.id]
-    tags = {GENERATION: str(generation), GROUP: group.id, "Name": _resource_name(config.name)}
+    tags = {Tag.GENERATION: str(generation), Tag.GROUP: group.id, "Name": _resource_name(config.name)}
     for one in request["TagSpecifications"]:
         one["Tags"] += make_tags(tags)
     if _uses_placement_group(config, offer):
@@ -361,18 +349,18 @@ def make_request(config: AwsConfig, resources: Resources, offer: Offer, zone: Zo
     AWS can check them in a dry run before anything exists. An instance that shuts down terminates.
     """
     disk: dict[str, Any] = {"VolumeType": "gp3", "Encrypted": True, "DeleteOnTermination": True}
-    disk["VolumeSize"] = max(config.disk, offer.image.gigabytes)
+    disk["VolumeSize"] = max(config.disk, find_disk_size(offer.image))
     interface = {"DeviceIndex": 0, "SubnetId": zone.subnet, "AssociatePublicIpAddress": True}
     # The adapter carries all other traffic as well. Whether ranks use it is decided on the hosts.
     interface |= {"InterfaceType": "efa"} if offer.efa and config.nodes > 1 else {}
     request: dict[str, Any] = {
-        "ImageId": offer.image.id,
+        "ImageId": offer.image["ImageId"],
         "InstanceType": config.type,
         "MinCount": count,
         "MaxCount": count,
         "InstanceInitiatedShutdownBehavior": "terminate",
         "MetadataOptions": {"HttpTokens": "required", "HttpPutResponseHopLimit": 1, "HttpEndpoint": "enabled"},
-        "BlockDeviceMappings": [{"DeviceName": offer.image.root, "Ebs": disk}],
+        "BlockDeviceMappings": [{"DeviceName": offer.image["RootDeviceName"], "Ebs": disk}],
         "NetworkInterfaces": [interface | {"DeleteOnTermination": True}],
         "Placement": {"AvailabilityZone": zone.name},
     }
@@ -423,7 +411,7 @@ def plan_lease_extension(name: str, facts: RentalFacts, until: int) -> Plan:
     if not group or not live:
         raise CpuftError(f"{name} has no instances in {facts.region}: rent some with `cpuft provision aws`")
     limit = max(until, group.limit)
-    tags = make_tags({UNTIL: str(until), LIMIT: str(limit)})
+    tags = make_tags({Tag.UNTIL: str(until), Tag.LIMIT: str(limit)})
     why = f"move the end of the lease from {format_time(group.until)} to {format_time(until)}"
     change = {"Resources": [group.id, *(one.id for one in live)], "Tags": tags}
     call = plan_call("create_tags", why, facts.region, change)

@@ -11,7 +11,7 @@ import pytest
 from cpuft.errors import CpuftError
 from cpuft.hosts.ssh_config import Member, format_inside, format_ssh_config
 from cpuft.provision.aws.client import CallStep
-from cpuft.provision.aws.facts import Ami, Instance, Offer, Resources, SecurityGroup, Zone
+from cpuft.provision.aws.facts import Instance, Offer, Resources, SecurityGroup, Zone
 from cpuft.provision.aws.options import AwsConfig
 from cpuft.provision.aws.plan import (
     NoCapacityError,
@@ -39,7 +39,7 @@ OFFER = Offer(
     True,
     ("on-demand", "spot"),
     ZONES,
-    Ami("ami-1", "debian", "available", "", "", "/dev/xvda", 8, "x86_64"),
+    {"ImageId": "ami-1", "Name": "debian", "RootDeviceName": "/dev/xvda", "Architecture": "x86_64"},
     256.0,
 )
 
@@ -166,7 +166,7 @@ def test_a_cluster_that_cannot_become_what_is_asked_for_is_refused(
         ({"threads": (2,)}, {"threads_per_core": 1}, "m7i.8xlarge does not support --threads-per-core 1: leave"),
         ({"architectures": ("arm64",)}, {}, "m7i.8xlarge is arm64, and cpuft needs x86_64: choose another --type"),
         (
-            {"image": replace(OFFER.image, architecture="arm64")},
+            {"image": {**OFFER.image, "Architecture": "arm64"}},
             {},
             "AMI ami-1 is for arm64: choose an AMI for x86_64 with --image",
         ),
