@@ -193,7 +193,7 @@ class AmiBuilder:
 
         Raises CpuftError when another machine made it and still uses it, which it does until the AMI is `ready`.
         """
-        facts = self.cluster.gather_remains().rental
+        facts = self.cluster.gather_remains()
         if is_ours(facts.files, facts.directory):
             say(self.cluster.down(say))
         elif (facts.resources.group or facts.resources.live) and not ready:
@@ -204,7 +204,7 @@ class AmiBuilder:
 
     def _build(self, name: str, stamp: str, say: Say, ask: Ask) -> None:
         self.cluster.make(say, ask)
-        resources = self.cluster.gather_remains().rental.resources
+        resources = self.cluster.gather_remains().resources
         instance, region = resources.live[0], self.cluster.config.region
         if self.services.uses_ssh:
             transport = SshTransport(str(self.cluster.directory / "ssh_config"), here="")

@@ -6,7 +6,7 @@ import re
 import urllib.error
 import urllib.request
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -100,8 +100,8 @@ class Resources:
     """Everything in a region that carries a cluster's tag."""
 
     now: float
-    caller: str
-    """ARN of the user or role that asked."""
+    caller: str = ""
+    """ARN of the user or role that asked; empty if it does not matter."""
     group: SecurityGroup | None = None
     instances: tuple[Instance, ...] = ()
     """The head host comes first; terminated instances are included as long as AWS lists them."""
@@ -117,38 +117,31 @@ class Resources:
 
 
 @dataclass(frozen=True)
-class Zone:
-    """An availability zone that offers an instance type."""
-
-    name: str
-    subnet: str
-    """Id of its default subnet."""
-    spot_price: float = 0.0
-    """In dollars per hour, now; 0 if unknown."""
-
-
-@dataclass(frozen=True)
 class Offer:
     """What AWS offers of an instance type, and how much of it this account may rent."""
 
-    vcpus: int
-    architectures: tuple[str, ...]
-    in_placement_groups: bool
-    markets: tuple[str, ...]
-    """"on-demand", "spot" or both."""
-    zones: tuple[Zone, ...]
-    """Zones that offer the type and have a default subnet, by name."""
+    type: Mapping[str, Any]
+    """The type, as DescribeInstanceTypes returns it."""
+    zones: Mapping[str, str]
+    """Availability zones that offer the type: the id of the default subnet, by name."""
     image: Image
     quota: float | None
     """vCPUs that may run at the same time; None if unknown."""
-    cores: int = 0
-    """Of an instance; 0 if unknown."""
-    threads: tuple[int, ...] = ()
-    """Possible numbers of hardware threads per core; (2,) if AWS says nothing."""
-    efa: bool = False
-    """Whether the type has an Elastic Fabric Adapter."""
+    spot_prices: Mapping[str, float] = field(default_factory=dict)
+    """Present prices in dollars per hour, by zone; zones without a known price are left out."""
     has_spot_role: bool = True
     """Whether the account has the role without which no spot instance starts."""
+
+    @property
+    def in_placement_groups(self) -> bool:
+        """Whether instances of the type can be placed close to each other."""
+        return "cluster" in self.type.get("PlacementGroupInfo", {}).get("SupportedStrategies", ())
+
+    @property
+    def threads(self) -> list[int]:
+        """Possible numbers of hardware threads per core; [2] if AWS says nothing."""
+        cpus = self.type["VCpuInfo"]
+        return list(cpus.get("ValidThreadsPerCore") or [cpus.get("DefaultThreadsPerCore", 2)])
 
 
 def normalize_owner(arn: str) -> str:
@@ -259,20 +252,31 @@ def find_own_address() -> str:
 def find_resources(client: AwsClient, name: str, now: float) -> Resources:
     """Return everything in the client's region that carries the tag of the cluster `name`, seen at `now`."""
     filters = [{"Name": f"tag:{Tag.CLUSTER}", "Values": [name]}]
-    groups = client.query("describe_security_groups", Filters=filters).get("SecurityGroups", ())
     places = client.query("describe_placement_groups", Filters=filters).get("PlacementGroups", ())
     unattached = [*filters, {"Name": "status", "Values": ["available"]}]
-    volumes = client.query("describe_volumes", Filters=unattached).get("Volumes", ())
-    group = _parse_group(groups[0]) if groups else None
-    instances = parse_instances(client.query("describe_instances", Filters=filters))
-    return Resources(
-        now=now,
+    volumes = client.query("describe_volumes", Filters=unattached)["Volumes"]
+    return replace(
+        _find_clusters(client, filters, now).get(name, Resources(now)),
         caller=normalize_owner(client.caller),
-        group=group,
-        instances=drop_earlier_cluster(instances, group),
         placement_group=next((one["GroupName"] for one in places if one.get("State") != "deleted"), ""),
         volumes=tuple(one["VolumeId"] for one in volumes),
     )
+
+
+def find_clusters(client: AwsClient, now: float) -> dict[str, Resources]:
+    """Return by name all clusters of the account in this region: their security groups and instances, seen at `now`."""
+    return _find_clusters(client, [{"Name": "tag-key", "Values": [Tag.CLUSTER]}], now)
+
+
+def _find_clusters(client: AwsClient, filters: list[dict[str, Any]], now: float) -> dict[str, Resources]:
+    groups = [_parse_group(one) for one in client.query("describe_security_groups", Filters=filters)["SecurityGroups"]]
+    instances = parse_instances(client.query("describe_instances", Filters=filters))
+    by_name = {group.cluster: group for group in groups}
+    clusters = {}
+    for name in sorted({*by_name, *(one.cluster for one in instances)}):
+        group, own = by_name.get(name), [one for one in instances if one.cluster == name]
+        clusters[name] = Resources(now, group=group, instances=drop_earlier_cluster(own, group))
+    return clusters
 
 
 def find_host_key(client: AwsClient, instance: str) -> str:
@@ -291,27 +295,13 @@ def find_host_key(client: AwsClient, instance: str) -> str:
     return found[-1] if found else ""
 
 
-def find_clusters(client: AwsClient) -> dict[str, tuple[SecurityGroup | None, tuple[Instance, ...]]]:
-    """Return by name all clusters of the account in this region: security group (None if deleted), instances."""
-    filters = [{"Name": "tag-key", "Values": [Tag.CLUSTER]}]
-    groups = [_parse_group(one) for one in client.query("describe_security_groups", Filters=filters)["SecurityGroups"]]
-    instances = parse_instances(client.query("describe_instances", Filters=filters))
-    by_name = {group.cluster: group for group in groups}
-    clusters = {}
-    for name in sorted({*by_name, *(one.cluster for one in instances)}):
-        group, own = by_name.get(name), [one for one in instances if one.cluster == name]
-        clusters[name] = (group, drop_earlier_cluster(own, group))
-    return clusters
-
-
 def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     """Return what AWS offers of the instance type that the options ask for.
 
     The AMI is --image, otherwise the newest one of --recipe, otherwise Debian 12's. Spot prices and the role for spot
     instances are looked up only with --spot.
     """
-    details = _find_type(client, config.type)
-    cpus = details["VCpuInfo"]
+    found = _find_type(client, config.type)
     subnets = client.query("describe_subnets", Filters=[{"Name": "default-for-az", "Values": ["true"]}])["Subnets"]
     if not subnets:
         raise CpuftError(f"region {client.region} has no default network: make one with `aws ec2 create-default-vpc`")
@@ -319,23 +309,14 @@ def find_offer(client: AwsClient, config: AwsConfig) -> Offer:
     response = client.query("describe_instance_type_offerings", LocationType="availability-zone", Filters=filters)
     offering = {one["Location"] for one in response["InstanceTypeOfferings"]}
     prices = find_spot_prices(client, config.type) if config.spot else {}
-    zones = [
-        Zone(name, one["SubnetId"], prices.get(name, 0.0))
-        for one in subnets
-        if (name := one["AvailabilityZone"]) in offering
-    ]
+    zones = {one["AvailabilityZone"]: one["SubnetId"] for one in subnets if one["AvailabilityZone"] in offering}
     return Offer(
-        vcpus=cpus["DefaultVCpus"],
-        cores=cpus.get("DefaultCores", 0),
-        threads=tuple(cpus.get("ValidThreadsPerCore") or [cpus.get("DefaultThreadsPerCore", 2)]),
-        efa=bool(details.get("NetworkInfo", {}).get("EfaSupported")),
-        has_spot_role=not config.spot or _has_spot_role(client),
-        architectures=tuple(details["ProcessorInfo"]["SupportedArchitectures"]),
-        in_placement_groups="cluster" in details.get("PlacementGroupInfo", {}).get("SupportedStrategies", ()),
-        markets=tuple(details.get("SupportedUsageClasses", ())),
-        zones=tuple(sorted(zones, key=lambda zone: zone.name)),
+        type=found,
+        zones=zones,
+        spot_prices={zone: price for zone, price in prices.items() if zone in zones},
         image=_find_base_image(client, config.image or _find_recipe_image(client, config.recipe)),
         quota=_find_quota(client, config.spot),
+        has_spot_role=not config.spot or _has_spot_role(client),
     )
 
 

@@ -14,7 +14,7 @@ from cpuft.errors import CpuftError
 from cpuft.hosts.registry import FILE_NAME, format_entry, read_entry
 from cpuft.provision.aws.ami import AmiBuilder, delete_image, list_images
 from cpuft.provision.aws.client import POLICY, Tag, read_tags
-from cpuft.provision.aws.facts import find_host_key, parse_instances
+from cpuft.provision.aws.facts import Resources, find_host_key, parse_instances
 from cpuft.provision.aws.plan import NoCapacityError
 from cpuft.provision.aws.provider import Aws
 from cpuft.provision.cluster_files import read_files
@@ -35,6 +35,7 @@ from tests.provision.aws.region import (
     say,
 )
 from tests.provision.aws.test_client import list_actions
+from tests.provision.aws.test_plan import NOW, make_instance
 from tests.provision.simulated import write_wheels
 
 CALLS = [
@@ -249,6 +250,23 @@ def test_instances_that_aws_ends_at_their_start_are_not_replaced(at_once: bool, 
     region.ending, region.ends_at_once, region.kill = "", False, (-1, "")
     make(region, tmp_path, nodes=2)
     assert len(live()) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted", "minutes"), [("pending", "running", 5), ("shutting-down", "terminated", 10)]
+)
+def test_waiting_for_instances_has_a_time_limit(
+    state: str, wanted: str, minutes: int, region: Region, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = make_aws(region, tmp_path)
+    found = Resources(NOW, instances=(make_instance(1, state=state), make_instance(2, state=wanted)))
+    monkeypatch.setattr(lab, "_find_resources", lambda: found)
+    lab._wait_for(wanted, {"i-2"}, 60.0 * minutes)
+    assert region.seconds == 0
+    said = rf"after {minutes} minutes, not all instances of lab are {wanted} \(.*1 {state}.*\): remove them with `cpuft"
+    with pytest.raises(CpuftError, match=said):
+        lab._wait_for(wanted, {"i-1", "i-2"}, 60.0 * minutes)
+    assert 60 * minutes <= region.seconds < 60 * minutes + 5
 
 
 RECIPE = Path(__file__).parents[3] / "ami" / "recipe.yaml"
